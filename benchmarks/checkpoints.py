@@ -77,16 +77,16 @@ def _learner(ranks: int, each: int) -> tuple[Any, Any]:
     return SimpleNamespace(policy=SimpleNamespace(model=model), optimizer=optimizer, scheduler=_Named({})), memory
 
 
-def _after(rank: int, ranks: int, run: Path, learner: Any) -> Iterator[Callable[[], object]]:
+def _after(rank: int, ranks: int, run: Path, train_step: Any) -> Iterator[Callable[[], object]]:
     """Save and resume as the trainer does."""
     import torch
     import torch.distributed as dist
 
     from primeslurm.recipe.sections.trainer import Checkpoint
     from primeslurm.records.journal import Journal
+    from primeslurm.trainer.base.phase_timer import PhaseTimer
     from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
     from primeslurm.trainer.distributed.world import World
-    from primeslurm.trainer.loops.phase_timer import PhaseTimer
 
     interrupt: Any = None
     control = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
@@ -94,12 +94,12 @@ def _after(rank: int, ranks: int, run: Path, learner: Any) -> Iterator[Callable[
     config = Checkpoint(interval=1, asynchronous=False)
     timer = PhaseTimer(Journal(run / "journals", f"rank-{rank}"), record=False)
     saver = Checkpoints(run, 1, config, world, None)
-    yield lambda: saver.after(1, learner, timer)
+    yield lambda: saver.after(1, train_step, timer)
     resumed = Checkpoints(run, 2, config, world, None)
-    yield lambda: resumed.restore(learner) == 1 or _fail()
+    yield lambda: resumed.restore(train_step) == 1 or _fail()
 
 
-def _before(rank: int, ranks: int, run: Path, learner: Any) -> Iterator[Callable[[], object]]:
+def _before(rank: int, ranks: int, run: Path, train_step: Any) -> Iterator[Callable[[], object]]:
     """Save and resume by reading everything back on rank 0."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -111,7 +111,7 @@ def _before(rank: int, ranks: int, run: Path, learner: Any) -> Iterator[Callable
     directory.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
-        state = {name: part.state_dict() for name, part in _state(learner).items()}
+        state = {name: part.state_dict() for name, part in _state(train_step).items()}
         dcp.save(state, checkpoint_id=directory / "trainer")
         if rank == 0:
             checkpoints.commit(directory, 1, 1)
@@ -121,7 +121,7 @@ def _before(rank: int, ranks: int, run: Path, learner: Any) -> Iterator[Callable
         if rank == 0 and checkpoints.damage(directory):
             _fail()
         dist.barrier()
-        dcp.load(_state(learner), checkpoint_id=directory / "trainer")
+        dcp.load(_state(train_step), checkpoint_id=directory / "trainer")
 
     yield save
     yield load
@@ -150,10 +150,10 @@ def _rank(rank: int, ranks: int, each: int, way: Way, run: Path, results: Any) -
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
     store = dist.FileStore(str(run / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_LONGEST_WAIT)
-    learner, memory = _learner(ranks, each)
+    train_step, memory = _learner(ranks, each)
     memory.fill_(rank + 1)
     costs = []
-    for action in (_after if way == "after" else _before)(rank, ranks, run, learner):
+    for action in (_after if way == "after" else _before)(rank, ranks, run, train_step):
         dist.barrier()
         costs.append(_cost(action))
         if len(costs) == 1:

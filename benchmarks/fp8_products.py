@@ -20,7 +20,7 @@ from torch.nn.functional import grouped_mm
 
 from primeslurm.nn.kernels.fp8 import blocks as quantiser
 from primeslurm.nn.kernels.fp8.backend import backend
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantize
 from primeslurm.nn.layers import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,16 +87,16 @@ def dense(name: str, n: int, k: int) -> None:
     gradient = torch.randn(TOKENS, n, device=DEVICE, dtype=torch.bfloat16)
     bf16 = passes(torch.nn.functional.linear, gradient, rows, weight)
     mine = passes(fp8.linear_product, gradient, rows, weight)
-    x, w, g = rows.detach(), fp8._filled(weight.detach(), -2), fp8._filled(gradient, -1)
-    gemm, qx, qw, qg = backend(DEVICE), quantise(x, ROWS), quantise(w, BLOCKS), quantise(w.mT, BLOCKS)
-    up, xt, gt = quantise(g, ROWS), quantise(x.mT, ROWS), quantise(g.mT, ROWS)
+    x, w, g = rows.detach(), fp8._padded(weight.detach(), -2), fp8._padded(gradient, -1)
+    gemm, qx, qw, qg = backend(DEVICE), quantize(x, ROWS), quantize(w, BLOCKS), quantize(w.mT, BLOCKS)
+    up, xt, gt = quantize(g, ROWS), quantize(x.mT, ROWS), quantize(g.mT, ROWS)
     parts = {
-        "q_rows": milliseconds(lambda: quantise(x, ROWS)),
-        "q_cols": milliseconds(lambda: quantise(x.mT, ROWS)),
-        "q_grad": milliseconds(lambda: quantise(g, ROWS)),
-        "q_grad_cols": milliseconds(lambda: quantise(g.mT, ROWS)),
-        "q_grad_both": milliseconds(lambda: quantiser.quantise_both_ways(g)),
-        "q_weight": milliseconds(lambda: quantise(w, BLOCKS)),
+        "q_rows": milliseconds(lambda: quantize(x, ROWS)),
+        "q_cols": milliseconds(lambda: quantize(x.mT, ROWS)),
+        "q_grad": milliseconds(lambda: quantize(g, ROWS)),
+        "q_grad_cols": milliseconds(lambda: quantize(g.mT, ROWS)),
+        "q_grad_both": milliseconds(lambda: quantiser.quantize_both_ways(g)),
+        "q_weight": milliseconds(lambda: quantize(w, BLOCKS)),
         "fwd": milliseconds(lambda: gemm.product(qx, qw)),
         "dgrad": milliseconds(lambda: gemm.product(up, qg)),
         "wgrad": milliseconds(lambda: gemm.outer(gt, xt)),
@@ -116,8 +116,8 @@ def grouped(name: str, experts: int, n: int, k: int) -> None:
     bf16 = passes(lambda x, w: grouped_mm(x, w.mT, offs=offsets), gradient, rows, weight)
     mine = passes(lambda x, w: fp8.grouped_product(x, w, offsets), gradient, rows, weight)
     x, w, groups, gemm = rows.detach(), weight.detach(), Groups.of(offsets), backend(DEVICE)
-    straight, across = quantiser.quantise_groups, quantiser.quantise_groups_transposed
-    qx, qw, up, qg = straight(x, groups), quantise(w, BLOCKS), straight(gradient, groups), quantise(w.mT, BLOCKS)
+    straight, across = quantiser.quantize_groups, quantiser.quantize_groups_transposed
+    qx, qw, up, qg = straight(x, groups), quantize(w, BLOCKS), straight(gradient, groups), quantize(w.mT, BLOCKS)
     left, right = across(gradient, groups), across(x, groups)
     product = gemm.grouped_product(qx, qw, groups)
     parts = {
@@ -125,9 +125,9 @@ def grouped(name: str, experts: int, n: int, k: int) -> None:
         "q_cols": milliseconds(lambda: across(x, groups)),
         "q_grad": milliseconds(lambda: straight(gradient, groups)),
         "q_grad_cols": milliseconds(lambda: across(gradient, groups)),
-        "q_grad_both": milliseconds(lambda: quantiser.quantise_groups_both_ways(gradient, groups)),
-        "q_weight": milliseconds(lambda: quantise(w, BLOCKS)),
-        "q_weight_T": milliseconds(lambda: quantise(w.mT, BLOCKS)),
+        "q_grad_both": milliseconds(lambda: quantiser.quantize_groups_both_ways(gradient, groups)),
+        "q_weight": milliseconds(lambda: quantize(w, BLOCKS)),
+        "q_weight_T": milliseconds(lambda: quantize(w.mT, BLOCKS)),
         "fwd": milliseconds(lambda: gemm.grouped_product(qx, qw, groups)),
         "dgrad": milliseconds(lambda: gemm.grouped_product(up, qg, groups)),
         "wgrad": milliseconds(lambda: gemm.grouped_outer(left, right, groups)),

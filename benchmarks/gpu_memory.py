@@ -135,8 +135,8 @@ def measure_trainer(directory: Path) -> dict[str, float]:
 
     from primeslurm.recipe import Recipe
     from primeslurm.trainer.assembly.build import build
+    from primeslurm.trainer.base.interrupt import Interrupt
     from primeslurm.trainer.distributed.world import join
-    from primeslurm.trainer.loops.interrupt import Interrupt
 
     parallelism = {"activation_checkpointing": "full"}
     recipe = Recipe.model_validate(

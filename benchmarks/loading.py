@@ -122,9 +122,9 @@ def asked_for(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: 
         opened: set[str] = set()
         for group in build._loaded_together(policy, policy.weights()):
             for name, tensor in policy.adapter.to_hf(group).items():
-                part = loading.part_of(files, name, tensor)
+                part = loading.shard_read(files, name, tensor)
                 width, below = part.place.torch_dtype.itemsize, math.prod(part.place.shape[1:])
-                pieces = list(part.pieces())
+                pieces = list(part.row_slices())
                 everything = sum(_bytes(part, piece) for piece in pieces)
                 opened.add(part.place.file)
                 found["not exchanged"] += everything
@@ -134,7 +134,7 @@ def asked_for(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: 
                     found["exchanged"] += everything
                     found["reads"] += 2 * len(pieces)
                 elif part.group:
-                    rows = min(loading._share(part), part.place.shape[0])
+                    rows = min(loading.rows_per_rank(part), part.place.shape[0])
                     found["bytes"] += rows * below * width
                     found["exchanged"] += part.place.nbytes
                     found["reads"] += 1
@@ -186,9 +186,9 @@ def dequantising(rows: int = 2048, columns: int = 6144) -> dict[str, float]:
     scales = torch.rand(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     codes, of_groups = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8), (rows, columns // _GROUP)
     ways: dict[str, Callable[[], object]] = {
-        "fp8": lambda: loading.dequantised(raw, scales, 0, 0),
-        "mxfp4": partial(four_bits.dequantised, "mxfp4", codes, torch.randint(110, 130, of_groups, dtype=torch.uint8)),
-        "int4": partial(four_bits.dequantised, "int4", codes, torch.rand(of_groups).bfloat16()),
+        "fp8": lambda: loading.dequantize(raw, scales, 0, 0),
+        "mxfp4": partial(four_bits.dequantize, "mxfp4", codes, torch.randint(110, 130, of_groups, dtype=torch.uint8)),
+        "int4": partial(four_bits.dequantize, "int4", codes, torch.rand(of_groups).bfloat16()),
     }
     found = {}
     for name, way in ways.items():

@@ -38,9 +38,9 @@ from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.plan.memory.gpus import ALLOC_CONF
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.base.interrupt import SIGNAL
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.interrupt import SIGNAL
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire.link.messages import Answer, Request

@@ -158,11 +158,11 @@ def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
     import torch
 
     from primeslurm.trainer.assembly.build import build
+    from primeslurm.trainer.base.interrupt import Interrupt
     from primeslurm.trainer.components.router_replay import ReplayRouter
     from primeslurm.trainer.distributed.world import join
-    from primeslurm.trainer.loops.interrupt import Interrupt
 
-    world = join(Interrupt(), patience_s=60)
+    world = join(Interrupt(), timeout_s=60)
     policy = build(recipe(directory, dtype), world)
     arrays = {name: torch.from_numpy(array).to(world.device) for name, array in stack(rows).items()}
     routed = arrays["routed_experts"]

@@ -37,11 +37,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 def dispatcher(backend: str, shape: tuple[int, int, int], tokens: int, mesh: Any) -> Any:
     """Return the dispatcher of a trainer layer with this `ep_backend`."""
-    from primeslurm.trainer.distributed import deepep, token_order
+    from primeslurm.trainer.distributed import deepep, token_permutation
 
     hidden, experts, top_k = shape
     made = (
-        token_order.OrderedDispatcher.Config(num_experts=experts, top_k=top_k)
+        token_permutation.OrderedDispatcher.Config(num_experts=experts, top_k=top_k)
         if backend == "torch"
         else deepep.DeepEPDispatcher.Config(
             num_experts=experts, top_k=top_k, num_max_tokens_per_rank=tokens, hidden_dim=hidden

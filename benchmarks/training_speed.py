@@ -4,7 +4,8 @@
     python -m benchmarks training_speed --shape qwen3_30b_a3b --layers 8 --ranks 2 --ep 2 --seq 16384 --out R.json
 
 Starts `--ranks` processes on this machine, on GPUs if it has any. Weights and tokens are random. Our step is that of
-runs: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. It is compared
+runs: `TrainStep.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. It is
+    compared
 with torchtitan's `Trainer.train_step` (`--compile` applies to both), or with `--against eager` to itself without
 compilation. Both models are in memory and take turns. If memory holds only one, a second call with `--instead
 torchtitan` times the other. The ratio is that of medians: of elapsed time on GPUs, and of rank 0's CPU time on CPUs,
@@ -121,12 +122,12 @@ def ours(
     """Return our step on random rows, and the model. `first` and `last` get the metrics of the first and each step."""
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
+    from primeslurm.trainer.base.phase_timer import PhaseTimer
     from primeslurm.trainer.components.loss import from_recipe
-    from primeslurm.trainer.loops.phase_timer import PhaseTimer
-    from primeslurm.trainer.loops.step import Learner
+    from primeslurm.trainer.policy.train_step import TrainStep
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
     batches = itertools.cycle(
         random_batch(
             recipe.seq_len,
@@ -143,7 +144,7 @@ def ours(
     timer = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
-        metrics = learner.train(next(batches), timer)
+        metrics = train_step.train(next(batches), timer)
         _add_compiles(first, metrics)
         first.update({name: value for name, value in metrics.items() if name not in first})
         last.update(metrics)

@@ -28,8 +28,8 @@ from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
@@ -135,7 +135,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args(words)
     os.environ |= rank_environment(0, 1, free_port())
-    world = join(Interrupt(), patience_s=60)
+    world = join(Interrupt(), timeout_s=60)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:

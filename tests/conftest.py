@@ -61,13 +61,13 @@ def world() -> Iterator[World]:
     """Yield this process as the only rank of a trainer."""
     from benchmarks.support.ports import free_port
     from benchmarks.support.servers import rank_environment
+    from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
     from primeslurm.trainer.distributed.world import join
-    from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt  # imports torch, which only some tests need
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in rank_environment(0, 1, free_port()).items():
             patch.setenv(name, value)
-        joined = join(Interrupt(), patience_s=60)
+        joined = join(Interrupt(), timeout_s=60)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # processes that later tests start inherit the mask
         yield joined
         joined.close()

@@ -35,8 +35,8 @@ def run(
     """
     if "RANK" not in os.environ:
         sys.exit(_start(benchmark, words, count))
+    from primeslurm.trainer.base.interrupt import Interrupt
     from primeslurm.trainer.distributed.world import join
-    from primeslurm.trainer.loops.interrupt import Interrupt
 
     world = join(Interrupt(), 600, host_tensors)
     result = {

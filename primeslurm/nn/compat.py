@@ -1,29 +1,28 @@
-"""Every place where we reach into torchtitan or torch beyond their public interfaces.
+"""All uses of internals of torchtitan and torch, and patches of them.
 
-The package imports this module before any torchtitan module is. Each patch checks that what it replaces is still there;
-a version other than the one it was written for is refused, because a patch that no longer fits fails silently.
+Package `nn` imports this module before any module of torchtitan. A patch checks that the attribute it replaces exists,
+and other versions of torchtitan are rejected, because a patch that does not fit could fail silently.
 
 On machines without CUDA:
-- torchtitan picks its device when it is imported, and would fall back to "cuda"
-- flex attention has no backward pass, varlen attention no kernel: `DenseAttention` computes the same mask densely
-- there is no Triton, which torchtitan imports for an expert-parallel backend that we do not use
+- torchtitan selects its device at import, and would fall back to "cuda"
+- flex attention has no backward pass, and varlen attention has no kernel: `DenseAttention` uses a dense mask
+- Triton is missing, which torchtitan imports for an expert-parallel backend that we do not use
 - gloo lacks the pre-multiplied sum that FSDP uses for gradient scaling
 - compiling `create_block_mask` costs more than it saves
 - FSDP pins the host memory of offloaded parameters, which needs a device
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
-- torchtitan splits experts that do not come out even among ranks: `expert_shards`
+- torchtitan splits experts unevenly over ranks: `expert_fsdp`
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
-- torchtitan's modules take no further parameters once they are built: `declare`
-- torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
-- nor to keep a rank's part of one on another device than its mesh's: `with_local`
-- torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
-- torch tells its compiler that what varlen attention puts out is as wide as queries: of latent attention, as values
+- torchtitan's modules do not accept new parameters after they are built: `declare`
+- torch has no public function for the region of a distributed tensor that a rank holds: `local_region`
+- torch has no public way to keep a shard on another device than that of its mesh: `with_local`
+- torch's differentiable collectives, which activation checkpointing can save, have no public name yet
+- torch.compile assumes that varlen attention's outputs have the head size of queries, not that of values (MLA)
 With CUDA:
-- torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
-- torchtitan keeps DeepEP's handle of every layer that is computed anew for its backward pass: `forget_deepep_handles`
-- torchtitan asks for FlashAttention 3 or 4 by the GPU's generation, whether that package is installed or not:
-  `flash_attention.best`
+- torchtitan has no setting for the number of multiprocessors that DeepEP uses
+- torchtitan leaks DeepEP's handle of every recomputed layer: `forget_deepep_handles`
+- torchtitan selects FlashAttention 3 or 4 by the GPU's generation, even if it is not installed: `flash_attention.best`
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ ON_CPU = not torch.cuda.is_available()
 
 
 def _replace(owner: Any, name: str, value: Any) -> Any:
-    """Set an attribute that must already exist; returns the old value."""
+    """Replace an existing attribute, and return its old value."""
     if not hasattr(owner, name):
         where = owner.__name__ if isinstance(owner, ModuleType | type) else repr(owner)
-        raise RuntimeError(f"{where}.{name} is gone: this version of torch or torchtitan is not supported")
+        raise RuntimeError(f"{where}.{name} does not exist: this version of torch or torchtitan is not supported")
     old = getattr(owner, name)
     setattr(owner, name, value)
     return old
 
 
 def _without_triton(name: str) -> Any:
-    """Stands for any function of a Triton kernel module: importing it works, calling it does not."""
+    """Return a stand-in for a function of a Triton kernel module. It can be imported, but not called."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -90,7 +89,7 @@ from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
 from primeslurm.nn import expert_fsdp  # noqa: E402
-from primeslurm.nn.kernels import flash_attention, on_host  # noqa: E402
+from primeslurm.nn.kernels import flash_attention, host_value_cache  # noqa: E402
 
 if not ON_CPU:
     _best = partial(flash_attention.best, titan_utils.get_cuda_flash_attention_impl, register_flash_attention_fa4)
@@ -98,7 +97,7 @@ if not ON_CPU:
 
 
 def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """Gather every rank's tensor, concatenated along `dim`. Gradients are summed, and scattered back."""
+    """Gather the tensors of all ranks, concatenated along `dim`. The backward pass reduce-scatters the gradients."""
     parts = _waited(collectives.all_gather_single(tensor.contiguous(), 0, group)).unflatten(0, (group.size(), -1))
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -109,40 +108,38 @@ def all_to_all(
     receive: list[int] | None = None,
     send: list[int] | None = None,
 ) -> torch.Tensor:
-    """Send each rank its part of the first dimension, and concatenate what comes from each, in the order of ranks.
+    """Exchange rows with all ranks of a group, in rank order. Differentiable.
 
     Args:
-        tensor: [sum(send), ...].
-        group: the ranks, or the name of their group.
-        receive: rows that come from each; equal parts if neither is given.
-        send: rows for each.
+        tensor: Rows to send [sum(send), ...].
+        group: The process group, or its name.
+        receive: Number of rows from each rank. Without `receive` and `send`, all counts are equal.
+        send: Number of rows to each rank.
     """
     return _waited(collectives.all_to_all_single(tensor, receive, send, group))
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    # What follows may be compiled, and then cannot take a tensor that is still on its way. Only what a collective
-    # returns may wait like this: autograd loses what was computed from it.
+    # Compiled code cannot take a tensor that is still in flight. Only direct results of a collective may wait like
+    # this, because autograd would lose later operations.
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
 def dense(mask_mod: Callable[..., torch.Tensor], rows: int, queries: int, keys: int, on: torch.device) -> torch.Tensor:
-    """Return which queries see which keys, [rows, 1, queries, keys], for all heads alike.
-
-    The rule is asked once, by indices that are broadcast. torch's `create_mask` maps it over single ones (`vmap`): ten
-    times as long on a CPU, a seventh of a small model's step.
-    """
+    """Return the keys that each query sees [rows, 1, queries, keys], the same for all heads."""
+    # One call with broadcast indices. torch's `create_mask` uses vmap, which takes ten times as long on a CPU, a
+    # seventh of the step of a small model.
     row, query, key = (torch.arange(size, device=on) for size in (rows, queries, keys))
     seen = mask_mod(row.view(-1, 1, 1, 1), row.new_zeros(()), query.view(-1, 1), key)
     return seen.expand(rows, 1, queries, keys)
 
 
 class DenseAttention(titan_attention.FlexAttention):
-    """The attention of FlexAttention by a dense mask and SDPA: quadratic memory, runs anywhere."""
+    """FlexAttention by a dense mask and SDPA. It runs anywhere, with quadratic memory."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan_attention.FlexAttention.Config):
-        """As FlexAttention's."""
+        """Config of FlexAttention."""
 
     def forward(
         self,
@@ -156,9 +153,9 @@ class DenseAttention(titan_attention.FlexAttention):
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         **unsupported: Any,
     ) -> torch.Tensor:
-        """Map queries, keys and values [batch, length, heads, head_dim] to outputs of the queries' shape.
+        """Compute attention of queries, keys and values [batch, length, heads, head_dim].
 
-        `out_transform` gets outputs and the log of each query's sum of exponentials, [batch, length, heads].
+        `out_transform` gets the outputs and the log-sum-exp of the scores [batch, length, heads].
         """
         if any(value is not None for value in unsupported.values()):
             raise NotImplementedError(f"dense attention does not support {', '.join(unsupported)}")
@@ -175,49 +172,49 @@ class DenseAttention(titan_attention.FlexAttention):
 
 
 class AnyDtypeExperts(GroupedExperts):
-    """GroupedExperts that compute in the dtype of their input instead of always in bfloat16."""
+    """GroupedExperts that compute in the dtype of their input, instead of always in bfloat16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """As GroupedExperts'."""
+        """Config of GroupedExperts."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Run tokens sorted by expert, [rows, dim], through their experts' SwiGLU."""
-        offsets = on_host.ends(num_tokens_per_expert_E)
+        """Apply the experts' SwiGLU to tokens sorted by expert [rows, dim]."""
+        offsets = host_value_cache.ends(num_tokens_per_expert_E)
         gate = self.project("w1_EFD", x_RD, offsets)
         up = self.project("w3_EFD", x_RD, offsets)
         return self.project("w2_EDF", F.silu(gate) * up, offsets)
 
     def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Multiply rows [rows, in] that are sorted by expert by their expert's matrix `name` [experts, out, in].
+        """Multiply rows [rows, in], sorted by expert, by their expert's matrix `name` [experts, out, in].
 
-        Experts end at `offsets` [experts]. Returns [rows, out].
+        `offsets` [experts] are the ends of the experts' rows. Returns [rows, out].
         """
         return self._grouped_mm(A=x_RD, B_t=self.local(name, x_RD.dtype).transpose(-2, -1), offs=offsets)
 
     def local(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's experts' part of parameter `name`, in a dtype."""
+        """Return this rank's experts of parameter `name`, cast to a dtype."""
         parameter = getattr(self, name)
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
 
 
 def local_region(tensor: DTensor) -> tuple[slice, ...]:
-    """Return which part of a distributed tensor this rank holds."""
+    """Return the region of a distributed tensor that this rank holds."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a distributed tensor like another one whose local part is `local`, on any device; or `local` alone."""
+    """Return a DTensor with the spec of `like` and the shard `local`, on any device. For other tensors: `local`."""
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
 
 
 def swap(
     model_config: Any, base: Any, replacement: Any, where: Callable[[str, Any], bool] = lambda name, config: True
 ) -> None:
-    """Replace every `base.Config` below a model config by `replacement.Config` with the same values.
+    """Replace each `base.Config` in a model config by `replacement.Config` with the same values.
 
-    `where` is asked with each one's module name and config.
+    Only those for which `where`, called with the module name and the config, returns True.
     """
     for name, config, parent, attribute in list(model_config.traverse(base.Config)):
         if type(config) is not base.Config or not where(name, config):
@@ -230,34 +227,32 @@ def swap(
 
 
 def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mapping[str, str]) -> None:
-    """Tell torchtitan about parameters that were added to a built module.
+    """Declare parameters that were added to a built torchtitan module.
 
     Args:
-        module: what they were added to.
-        initial: what initialises each of them.
-        like: the parameter of the module whose place each of them shares.
+        module: The module.
+        initial: Initializer of each new parameter.
+        like: Existing parameter whose sharding each new parameter shares.
     """
     module._param_init = {**module._param_init, **initial}
     if module._sharding_config is not None:
         states = module._sharding_config.state_shardings
-        places = {name: states[other] for name, other in like.items()}
-        module._sharding_config = replace(module._sharding_config, state_shardings=states | places)
+        shardings = {name: states[other] for name, other in like.items()}
+        module._sharding_config = replace(module._sharding_config, state_shardings=states | shardings)
 
 
 def set_deepep_sms(count: int) -> None:
-    """Give DeepEP's kernels this many streaming multiprocessors. DeepEP must be installed."""
+    """Set the number of streaming multiprocessors that DeepEP's kernels use. DeepEP must be installed."""
     from torchtitan.distributed.deepep import deepep
 
     _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
 
 
 def forget_deepep_handles() -> None:
-    """Let go of what was dispatched and is not combined. DeepEP must be installed.
-
-    Forward passes combine before they dispatch again. What is computed anew for a backward pass stops at the last
-    tensor that this needs, which comes before the layer combines, and nobody would take the handle: megabytes of GPU
-    memory for each layer and micro batch. The backward pass itself holds the handles that it needs.
-    """
+    """Drop the handles of dispatches that were not combined. DeepEP must be installed."""
+    # A forward pass combines before the next dispatch. But the recomputation for a backward pass stops at the last
+    # tensor that it needs, before the layer combines, and torchtitan would keep the handle: megabytes of GPU memory per
+    # layer and micro batch. The backward pass itself holds the handles that it needs.
     from torchtitan.distributed.deepep import deepep
 
     deepep._handle_cache.clear()
@@ -280,7 +275,7 @@ def _sum_gradients(model: torch.nn.Module) -> None:
 def _expert_range(
     self: MoEStateDictAdapter, dim: int, dim_size: int, dtensor_placements: tuple[Any, ...], device_mesh: Any
 ) -> tuple[int, int]:
-    """The adapter's own rule, without the mesh dimensions that replicate: they do not split experts."""
+    """Apply the adapter's own rule without replicated mesh dimensions, which do not split experts."""
     pairs = zip(device_mesh.mesh_dim_names, dtensor_placements, strict=True)
     sharded = [(name, placement) for name, placement in pairs if not isinstance(placement, Replicate)]
     if not sharded:
@@ -296,7 +291,7 @@ _replace(titan_fsdp, "fully_shard", expert_fsdp.fully_shard)
 def _varlen_shapes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tell the compiler what varlen attention puts out: heads as wide as values."""
+    """Return fake outputs of varlen attention with the head size of values."""
     out, lse, state = _stock_varlen_shapes(query, key, value, *others, **options)
     if value.shape[-1] != query.shape[-1]:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])

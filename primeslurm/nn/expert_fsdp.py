@@ -1,7 +1,7 @@
-"""FSDP of torchtitan's layers, with the stacks of experts split as `families.expert_shards` says.
+"""FSDP of torchtitan's layers, with stacks of experts split by the rule of `expert_splits`.
 
-torchtitan splits them between experts wherever there are at least as many as ranks. FSDP then fills up what does not
-come out even, which no adapter of checkpoints understands; through every expert, the same ranks can share them evenly.
+torchtitan splits stacks between experts if there are at least as many experts as ranks. FSDP then pads uneven splits,
+which no checkpoint adapter supports. Splitting through every expert is even for the same ranks.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ from primeslurm.nn.expert_splits import split_dimension
 
 
 def fully_shard(module: Any, *, mesh: Any, **options: Any) -> Any:
-    """Shard a module as FSDP's function does, but the experts in it, if it is a layer that has some, by our rule.
+    """Shard a module with FSDP, but the experts of an MoE layer by our rule.
 
     Raises:
-        ValueError: ranks cannot share the experts evenly.
+        ValueError: The ranks cannot share the experts evenly.
     """
     if getattr(module, "moe_enabled", False):
-        given = options.pop("shard_placement_fn", None)
-        options["shard_placement_fn"] = _placement(module.moe.routed_experts.inner_experts, mesh.size(-1), given)
+        titan_placement = options.pop("shard_placement_fn", None)
+        experts = module.moe.routed_experts.inner_experts
+        options["shard_placement_fn"] = _placement(experts, mesh.size(-1), titan_placement)
     return fsdp(module, mesh=mesh, **options)
 
 
-def _placement(experts: nn.Module, ranks: int, given: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """What tells FSDP how to split a parameter of a layer; `given` is torchtitan's, `ranks` are those without EP."""
+def _placement(experts: nn.Module, ranks: int, titan_placement: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """Return FSDP's placement function for a layer. `ranks` is the number of ranks without expert parallelism."""
     names = {parameter: name for name, parameter in experts.named_parameters()}
 
     def place(parameter: Any) -> Any:
-        theirs = given(parameter) if given else None
+        default = titan_placement(parameter) if titan_placement else None
         if parameter not in names:
-            return theirs
-        if not isinstance(theirs, ShardPlacementResult):
+            return default
+        if not isinstance(default, ShardPlacementResult):
             dimension = split_dimension(parameter.shape, ranks)
-            return Shard(dimension or 0)  # 0 at worst: FSDP fills up, and stacks that stay whole in checkpoints can be
-        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        sharing = theirs.mesh_info.shard_mesh_size
-        dimension = split_dimension(held.shape, sharing)
+            # If no dimension is even, FSDP pads dimension 0, which works for stacks that checkpoints store whole.
+            return Shard(dimension or 0)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        ranks_per_expert = default.mesh_info.shard_mesh_size
+        dimension = split_dimension(local.shape, ranks_per_expert)
         if dimension is None:
-            what = " x ".join(map(str, held.shape))
+            shape = " x ".join(map(str, local.shape))
             raise ValueError(
-                f"{sharing} ranks hold the same experts, and cannot share {names[parameter]} ({what}) evenly"
+                f"{ranks_per_expert} ranks hold the same experts, and cannot share {names[parameter]} ({shape}) evenly"
             )
-        return ShardPlacementResult(Shard(dimension), theirs.mesh_info)
+        return ShardPlacementResult(Shard(dimension), default.mesh_info)
 
     return place

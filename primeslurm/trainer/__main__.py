@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from primeslurm.base.imports import uncollected
-from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.wire.transport import secret
 
 

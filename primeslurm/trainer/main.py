@@ -17,19 +17,19 @@ from primeslurm.records.events.training import TrainerStarted, TrainerStopped
 from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import loss
 from primeslurm.trainer.data import token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.data.sft_data import Conversations
 from primeslurm.trainer.distributed.world import RankError, World, bound_memory, host_memory, join
-from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.collective import CollectiveTransfer, Sender
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
-from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.weights import model_directory
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire import exit_codes
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
@@ -79,8 +79,8 @@ def _task(
     function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     reader = None
     if recipe.model.vlm is not None:
-        reader = ImageReader(policy.source, huggingface.load_config(policy.source).image_token_id)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader)
+        reader = ImageReader(policy.source, model_directory.load_config(policy.source).image_token_id)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
@@ -93,11 +93,11 @@ def _task(
         else:
             sender = Sender(policy, encoding, link, world, recipe.weights.timeout_s)
             transfer = CollectiveTransfer(sender, publisher, recipe.max_steps, recipe.model.path, link, world)
-        return RlTask(recipe, learner, transfer, saver, world, link, journal)
+        return RlTask(recipe, train_step, transfer, saver, world, link, journal)
     if recipe.sft is None:
         raise ValueError("task sft needs an sft section")
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     data = recipe.sft.data
     conversations = Conversations(Path(data.path), tokenizer, recipe.seq_len, reader, data.train == "all")
     examples = token_files.tokenized(run_dir, conversations, policy.source, world)
-    return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)
+    return SftTask(recipe, run_dir, train_step, publisher, saver, world, examples, journal)

@@ -7,7 +7,7 @@ import torch
 
 from primeslurm.inference.weight_transfer import layerwise
 from primeslurm.inference.weight_transfer.layerwise import PolicyError, dequantised
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantize
 from primeslurm.trainer.weights.export import Encoding
 
 pytestmark = pytest.mark.engine
@@ -24,7 +24,7 @@ def test_fp8_weights_and_scales_may_arrive_in_any_order(order: int) -> None:
     assert torch.equal(taken["norm"], sent["norm"])
     for name in sent.keys() - {"norm"}:
         assert taken[name].dtype == torch.bfloat16
-        again = quantise(taken[name], BLOCKS)
+        again = quantize(taken[name], BLOCKS)
         assert torch.equal(again.data.view(torch.uint8), encoded[name].view(torch.uint8)), (
             "quantised again it is the same"
         )
@@ -32,14 +32,14 @@ def test_fp8_weights_and_scales_may_arrive_in_any_order(order: int) -> None:
 
 def test_stack_equals_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layerwise, "_ELEMENTS_AT_ONCE", 2 * 200 * 130)  # two matrices, and the last one alone
-    quantised = quantise(torch.randn(3, 200, 130), BLOCKS)
+    quantised = quantize(torch.randn(3, 200, 130), BLOCKS)
     stack = {"up_proj.weight": quantised.data, "up_proj.weight_scale_inv": quantised.scales}
     found = dict(dequantised(iter(stack.items()), torch.float32))["up_proj.weight"]
     assert torch.equal(found, quantised.values())
 
 
 def test_a_weight_without_scales_is_refused() -> None:
-    quantised = quantise(torch.randn(8, 8), BLOCKS)
+    quantised = quantize(torch.randn(8, 8), BLOCKS)
     weight, scales = quantised.data, quantised.scales
     with pytest.raises(PolicyError, match="up_proj"):
         list(dequantised(iter([("up_proj.weight", weight)]), torch.bfloat16))

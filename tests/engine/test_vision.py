@@ -21,11 +21,11 @@ from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.engine.conftest import STATUS_S, ConnectEngine, StartRouter, tiny_engine
@@ -77,7 +77,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
     batches.add(2, [RolloutGroup("g", "looking", 0, 1, ((rollout,), (worse,)))])
     batch = batch_of(batches, 2)
     assert batch is not None
-    learner = Learner(
+    train_step = TrainStep(
         build(recipe, world),
         recipe.trainer.optimizer,
         recipe.max_steps,
@@ -85,7 +85,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
         world,
         ImageReader(model, image_token(model)),
     )
-    return learner.train(batch, PhaseTimer(Journal(directory, "trainer"), record=False))
+    return train_step.train(batch, PhaseTimer(Journal(directory, "trainer"), record=False))
 
 
 def assert_sampled_by(rollout: Rollout, model: Path, tokenizer: Path) -> None:

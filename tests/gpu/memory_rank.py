@@ -9,10 +9,10 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import make_batch, make_timer
 
 
@@ -23,14 +23,14 @@ def main() -> None:
     path = Path(sys.argv[1])
     recipe = Recipe.model_validate_json(path.read_text())
     world = join(Interrupt(), 60, recipe.trainer.memory.optimizer_offload)
-    learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
     timer = make_timer(path.parent)
     losses = []
     for step in (1, 2, 3):
         if step == 2:
             torch.cuda.synchronize()
             began = time.monotonic()
-        losses.append(learner.train(make_batch(step, rows=1, seq_len=recipe.seq_len), timer)["loss"])
+        losses.append(train_step.train(make_batch(step, rows=1, seq_len=recipe.seq_len), timer)["loss"])
     torch.cuda.synchronize()
     seconds = (time.monotonic() - began) / 2
     print("RESULT", json.dumps({"gb": world.peak_memory_bytes() / 1e9, "seconds": seconds, "losses": losses}))

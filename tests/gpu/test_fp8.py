@@ -13,15 +13,15 @@ from primeslurm.nn.kernels.fp8.backend import backend
 from primeslurm.nn.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
-    Quantised,
+    Quantized,
     amax_of_blocks,
     encode_blocks,
-    quantise,
-    quantise_both_ways,
-    quantise_groups,
-    quantise_groups_both_ways,
-    quantise_groups_transposed,
-    quantise_transposed,
+    quantize,
+    quantize_both_ways,
+    quantize_groups,
+    quantize_groups_both_ways,
+    quantize_groups_transposed,
+    quantize_transposed,
     scales_of,
 )
 from primeslurm.nn.layers import fp8
@@ -39,7 +39,7 @@ pytestmark = [
 TOLERANCE = {"bfloat16": 4e-3, "float32": 1e-3}
 
 
-def assert_alike(there: Quantised, here: Quantised) -> None:
+def assert_alike(there: Quantized, here: Quantized) -> None:
     """The last bit of a scale may move a value to its neighbour."""
     torch.testing.assert_close(there.scales.cpu(), here.scales, rtol=1e-6, atol=0)
     found, expected = there.data.cpu().float(), here.data.float()
@@ -48,7 +48,7 @@ def assert_alike(there: Quantised, here: Quantised) -> None:
     assert there.data.is_contiguous()
 
 
-def assert_equal(found: tuple[Quantised, Quantised], expected: tuple[Quantised, Quantised]) -> None:
+def assert_equal(found: tuple[Quantized, Quantized], expected: tuple[Quantized, Quantized]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8)) and one.data.is_contiguous()
         assert torch.equal(one.scales, other.scales) and one.scales.stride() == other.scales.stride()
@@ -59,8 +59,8 @@ def assert_equal(found: tuple[Quantised, Quantised], expected: tuple[Quantised, 
 def test_gpu_quantiser_equals_the_cpus(shape: tuple[int, ...], block: tuple[int, int]) -> None:
     values = matrix(*shape)
     values[..., :128, :128] = 0
-    assert_alike(quantise(values.cuda(), block), quantise(values, block))
-    assert_alike(quantise(values.cuda().mT, block), quantise(values.mT, block))
+    assert_alike(quantize(values.cuda(), block), quantize(values, block))
+    assert_alike(quantize(values.cuda().mT, block), quantize(values.mT, block))
 
 
 @pytest.mark.parametrize("width", [256, 200])
@@ -69,16 +69,16 @@ def test_groups_are_quantised_as_on_the_cpu(width: int) -> None:
     there = exact.groups_and_rows(width, "cuda")[0]
     for source in (rows, rows.T.contiguous().T):
         on_gpu = source.cuda()
-        assert_alike(quantise_groups(on_gpu, there), quantise_groups(source, here))
-        assert_alike(quantise_groups_transposed(on_gpu, there), quantise_groups_transposed(source, here))
-        apart = quantise_groups(on_gpu, there), quantise_groups_transposed(on_gpu, there)
-        assert_equal(quantise_groups_both_ways(on_gpu, there), apart)
+        assert_alike(quantize_groups(on_gpu, there), quantize_groups(source, here))
+        assert_alike(quantize_groups_transposed(on_gpu, there), quantize_groups_transposed(source, here))
+        apart = quantize_groups(on_gpu, there), quantize_groups_transposed(on_gpu, there)
+        assert_equal(quantize_groups_both_ways(on_gpu, there), apart)
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 256), (3, 128)])
 def test_quantising_both_ways_equals_quantising_each_way(shape: tuple[int, int]) -> None:
     for values in (matrix(*shape, device="cuda"), matrix(*shape[::-1], device="cuda").mT):
-        assert_equal(quantise_both_ways(values), (quantise(values, ROWS), quantise_transposed(values)))
+        assert_equal(quantize_both_ways(values), (quantize(values, ROWS), quantize_transposed(values)))
 
 
 def test_product_and_gradients_of_a_linear_layer() -> None:
@@ -86,8 +86,8 @@ def test_product_and_gradients_of_a_linear_layer() -> None:
     rows, weight, left, right = exact.operands("cuda")
     forward = gemm.product(rows, weight)
     assert relative_error(forward, rows.values(torch.float64) @ weight.values(torch.float64).T) < TOLERANCE["bfloat16"]
-    gradient = quantise(matrix(384, 128, device="cuda", seed=2), ROWS)
-    backward = gemm.product(gradient, quantise(matrix(128, 256, device="cuda", seed=1).mT, BLOCKS))
+    gradient = quantize(matrix(384, 128, device="cuda", seed=2), ROWS)
+    backward = gemm.product(gradient, quantize(matrix(128, 256, device="cuda", seed=1).mT, BLOCKS))
     expected = gradient.values(torch.float64) @ weight.values(torch.float64)
     assert relative_error(backward, expected) < TOLERANCE["bfloat16"]
     outer = gemm.outer(left, right)
@@ -99,11 +99,11 @@ def test_grouped_product_and_gradients_with_uneven_and_empty_groups() -> None:
     groups, rows = exact.groups_and_rows(256, "cuda")
     upstream = matrix(OFFSETS[-1], 128, device="cuda", seed=2)
     weight = matrix(5, 128, 256, device="cuda", seed=1)
-    for source, b in ((rows, quantise(weight, BLOCKS)), (upstream, quantise(weight.mT, BLOCKS))):
-        a = quantise_groups(source, groups)
+    for source, b in ((rows, quantize(weight, BLOCKS)), (upstream, quantize(weight.mT, BLOCKS))):
+        a = quantize_groups(source, groups)
         product = gemm.grouped_product(a, b, groups)[groups.places]
         assert relative_error(product, exact.exact_grouped_product(a, b, groups)) < TOLERANCE["bfloat16"]
-    left, right = (quantise_groups_transposed(t, groups) for t in (upstream, rows))
+    left, right = (quantize_groups_transposed(t, groups) for t in (upstream, rows))
     outer = gemm.grouped_outer(left, right, groups)
     assert relative_error(outer, exact.exact_grouped_outer(upstream, rows, groups)) < TOLERANCE["float32"]
     assert not outer[1].any() and not outer[3].any()
@@ -147,7 +147,7 @@ def test_shards_quantised_with_known_scales_equal_the_whole(shape: tuple[int, ..
     """As ranks do that have a shard each; also in float32, like master weights."""
     values = matrix(*shape).float()
     values[..., :128, :128] = 0
-    there, whole = values.cuda(), quantise(values.cuda().bfloat16(), BLOCKS)
+    there, whole = values.cuda(), quantize(values.cuda().bfloat16(), BLOCKS)
     assert torch.equal(amax_of_blocks(there, torch.bfloat16).cpu(), amax_of_blocks(values, torch.bfloat16))
     scales = scales_of(amax_of_blocks(there, torch.bfloat16))
     assert torch.equal(scales, whole.scales)
@@ -155,6 +155,6 @@ def test_shards_quantised_with_known_scales_equal_the_whole(shape: tuple[int, ..
         pairs = zip(there.split(128, dimension), scales.split(1, dimension), strict=True)
         parts = [encode_blocks(part.contiguous(), own, torch.bfloat16).view(torch.uint8) for part, own in pairs]
         assert torch.equal(torch.cat(parts, dimension), whole.data.view(torch.uint8))
-    found, expected = whole.transposed(), quantise(there.bfloat16().mT, BLOCKS)
+    found, expected = whole.transposed(), quantize(there.bfloat16().mT, BLOCKS)
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)) and found.data.is_contiguous()
     assert torch.equal(found.scales, expected.scales)

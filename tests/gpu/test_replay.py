@@ -10,9 +10,9 @@ import torch
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 from scripts.models import tiny_model
 from tests.trainer.conftest import make_recipe
 
@@ -25,7 +25,7 @@ def test_given_experts_are_followed(dtype: torch.dtype, tmp_path: Path, monkeypa
     for name, value in rank_environment(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
     tiny_model.write_model(tmp_path / "model", "qwen3_moe", hidden=128)
-    world = join(Interrupt(), patience_s=60)
+    world = join(Interrupt(), timeout_s=60)
     try:
         trainer = {"router_replay": True, "parallelism": {"activation_checkpointing": "full"}}
         recipe = make_recipe(tmp_path / "model", seq_len=SEQ_LEN, trainer=trainer)

@@ -15,8 +15,8 @@ from primeslurm.nn.kernels.index_rounding import rounded
 from primeslurm.nn.kernels.sparse_mla import dense_mla, sparse_mla
 from primeslurm.nn.layers import sparse_attention
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import Interrupt
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import DSA, GROUPS, MLA, MLA_YARN, SHARED, Case, write
 
@@ -97,7 +97,7 @@ def world() -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in rank_environment(0, 1, free_port()).items():
             patch.setenv(name, value)
-        joined = join(Interrupt(), patience_s=60)
+        joined = join(Interrupt(), timeout_s=60)
         yield joined
         joined.close()
 

@@ -32,8 +32,8 @@ from tests.support.processes import Server, start_process
 from tests.trainer.as_released import to_fp8
 
 if TYPE_CHECKING:
-    from primeslurm.trainer.assembly.policy_model import PolicyModel
     from primeslurm.trainer.distributed.world import World
+    from primeslurm.trainer.policy.policy_model import PolicyModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 MEMORY_GB = 12

@@ -43,8 +43,8 @@ from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create
 from primeslurm.slurm.held_signals import HeldSignals
 from primeslurm.trainer import main as trainer
+from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
@@ -152,7 +152,7 @@ def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -
     job = place.run.latest().job()
     assert job is not None
     submitted = job.submission
-    load._name_pickle(place.run.path / "submitit", submitted)
+    load._copy_pickle(place.run.path / "submitit", submitted)
     attempt = enter(place.run, submitted, StartRecord(start, JOB, "", 0.0), wait_s=0.0)
     number = attempt.number
     os.environ[secret.VARIABLE] = secret.read(place.run.path)

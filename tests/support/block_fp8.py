@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, Quantised, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, Quantized, quantize
 
 OFFSETS = (5, 5, 205, 205, 461)
 """Ends of groups of 5, 0, 200, 0 and 256 rows."""
@@ -23,7 +23,7 @@ def groups_and_rows(k: int, device: str, seed: int = 0) -> tuple[Groups, torch.T
     return groups, matrix(OFFSETS[-1], k, device=device, seed=seed)
 
 
-def exact_grouped_product(a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+def exact_grouped_product(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
     """Return the product in float64, without padding rows."""
     rows, weights = a.values(torch.float64), b.values(torch.float64)
     owners = groups.owners[groups.places].long()
@@ -33,17 +33,17 @@ def exact_grouped_product(a: Quantised, b: Quantised, groups: Groups) -> torch.T
 def exact_grouped_outer(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return the outer product of FP8-quantised rows, in float64."""
     member = torch.nn.functional.one_hot(groups.owners.long() + 1, len(groups.sizes) + 1)[:, 1:].double()
-    left, right = (quantise(groups.padded(t).mT, ROWS).values(torch.float64) for t in (a, b))
+    left, right = (quantize(groups.padded(t).mT, ROWS).values(torch.float64) for t in (a, b))
     return torch.einsum("rg,nr,kr->gnk", member, left, right)
 
 
-def operands(device: str) -> tuple[Quantised, Quantised, Quantised, Quantised]:
+def operands(device: str) -> tuple[Quantized, Quantized, Quantized, Quantized]:
     """Return rows [384, 256] and a weight [128, 256], and for a weight's gradient [128, 384] and [256, 384]."""
     return (
-        quantise(matrix(384, 256, device=device), ROWS),
-        quantise(matrix(128, 256, device=device, seed=1), BLOCKS),
-        quantise(matrix(384, 128, device=device, seed=2).mT, ROWS),
-        quantise(matrix(384, 256, device=device, seed=3).mT, ROWS),
+        quantize(matrix(384, 256, device=device), ROWS),
+        quantize(matrix(128, 256, device=device, seed=1), BLOCKS),
+        quantize(matrix(384, 128, device=device, seed=2).mT, ROWS),
+        quantize(matrix(384, 256, device=device, seed=3).mT, ROWS),
     )
 
 

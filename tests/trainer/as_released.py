@@ -1,4 +1,4 @@
-"""Turning checkpoints into such as are released: in block-scale FP8, or with stacked experts."""
+"""Convert checkpoints to released formats: block-scale FP8, or stacked experts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "moe.gate.", "norm", "weights_proj")
-"""Parts of the names of tensors that are not quantised."""
+"""Name parts of tensors that are not quantized."""
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def change_config(directory: Path, **values: Any) -> None:
-    """Set values of config.json."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """E4M3 values, the scale of each block of 128 x 128, and what the two stand for, block by block."""
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return E4M3 values, scales of blocks of 128 x 128, and the dequantized values."""
     rows, columns = weight.shape
     scales = torch.empty(-(-rows // 128), -(-columns // 128))
     values, meant = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
@@ -43,13 +41,13 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
-    """Quantise a checkpoint in place. Returns what its tensors then mean."""
+    """Quantize a checkpoint in place. Return the dequantized tensors."""
     stored, meant = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         if tensor.ndim != 2 or any(part in name for part in KEPT):
             stored[name] = meant[name] = tensor
         else:
-            stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
+            stored[name], stored[name + FP8_SCALE], meant[name] = quantize(tensor)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     modules = [
         name.removesuffix(".weight") for name in stored if name.endswith(".weight") and name + FP8_SCALE not in stored
@@ -59,9 +57,9 @@ def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_stored_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same names, shapes and dtypes, and the same bits but for the last one of scales.
+    """Assert equal names, shapes, dtypes and bits, except for the last bit of scales.
 
-    The largest value of a block is 448 times its scale, rounded: not every scale can be told from that.
+    The amax of a block is 448 times its scale, rounded, which does not determine the last bit of the scale.
     """
     assert set(found) == set(expected)
     for name, tensor in expected.items():
@@ -73,7 +71,7 @@ def assert_stored_alike(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 
 def stack_experts(directory: Path) -> dict[str, torch.Tensor]:
-    """Store each layer's experts as two stacks instead of one by one. Returns the tensors as they were."""
+    """Store each layer's experts as two stacks. Return the original tensors."""
     before = tensors(directory)
     experts: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
     stored = {}

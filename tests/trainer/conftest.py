@@ -1,4 +1,4 @@
-"""Tiny models, recipes and batches, and trainer ranks as real processes."""
+"""Tiny models, recipes and batches, and trainer ranks as processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from scripts.models import tiny_model
@@ -32,13 +32,13 @@ ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
 PATIENCE_S = 900.0
 LEFT_ALONE_S = 60.0
-"""After one rank has failed, the others may wait for it for ever."""
+"""Grace period after one rank has failed, because the others may wait for it forever [s]."""
 
 
 def start_ranks(size: int, module: str, *args: str) -> Sequence[Forked | subprocess.Popen[str]]:
-    """`python -m MODULE ARGS` once per rank; where there are GPUs, each a fresh process.
+    """Start `python -m MODULE ARGS` once per rank, forked from a server, or fresh if there are GPUs.
 
-    Kernels' libraries look at the GPUs when they are imported, and what is forked from such a process cannot use them.
+    Kernel libraries query the GPUs at import, and a process forked after that cannot use them.
     """
     if torch.cuda.is_available():
         return start_fresh_ranks(size, module, *args)
@@ -49,7 +49,7 @@ def start_ranks(size: int, module: str, *args: str) -> Sequence[Forked | subproc
 
 
 def start_fresh_ranks(size: int, module: str, *args: str) -> list[subprocess.Popen[str]]:
-    """As `start_ranks`, and every rank imports everything itself, as an agent starts it."""
+    """Start ranks as fresh processes, as the node agent does."""
     port = free_port()
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     own["PYTHONFAULTHANDLER"] = "1"
@@ -61,7 +61,7 @@ def start_fresh_ranks(size: int, module: str, *args: str) -> list[subprocess.Pop
 
 
 def _share_of_gpus(rank: int, size: int) -> dict[str, str]:
-    """What has a rank share a GPU with others, if there are more ranks than GPUs; NCCL can from 2.30 on."""
+    """Return variables that make ranks share GPUs if there are too few. Needs NCCL 2.30."""
     gpus = torch.cuda.device_count()
     if not 0 < gpus < size:
         return {}
@@ -69,7 +69,7 @@ def _share_of_gpus(rank: int, size: int) -> dict[str, str]:
 
 
 def finish(ranks: Sequence[Forked | subprocess.Popen[str]], code: int = 0) -> list[str]:
-    """Wait for ranks that must end with `code`. Returns what each printed."""
+    """Wait for ranks, assert their exit code, and return their output."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         outputs = [pool.submit(lambda rank: rank.communicate()[0], rank) for rank in ranks]
         deadline = time.monotonic() + PATIENCE_S
@@ -86,14 +86,14 @@ def finish(ranks: Sequence[Forked | subprocess.Popen[str]], code: int = 0) -> li
 
 
 def trainer_command(recipe: Path, run_dir: Path, attempt: int, orchestrator: str | None = None) -> list[str]:
-    """The module and the arguments of a trainer rank on CPU."""
+    """Return module and arguments of a trainer rank on CPU."""
     link = ["--orchestrator", orchestrator] if orchestrator else []
     files = ["--recipe", str(recipe), "--run-dir", str(run_dir), "--attempt", str(attempt)]
     return ["primeslurm.trainer", *files, "--device", "cpu", *link]
 
 
 def make_recipe(path: Path, /, **sections: Any) -> Recipe:
-    """An RL recipe for the model at `path`; sections replace those here."""
+    """Return an RL recipe for the model at `path`. `sections` replace the defaults."""
     base: dict[str, Any] = {
         "name": "test",
         "max_steps": 4,
@@ -106,10 +106,7 @@ def make_recipe(path: Path, /, **sections: Any) -> Recipe:
 
 
 def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN, routed: bool = False) -> Row:
-    """Two random documents, the first of more than half a row, and some padding.
-
-    `routed`: with experts that the engines chose for most tokens.
-    """
+    """Return a row of two random documents and padding, with chosen experts if `routed`."""
     lengths = [seq_len * 5 // 8, seq_len // 4, seq_len - seq_len * 5 // 8 - seq_len // 4]
     mask = rng.random(seq_len) < 0.7
     mask[-lengths[-1] :] = False
@@ -126,7 +123,7 @@ def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN, routed: bool = Fa
 
 
 def make_choices(rng: np.random.Generator, tokens: int) -> RoutedExperts:
-    """Random experts for `moe_model`: 2 layers, 2 of 8. Some tokens are unknown, others repeat an expert."""
+    """Return random experts for `moe_model` (2 layers, 2 of 8), some unknown and some repeated."""
     choices = rng.random((tokens, 2, 8)).argsort(-1)[..., :2].astype(np.uint8)
     choices[rng.random(tokens) < 0.25] = 255
     choices[rng.random((tokens, 2)) < 0.1] = 0
@@ -136,7 +133,7 @@ def make_choices(rng: np.random.Generator, tokens: int) -> RoutedExperts:
 def make_batch(
     step: int, dp_rank: int = 0, dp_world: int = 1, rows: int = 4, seq_len: int = SEQ_LEN, routed: bool = False
 ) -> Batch:
-    """One rank's share of a batch that depends only on `step`."""
+    """Return one rank's rows of a batch that depends only on `step`."""
     rng = np.random.default_rng(step)
     everything = [make_row(rng, seq_len, routed) for _ in range(rows)]
     tokens = sum(int((row.mask & (row.positions != 0)).sum()) for row in everything)
@@ -145,13 +142,11 @@ def make_batch(
 
 
 def make_timer(directory: Path) -> PhaseTimer:
-    """Progress of a process that nobody watches."""
     return PhaseTimer(Journal(directory, "test"), record=False)
 
 
 @pytest.fixture(scope="session")
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE directory."""
     path = tmp_path_factory.mktemp("models") / "moe"
     tiny_model.write_model(path, "qwen3_moe", hidden=32)
     return path
@@ -159,7 +154,6 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 directory."""
     path = tmp_path_factory.mktemp("models") / "dense"
     tiny_model.write_model(path, "qwen3", hidden=32)
     return path

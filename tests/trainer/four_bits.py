@@ -1,4 +1,4 @@
-"""Turning checkpoints into such as are released in four bits, by the libraries that define the formats."""
+"""Convert checkpoints to released four-bit formats, with the libraries that define them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ MXFP4 = {
         "lm_head",
     ],
 }
-"""As gpt-oss has it."""
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -50,11 +49,10 @@ INT4 = {
         }
     },
 }
-"""As Kimi-K2-Thinking has it."""
 
 
 def int4(weight: torch.Tensor, group: int = 32) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Compress a matrix. Returns the tensors of its module, and what they stand for."""
+    """Compress a matrix. Return the module's tensors, and the dequantized values."""
     scheme = QuantizationScheme(
         targets=["Linear"], weights=QuantizationArgs(num_bits=4, strategy="group", group_size=group, symmetric=True)
     )
@@ -65,14 +63,14 @@ def int4(weight: torch.Tensor, group: int = 32) -> tuple[dict[str, torch.Tensor]
 
 
 def mxfp4(experts: int, rows: int, columns: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Draw a stack of matrices: `_blocks` and `_scales`. Returns what they stand for, rows and columns exchanged."""
+    """Return random `_blocks` and `_scales` of a stack, and the transposed dequantized values."""
     blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
     scales = torch.randint(115, 126, (experts, rows, columns // 32), dtype=torch.uint8)
     return {"_blocks": blocks, "_scales": scales}, convert_moe_packed_tensors(blocks, scales)
 
 
 def to_mxfp4(directory: Path) -> dict[str, torch.Tensor]:
-    """Put other experts into a checkpoint of gpt-oss, in MXFP4. Returns what its tensors then mean."""
+    """Replace the experts of a gpt-oss checkpoint by MXFP4 ones. Return the dequantized tensors."""
     stored, meant = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -86,7 +84,7 @@ def to_mxfp4(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def to_int4(directory: Path) -> dict[str, torch.Tensor]:
-    """Compress the routed experts of a checkpoint. Returns what its tensors then mean."""
+    """Compress the routed experts of a checkpoint. Return the dequantized tensors."""
     stored: dict[str, Any] = {}
     meant: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():

@@ -1,4 +1,4 @@
-"""Gradients of one batch under a layout, and the program of one rank that compares them with a reference."""
+"""Gradients of one batch under a layout, and the rank program that compares them with a reference."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from torch.distributed.tensor import DTensor
 
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.data.image_positions import Images, vision_input
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import reduce_after
 from primeslurm.wire.batches.batch import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
 from tests.trainer.image_rows import DOCUMENTS, packed
@@ -31,7 +31,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """One line of a table: a model, and how it is spread over ranks."""
+    """A model, and its layout over ranks."""
 
     case: str
     """Name in `families.CASES`."""
@@ -40,10 +40,10 @@ class Layout:
     dtype: str = "float32"
     compile: bool = False
     images: bool = False
-    """Some rows have images, and their encoder is trained, too."""
+    """Whether some rows have images, and the encoder is trained."""
     memory: dict[str, Any] = field(default_factory=dict)
     first: int = 1
-    """Rows of the first of two micro batches; one row is a case of its own."""
+    """Rows of the first of two micro batches."""
 
     def __str__(self) -> str:
         settings = "-".join(f"{name}={value}" for name, value in self.parallelism.items())
@@ -51,7 +51,7 @@ class Layout:
 
 
 def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.Tensor]:
-    """The whole gradient of every parameter, on every rank, for one batch that depends on nothing."""
+    """Return the whole gradient of every parameter for a fixed batch, on every rank."""
     vlm = {"freeze_vision_encoder": False} if layout.images else None
     model = {"path": str(directory / layout.case), "dtype": layout.dtype, "vlm": vlm}
     trainer = {"parallelism": layout.parallelism, "compile": layout.compile, "memory": layout.memory}
@@ -73,12 +73,12 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
 
 
 def _rows() -> list[tuple[Row, Images | None]]:
-    """Every other row has images: with two ranks that share no rows, one sees none."""
+    """Every other row has images, so that one of two ranks may have none."""
     return [packed(DOCUMENTS if index % 2 == 0 else ((), ()), seed=10 * index) for index in range(ROWS)]
 
 
 def _batch(rows: Sequence[Row]) -> list[torch.Tensor]:
-    """Tokens, positions, labels, weights; the former two as in `rows`, if there are any."""
+    """Return tokens, positions, labels and weights; the former two from `rows` if given."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(3, 128, (ROWS, SEQ_LEN), generator=generator) for _ in range(2))
     weights = torch.randn(ROWS, SEQ_LEN, generator=generator)
@@ -103,11 +103,7 @@ def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def worst(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], order: float) -> float:
-    """The largest difference of any parameter's gradient, relative to that gradient; both measured by a vector norm.
-
-    Args:
-        order: of the norm; infinity compares the largest elements.
-    """
+    """Return the maximum difference of a parameter's gradient relative to the gradient, in a vector norm of `order`."""
     mine = {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in mine.items()}
     assert set(mine) == set(expected)
 
@@ -118,7 +114,7 @@ def worst(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], orde
 
 
 def compare(size: int, layouts: list[Layout], directory: Path, *options: str) -> list[float]:
-    """Run all layouts in one set of ranks. Returns each one's worst difference on any rank."""
+    """Run all layouts in one set of ranks. Return the maximum difference of each."""
     table = directory / f"layouts-{size}.json"
     table.write_text(json.dumps([asdict(layout) for layout in layouts]))
     outputs = finish(start_ranks(size, "tests.trainer.gradients", str(table), *options))
@@ -127,13 +123,13 @@ def compare(size: int, layouts: list[Layout], directory: Path, *options: str) ->
 
 
 def main() -> None:
-    """One rank. With --write, the gradients of each layout become the reference for its case."""
+    """Run one rank. With --write, write the gradients as references."""
     parser = argparse.ArgumentParser()
     parser.add_argument("table", type=Path)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     directory = arguments.table.parent
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     for settings in json.loads(arguments.table.read_text()):
         layout = Layout(**settings)
         mine = gradients(layout, directory, world)

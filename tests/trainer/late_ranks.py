@@ -1,26 +1,23 @@
-"""One rank of the test of late first gradients: a trained vision encoder whose first image comes after a checkpoint."""
+"""One rank of the test of late gradients: the first image of a trained encoder comes after a checkpoint."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.step import Learner
-from primeslurm.trainer.optimizers import container, host_states
+from primeslurm.trainer.optimizers import host_states
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.batch import Batch, BatchInfo
 from primeslurm.wire.batches.frames import Float32, Int32
 from primeslurm.wire.batches.inline_images import ImageSpan
@@ -28,12 +25,12 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 from tests.trainer.image_rows import DOCUMENTS, MERGE, packed
 
 LR = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.1}
-"""Of the optimizers that have state."""
+"""Learning rates of the optimizers with state."""
 State = dict[str, torch.Tensor]
 
 
 class Drawn(ImageReader):
-    """Reads the images of `packed`, whose names are their numbers."""
+    """An image reader for the images of `packed`, which are named by number."""
 
     def __init__(self) -> None:
         _, images = packed(DOCUMENTS)
@@ -42,12 +39,11 @@ class Drawn(ImageReader):
         self._grids = images.grids
 
     def read(self, image: ImageSpan) -> tuple[Float32, Int32]:
-        """Return patches and grid."""
         return self._pixels[int(image.source)], self._grids[int(image.source)]
 
 
 def batch_with_images(step: int, dp_rank: int, dp_world: int) -> Batch:
-    """A row with images, the same one for each rank."""
+    """Return a row with images, the same for each rank."""
     row, images = packed(DOCUMENTS)
     assert images is not None
     ends = images.starts + images.grids.prod(1) // MERGE**2
@@ -59,18 +55,8 @@ def batch_with_images(step: int, dp_rank: int, dp_world: int) -> Batch:
     return Batch(BatchInfo(step=step, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=tokens, has_images=True), [row])
 
 
-@contextmanager
-def earlier_release() -> Iterator[None]:
-    """Save as earlier releases did: without state of parameters that had no gradient."""
-    with (
-        patch.object(container, "add_missing_state", lambda optimizer: None),
-        patch.object(host_states, "add_missing_state", lambda optimizer: None),
-    ):
-        yield
-
-
 class Run:
-    """A run in a directory that saves each step. The encoder of its model is trained."""
+    """A run that trains the vision encoder and saves each step."""
 
     def __init__(self, directory: Path, model: Path, kind: str, host: bool, world: World) -> None:
         recipe = make_recipe(
@@ -83,27 +69,23 @@ class Run:
             checkpoint={"interval": 1},
         )
         policy, loss = build(recipe, world), from_recipe(recipe.trainer.loss)
-        self.learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, Drawn())
+        self.train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, Drawn())
         self.saver = Checkpoints(directory, 1, recipe.checkpoint, world, None)
         self._directory = directory
 
     def text(self, step: int) -> None:
-        """Train a step without images."""
-        policy = self.learner.policy
-        self.learner.train(make_batch(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
+        policy = self.train_step.policy
+        self.train_step.train(make_batch(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
 
     def save(self, step: int) -> None:
-        """Commit a checkpoint."""
-        self.saver.after(step, self.learner, make_timer(self._directory))
+        self.saver.after(step, self.train_step, make_timer(self._directory))
 
     def images(self, step: int) -> None:
-        """Train a step with images."""
-        policy = self.learner.policy
-        self.learner.train(batch_with_images(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
+        policy = self.train_step.policy
+        self.train_step.train(batch_with_images(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
 
     def state(self) -> State:
-        """Copies of parameters and optimizer state, whole."""
-        everything = dict(self.learner.policy.model.named_parameters()) | self.learner.optimizer.state_dict()
+        everything = dict(self.train_step.policy.model.named_parameters()) | self.train_step.optimizer.state_dict()
         return {
             name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
             for name, value in everything.items()
@@ -112,7 +94,7 @@ class Run:
 
 
 def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
-    """A run that resumes before its first image continues bit for bit as one that never stopped."""
+    """Assert that a run that resumes before its first image matches an uninterrupted run bit for bit."""
     case = f"{kind}{'-host' if host else ''}-{world.size}"
     run = Run(root / case, model, kind, host, world)
     run.text(1)
@@ -124,24 +106,19 @@ def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
     start = Run(root / f"{case}-start", model, kind, host, world).state()
     assert any(not torch.equal(expected[name], start[name]) for name in encoder), "the encoder must be trained"
 
-    # Saved by the code of an earlier release, and read in the other place for optimizer state.
-    old = Run(root / f"{case}-old", model, kind, host, world)
-    old.text(1)
-    with earlier_release():
-        old.save(1)
-    for directory, where in ((case, host), (case, not host), (f"{case}-old", host), (f"{case}-old", not host)):
-        resumed = Run(root / directory, model, kind, where, world)
-        assert resumed.saver.restore(resumed.learner) == 1, directory
+    for where in (host, not host):
+        resumed = Run(root / case, model, kind, where, world)
+        assert resumed.saver.restore(resumed.train_step) == 1
         resumed.images(2)
         resumed.text(3)
         found = resumed.state()
-        assert found.keys() == expected.keys(), directory
+        assert found.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(found[name], value), (directory, where, name)
+            assert torch.equal(found[name], value), (where, name)
 
-    # A learner that has had images forgets what it has learned.
-    run.saver = Run(root / f"{case}-old", model, kind, host, world).saver
-    assert run.saver.restore(run.learner) == 1
+    # Restoring into a run that has trained on images discards that training.
+    run.saver = Run(root / case, model, kind, host, world).saver
+    assert run.saver.restore(run.train_step) == 1
     run.images(2)
     run.text(3)
     for name, value in run.state().items():
@@ -149,9 +126,8 @@ def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
 
 
 def main() -> None:
-    """Arguments: model, root directory of the runs."""
     model, root = Path(sys.argv[1]), Path(sys.argv[2])
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     host_states.STATE_PIECE_BYTES = 8192  # the model is small, and has to be several pieces
     check(root, model, "adamw", True, world)
     world.close()

@@ -1,4 +1,4 @@
-"""One rank of a test of losses: rows split over 2 and over 4 ranks have the loss and the gradient of whole rows."""
+"""One rank of the loss test: rows sharded over 2 and 4 ranks match whole rows in loss and gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = ((20, 3, 17, 24), (64,), (1, 1, 14, 28, 20))
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor, Targets]:
-    """Whole rows, the same on every rank: log-probabilities, mask, targets. A rank of four has no trained token."""
+    """Return whole rows: log-probabilities, mask, targets. One of four ranks has no trained token."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(LENGTHS), SEQ_LEN)
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
@@ -39,20 +39,20 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, Targets]:
 
 
 def compare(group: Any) -> None:
-    """This rank's piece against the same positions of whole rows. Raises AssertionError."""
+    """Compare this rank's shard with the same positions of whole rows."""
     logp, mask, targets = rows()
     loss = from_recipe(GspoLoss(clip_low=0.05, clip_high=0.05))
     whole = logp.clone().requires_grad_()
     exact = loss(whole[mask], torch.zeros(int(mask.sum())), targets.apply(lambda tensor: tensor[mask]))
     exact.loss.backward()
     shared = ContextParallel("allgather", group)
-    local, local_mask = shared.piece(logp).requires_grad_(), shared.piece(mask)
-    own = targets.apply(shared.piece).apply(lambda tensor: tensor[local_mask])
+    local, local_mask = shared.shard(logp).requires_grad_(), shared.shard(mask)
+    own = targets.apply(shared.shard).apply(lambda tensor: tensor[local_mask])
     own = Targets(**{**vars(own), "documents": Documents(own.documents.index, own.documents.count, group)})
     sums = loss(local[local_mask], torch.zeros(int(local_mask.sum())), own)
     sums.loss.backward()
     assert whole.grad is not None and local.grad is not None
-    torch.testing.assert_close(local.grad, shared.piece(whole.grad), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local.grad, shared.shard(whole.grad), rtol=1e-12, atol=1e-12)
     for part, all_of_it in ((sums.loss, exact.loss), *zip(sums.metrics.values(), exact.metrics.values(), strict=True)):
         total = part.detach().clone()
         dist.all_reduce(total, group=group)
@@ -62,7 +62,6 @@ def compare(group: Any) -> None:
 
 
 def main() -> None:
-    """Compare in groups of two ranks, then in one of four."""
     dist.init_process_group("gloo")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     compare(pairs[dist.get_rank() // 2])

@@ -1,4 +1,4 @@
-"""One rank of the optimizers' test: trains with each of them, and resumes what one process has saved."""
+"""One rank of the optimizer test: trains with each optimizer, and resumes runs of one process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
@@ -22,22 +22,22 @@ RATES = {"adamw": 1e-3, "muon": 1e-3, "sgd": 1.0, "sign_sgd": 1e-4}
 
 
 def train(directory: Path, model: Path, kind: str, ep: int, world: World, host: bool = False) -> None:
-    """Three steps in `directory`, with a checkpoint after the second. `host`: with states in host memory."""
-    learner, saver = prepare(directory, model, kind, ep, world, host)
-    steps(learner, saver, directory, 0, world)
+    """Train three steps, with a checkpoint after the second. `host`: with state offload."""
+    train_step, saver = prepare(directory, model, kind, ep, world, host)
+    steps(train_step, saver, directory, 0, world)
 
 
 def resume(saved: Path, directory: Path, model: Path, kind: str, ep: int, world: World, host: bool = False) -> None:
-    """The third step of the run in `saved`, published in `directory`."""
-    learner, saver = prepare(saved, model, kind, ep, world, host)
-    assert saver.restore(learner) == 2
-    steps(learner, None, directory, 2, world)
+    """Resume the run in `saved`, and publish its third step in `directory`."""
+    train_step, saver = prepare(saved, model, kind, ep, world, host)
+    assert saver.restore(train_step) == 2
+    steps(train_step, None, directory, 2, world)
 
 
 def prepare(
     directory: Path, model: Path, kind: str, ep: int, world: World, host: bool = False
-) -> tuple[Learner, Checkpoints]:
-    """A learner whose gradients are clipped, and what saves it."""
+) -> tuple[TrainStep, Checkpoints]:
+    """Return a train step with gradient clipping, and its checkpoints."""
     trainer: dict[str, Any] = {
         "optimizer": {"type": kind, "lr": RATES[kind], "weight_decay": 0.1, "max_norm": 0.1, "schedule": "cosine"},
         "parallelism": {"ep": ep},
@@ -45,26 +45,25 @@ def prepare(
     }
     recipe = make_recipe(model, trainer=trainer, checkpoint={"interval": 2})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
-    return learner, Checkpoints(directory, 1, recipe.checkpoint, world, None)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+    return train_step, Checkpoints(directory, 1, recipe.checkpoint, world, None)
 
 
-def steps(learner: Learner, saver: Checkpoints | None, directory: Path, done: int, world: World) -> None:
-    """Train up to step 3 and publish."""
+def steps(train_step: TrainStep, saver: Checkpoints | None, directory: Path, done: int, world: World) -> None:
     import torch
 
     timer = make_timer(directory)
-    policy = learner.policy
+    policy = train_step.policy
     for step in range(done + 1, 4):
-        metrics = learner.train(make_batch(step, policy.dp_rank, policy.dp_world), timer)
+        metrics = train_step.train(make_batch(step, policy.dp_rank, policy.dp_world), timer)
         assert metrics["grad_norm"] > 0.1, "clipping must be tested"
         if saver is not None:
-            saver.after(step, learner, timer)
+            saver.after(step, train_step, timer)
     Publisher(policy, directory, Encoding(torch.float32), 1, world).publish(3)
 
 
 def check_muon() -> None:
-    """However matrices are cut, and however many there are: every rank's part is that of the whole."""
+    """Muon's update of any sharding matches the update of whole matrices."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -94,7 +93,7 @@ def check_muon() -> None:
 
 
 def check_host_states() -> None:
-    """Shards that are uneven, or empty, and parameters that get their first gradient late: the same to the bit."""
+    """State offload is bit-identical for uneven and empty shards, and for late first gradients."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -141,11 +140,10 @@ def check_host_states() -> None:
 
 
 def main() -> None:
-    """Arguments: model, root directory of the runs."""
     from primeslurm.trainer.optimizers import host_states
 
     model, root = Path(sys.argv[1]), Path(sys.argv[2])
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     host_states.STATE_PIECE_BYTES = 8192  # the model is small, and has to be several pieces
     check_muon()
     check_host_states()

@@ -1,4 +1,4 @@
-"""One rank of a layout test: train on synthetic batches, and print the metrics of each step as JSON."""
+"""One rank of a layout test: train on synthetic batches, and print the metrics as JSON."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from pathlib import Path
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from tests.trainer.conftest import make_batch
 
 
 def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
-    """Train a model, publish it below `out`, and return the metrics of each step."""
     import torch
 
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
     timer = PhaseTimer(Journal(out, f"rank-{world.rank}"), record=False)
     metrics = []
     for step in range(1, recipe.max_steps + 1):
         routed = recipe.trainer.router_replay
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len, routed=routed)
-        before = collective_count.begun()
-        metrics.append(learner.train(batch, timer))
-        metrics[-1]["collectives"] = collective_count.begun() - before
+        before = collective_count.started()
+        metrics.append(train_step.train(batch, timer))
+        metrics[-1]["collectives"] = collective_count.started() - before
     Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     return metrics
 
 
 def main() -> None:
-    """Arguments, once or more often: recipe, directory to publish the trained policy in."""
-    world = join(Interrupt(), patience_s=600)
+    """Arguments: pairs of a recipe and an output directory."""
+    world = join(Interrupt(), timeout_s=600)
     for recipe, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         for metrics in train(Recipe.model_validate_json(Path(recipe).read_text()), Path(out), world):
             print("METRICS", json.dumps(metrics), flush=True)

@@ -1,4 +1,4 @@
-"""One rank that counts what FSDP sends in a step of several micro batches, with each way to reduce gradients."""
+"""One rank that counts FSDP's traffic in a step of several micro batches, for each way to reduce gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 
 MICRO_BATCHES = 8
@@ -31,11 +31,11 @@ WAYS: list[dict[str, Any]] = [
 
 
 def counted(parallelism: dict[str, Any], model: Path, world: World) -> dict[str, Any]:
-    """What a step gives to collectives, in bytes, of gradients and weights; the gradient's norm; the model's size."""
+    """Return the bytes of gradients and weights in collectives, the gradient norm, and the model size."""
     trainer = {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": SEQ_LEN, "parallelism": parallelism}
     recipe = make_recipe(model, trainer=trainer)
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     batch = make_batch(1, policy.dp_rank, policy.dp_world, rows=MICRO_BATCHES * policy.dp_world)
     sent: Counter[str] = Counter()
     reduce, gather = dist.reduce_scatter_single, dist.all_gather_single
@@ -49,14 +49,13 @@ def counted(parallelism: dict[str, Any], model: Path, world: World) -> dict[str,
         return gather(output, part, **more)
 
     with patch.object(dist, "reduce_scatter_single", reducing), patch.object(dist, "all_gather_single", gathering):
-        metrics = learner.train(batch, make_timer(model.parent / f"rank-{world.rank}"))
+        metrics = train_step.train(batch, make_timer(model.parent / f"rank-{world.rank}"))
     split = sum(p.numel() for p in policy.model.parameters() if isinstance(p, DTensor))
     return {**sent, "parameters": split, "grad_norm": metrics["grad_norm"]}
 
 
 def main() -> None:
-    """Argument: a model's directory."""
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     for way in WAYS:
         print("COUNTED", json.dumps(counted(way, Path(sys.argv[1]), world)), flush=True)
     world.close()

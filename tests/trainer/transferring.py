@@ -1,4 +1,4 @@
-"""One rank of a test: in each layout build the policy, publish it, and send it to engines that want it."""
+"""One rank of the transfer test: build the policy in each layout, publish it, and send it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
@@ -17,11 +17,11 @@ from primeslurm.wire.link.trainer_link import TrainerLink
 
 
 def main() -> None:
-    """Arguments: address of the orchestrator, directories with a recipe.json each."""
+    """Arguments: orchestrator address, then directories with a recipe.json."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     link = TrainerLink(sys.argv[1])
     gather = DTensor.full_tensor
     gathered = []

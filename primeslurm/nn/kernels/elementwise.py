@@ -1,7 +1,7 @@
-"""Chains of elementwise operations as one kernel each, by torch.compile, on GPUs in bfloat16.
+"""Fusion of chains of elementwise operations with torch.compile, on GPUs in bfloat16.
 
-Operation by operation, such a chain reads and writes whole activations many times, and a short part of a row costs more
-to launch than to compute.
+Without fusion, each operation reads and writes whole activations, and for short chunks the launches cost more than the
+computation.
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ Inputs = ParamSpec("Inputs")
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Tell whether chains over tensors like this one are fused here. In layers that are compiled whole they are anyway.
-
-    Args:
-        x: of any shape.
-    """
+    """Return whether to fuse chains over tensors like this one. Layers that are compiled whole fuse them anyway."""
     return x.is_cuda and x.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
 
 
 @functools.cache
 def fused(function: Callable[Inputs, torch.Tensor]) -> Callable[Inputs, torch.Tensor]:
-    """Compile a function of tensors once for all lengths: rows of other lengths compile nothing anew.
+    """Compile a function of tensors once for all lengths.
 
     Args:
-        function: without side effects, of a module, not of an object: the compiled code is that of all its callers.
+        function: A module-level function without side effects. All callers share the compiled code.
     """
     return torch.compile(function, dynamic=True)

@@ -1,8 +1,8 @@
-"""Which FlashAttention varlen attention uses: the newest that is installed and made for this GPU.
+"""Selection of the newest installed FlashAttention that supports this GPU.
 
-On Hopper, FlashAttention 3 and 4 take half as long as the second, which torch contains. vLLM's GPU wheel brings the
-fourth, forward and backward; torch 2.13 would take its kernels from a module with the two functions below, but was made
-when the forward one returned only outputs and log-sum-exps.
+On Hopper, FlashAttention 3 and 4 take half as long as FlashAttention 2, which torch contains. vLLM's GPU wheel includes
+FlashAttention 4. torch 2.13 takes its kernels from a module with the functions `_flash_attn_fwd` and `_flash_attn_bwd`,
+but expects an older version of them that returns fewer values. This module is the adapter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def best(wanted: Callable[[], str | None], register: Callable[[str], Any]) -> str | None:
-    """The name of an implementation for torch's registry, or None for the one that torch contains.
+    """Return the name of an implementation in torch's registry. None means FlashAttention 2 of torch.
 
     Args:
-        wanted: which is the best for this GPU: None, or "FA3" on Hopper, or "FA4" on what came later.
-        register: has torch take FlashAttention 4 from a module of this name.
+        wanted: Returns the best implementation for this GPU: None, "FA3" (Hopper) or "FA4" (later GPUs).
+        register: Registers FlashAttention 4 from the module of a name.
     """
     if wanted() is None:
         return None

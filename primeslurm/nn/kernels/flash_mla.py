@@ -1,6 +1,6 @@
-"""FlashMLA's forward pass over selected keys, on Hopper and Blackwell GPUs, from the copy inside vLLM.
+"""FlashMLA's forward pass over selected keys, on Hopper and Blackwell GPUs, from the copy in vLLM.
 
-Its backward pass is for dense attention only; ours (`sparse_mla_backward`) goes on from what this returns.
+FlashMLA's backward pass supports dense attention only. `sparse_mla_backward` computes the gradients from these results.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from types import ModuleType
 import torch
 
 RANK, ROPE, HEADS = 512, 64, (64, 128)
-"""What its kernels are built for."""
+"""Sizes that the kernels support: rank, rotary part, and numbers of heads."""
 SLOTS = 128
-"""Selected keys come in multiples of this."""
+"""The number of selected keys has to be a multiple of this."""
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def _library() -> ModuleType | None:
 
 
 def fits(query: torch.Tensor, where: torch.Tensor, rank: int) -> bool:
-    """Whether its kernels take queries [queries, heads, rank + rope] with these keys selected, and are installed."""
+    """Return whether the kernels are installed and support queries [queries, heads, rank + rope] with these keys."""
     shape = query.shape[1] in HEADS and rank == RANK and query.shape[2] == RANK + ROPE
     return shape and where.shape[1] % SLOTS == 0 and query.is_cuda and _library() is not None
 
@@ -34,7 +34,7 @@ def fits(query: torch.Tensor, where: torch.Tensor, rank: int) -> bool:
 def forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [queries, heads, rank] and the log of the softmax's denominators [queries, heads, 1] in float32."""
+    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1] in float32."""
     library = _library()
     assert library is not None
     out, _, normaliser = library.flash_mla_sparse_fwd(

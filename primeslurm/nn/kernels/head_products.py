@@ -1,7 +1,7 @@
-"""Products of each head's values with a matrix of its own, written where they are wanted.
+"""Per-head matrix products that write their results token by token.
 
-Batched products come head by head. What follows wants token by token: einsum's result would be copied into that order,
-and its gradient back. Matrix products write rows of any stride, so nothing need be.
+A batched product is ordered by head, but the following layers need the order of tokens. einsum would copy the result
+into that order, and the gradient back. Matrix products can write rows with any stride, so no copy is needed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 
 def head_products(values: torch.Tensor, matrices: torch.Tensor, appended: torch.Tensor | None = None) -> torch.Tensor:
-    """Products [rows, tokens, heads, out], contiguous; with `appended` behind them.
+    """Multiply each head's values by the head's matrix. Returns [rows, tokens, heads, out (+ more)], contiguous.
 
     Args:
         values: [rows, tokens, heads, size].
         matrices: [heads, size, out].
-        appended: [rows, tokens, heads, more]: the result is [rows, tokens, heads, out + more].
+        appended: Values to append to the products [rows, tokens, heads, more].
     """
     result: torch.Tensor = _HeadProducts.apply(values, matrices, appended)
     return result
@@ -38,13 +38,13 @@ class _HeadProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, matrices = ctx.saved_tensors
-        mine = _by_head(grad[..., : matrices.shape[2]])
+        grad_by_head = _by_head(grad[..., : matrices.shape[2]])
         grad_values = torch.empty_like(values, memory_format=torch.contiguous_format)
-        torch.bmm(mine, matrices.mT, out=_by_head(grad_values))
-        grad_matrices = _by_head(values).mT @ mine if ctx.needs_input_grad[1] else None
+        torch.bmm(grad_by_head, matrices.mT, out=_by_head(grad_values))
+        grad_matrices = _by_head(values).mT @ grad_by_head if ctx.needs_input_grad[1] else None
         return grad_values, grad_matrices, grad[..., matrices.shape[2] :] if ctx.appended else None
 
 
 def _by_head(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of [rows, tokens, heads, size] as [heads, rows x tokens, size]."""
+    """View [rows, tokens, heads, size] as [heads, rows * tokens, size]."""
     return tensor.flatten(0, 1).transpose(0, 1)

@@ -1,9 +1,8 @@
-"""Scores of DSA's indexer on NVIDIA GPUs: summed over heads before anything is stored.
+"""Scores of DSA's indexer on NVIDIA GPUs, summed over heads before they are stored.
 
-A score is the sum over heads of weight x relu(query . key), as in DeepSeek-V3.2-Exp's report (equation 1), of what
-`index_rounding` makes of queries and keys. On Hopper GPUs DeepGEMM's kernel multiplies, as in vLLM's engines, elsewhere
-a Triton kernel: one program computes a tile of queries x keys; a tile that no query of it may see is only filled with
--inf.
+A score is the sum over heads of weight * relu(query . key) (DeepSeek-V3.2-Exp report, equation 1), of queries and keys
+as `index_rounding` rounds them. Hopper GPUs use DeepGEMM's kernel, as vLLM's engines do. Others use a Triton kernel, in
+which each program computes one tile of queries x keys. Tiles without visible keys are only filled with -inf.
 """
 
 from __future__ import annotations
@@ -13,39 +12,40 @@ import triton
 import triton.language as tl
 
 from primeslurm.nn.kernels.fp8.deep_gemm import index_library
-from primeslurm.nn.kernels.index_rounding import quantise, rounded
+from primeslurm.nn.kernels.index_rounding import quantize, rounded
 
 QUERIES, KEYS = 64, 128
-"""A tile."""
+"""Tile size."""
 SIZE, HEADS = 128, (32, 64)
-"""What DeepGEMM's kernel takes."""
+"""Head size and numbers of heads that DeepGEMM's kernel supports."""
 
 
 def index_scores(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """Scores [queries, keys or some more] in float32, -inf for keys outside of first .. last and for what is no key.
+    """Return float32 scores [queries, keys + padding], with -inf for keys outside of first..last and for padding.
 
     Args:
-        query: [queries, heads, head_dim], bfloat16; head_dim is a power of two.
+        query: [queries, heads, head_dim], bfloat16. head_dim is a power of two.
         keys: [keys, head_dim], bfloat16.
         weight: [queries, heads], float32.
-        first: the first key that each query may see, [queries].
-        last: the last one, [queries].
+        first: First visible key of each query [queries].
+        last: Last visible key of each query [queries].
     """
     library = index_library()
     if library is None or query.shape[2] != SIZE or query.shape[1] not in HEADS:
         return triton_scores(rounded(query), rounded(keys), weight, first, last)
-    data, scales = quantise(query)
+    data, scales = quantize(query)
     seen = first.int(), last.int() + 1
     scores: torch.Tensor = library.fp8_fp4_mqa_logits(
-        (data, None), quantise(keys), weight.float() * scales, *seen, clean_logits=True
+        (data, None), quantize(keys), weight.float() * scales, *seen, clean_logits=True
     )
     return _whole(scores)
 
 
 def _whole(scores: torch.Tensor) -> torch.Tensor:
-    """The columns that DeepGEMM cuts off, too, as -inf: torch would copy what is not contiguous before it chooses."""
+    """Restore the padding columns that DeepGEMM cuts off, as -inf."""
+    # torch's top-k would copy a tensor that is not contiguous.
     queries, keys = scores.shape
     whole = scores.as_strided((queries, scores.stride(0)), (scores.stride(0), 1))
     whole[:, keys:] = float("-inf")
@@ -55,7 +55,7 @@ def _whole(scores: torch.Tensor) -> torch.Tensor:
 def triton_scores(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """`index_scores` of what is rounded already, by the Triton kernel; tensors as there."""
+    """Return the same as `index_scores`, from rounded queries and keys, by the Triton kernel."""
     queries, heads, size = query.shape
     scores = torch.empty(queries, len(keys), dtype=torch.float32, device=keys.device)
     _scores_kernel[(triton.cdiv(queries, QUERIES), triton.cdiv(len(keys), KEYS))](

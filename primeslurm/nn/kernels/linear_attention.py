@@ -1,7 +1,7 @@
-"""Recurrences by flash-linear-attention's Triton kernels, forward and backward, on GPUs in bfloat16.
+"""Recurrent layers by flash-linear-attention's Triton kernels, forward and backward, on GPUs in bfloat16.
 
-Their plain references are in `layers/recurrence.py`. Documents are kept apart as decays: what a document's first
-position sees of the state is 0. So rows need no list of documents, which the host would have to wait for.
+`layers/recurrence.py` has the references in plain PyTorch. Documents are separated by decays: the first position of a
+document decays the state to 0. So the kernels need no list of documents, for which the host would have to wait.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Sequence
 import torch
 
 BEGINNING = -110.0
-"""The log decay where a document begins: its exponential is 0 in float32. In the chunk of 64 positions where n of them
-begin, sums with it round decays by some n * 1e-5, at most as bfloat16 rounds."""
+"""Log decay at the start of a document. Its exponential is 0 in float32. In a chunk of 64 positions with n starts, sums
+that include it round other decays by about n * 1e-5, which is less than bfloat16's rounding."""
 WIDEST = 256
-"""Keys and values that the kernels take, and multiples of 16."""
+"""Maximum head size. Sizes also have to be multiples of 16."""
 log = logging.getLogger(__name__)
 
 
 def fits(mixed: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels take these queries, keys and values, [rows, length, heads, size], and are installed.
+    """Return whether the kernels are installed and support queries, keys and values [rows, length, heads, size].
 
-    The compiler does not see into them, so recurrent layers are not compiled (`components.compiled`).
+    torch.compile cannot trace the kernels, so recurrent layers are not compiled (`nn.compiled`).
     """
     return mixed[0].is_cuda and _fits(tuple((x.dtype, x.shape[-1]) for x in mixed))
 
 
 @functools.cache
 def _fits(kinds: tuple[tuple[torch.dtype, int], ...]) -> bool:
-    """Decide and log once for each kind of layer."""
+    # Cached, so that each kind of layer is logged only once.
     reason = _unfit(kinds)
     if reason:
         log.info("recurrent layers in plain PyTorch: %s", reason)
@@ -58,7 +58,7 @@ def state_space(
     positions: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrence.state_space`; inputs are rounded to the dtype of x, states are float32 between parts."""
+    """Compute `recurrence.state_space`. Inputs are rounded to the dtype of x. States between chunks are float32."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     sharing = x.shape[2] // b.shape[2]
@@ -83,7 +83,7 @@ def gated_delta_rule(
     positions: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrence.gated_delta_rule`, but consecutive heads of v may share one of q and k."""
+    """Compute `recurrence.gated_delta_rule`. Consecutive heads of v may share a head of q and k."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     out, state = chunk_gated_delta_rule(
@@ -100,5 +100,5 @@ def gated_delta_rule(
 
 
 def apart(log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Log decays, [rows, length, heads], after which nothing is left of the document before."""
+    """Return log decays [rows, length, heads] that reset the state at the start of each document."""
     return log_decay.masked_fill((positions == 0).unsqueeze(-1), BEGINNING)

@@ -1,6 +1,6 @@
-"""Rows that are spread and gathered on NVIDIA GPUs, as Triton kernels; shapes are those of `rows`.
+"""Triton kernels for `rows` on NVIDIA GPUs, with the same shapes.
 
-All of them are bound by memory: each row is read and written once, and sums stay in registers.
+They are bound by memory bandwidth: each row is read and written once, and sums stay in registers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 MAX_BLOCK = 2048
-"""Columns that one program has in registers."""
+"""Maximum number of columns per program, limited by registers."""
 
 
 def spread(rows: torch.Tensor, owner: torch.Tensor, slots: int) -> torch.Tensor:
-    """Copy rows [m, dim] to their owners' places: [n, dim]."""
+    """Copy rows [m, dim] to [n, dim]."""
     out = rows.new_empty(owner.shape[0], rows.shape[1])
     if out.numel():
         block, grid = _tiles(*out.shape)
@@ -23,7 +23,7 @@ def spread(rows: torch.Tensor, owner: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def gathered(rows: torch.Tensor, where: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Sum rows [n, dim] by `where` [m, slots], times their weights: [m, dim]."""
+    """Sum rows [n, dim], times their weights, to [m, dim]."""
     (count, slots), dim = where.shape, rows.shape[1]
     out = rows.new_empty(count, dim)
     if out.numel():
@@ -44,7 +44,7 @@ def gathered(rows: torch.Tensor, where: torch.Tensor, weights: torch.Tensor | No
 def gradients(
     grad: torch.Tensor, rows: torch.Tensor, owner: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rows [n, dim] and of weights [m, slots], of a sum's `grad` [m, dim]."""
+    """Return the gradients of rows [n, dim] and weights [m, slots] from the gradient [m, dim] of `gathered`."""
     of_rows, of_weights = torch.empty_like(rows), torch.zeros_like(weights, memory_format=torch.contiguous_format)
     if rows.numel():
         block = min(MAX_BLOCK, triton.next_power_of_2(rows.shape[1]))
@@ -55,7 +55,7 @@ def gradients(
 
 
 def _tiles(count: int, dim: int) -> tuple[int, tuple[int, int]]:
-    """How many columns a program has, and the grid of programs."""
+    """Return the number of columns per program, and the grid."""
     block = min(MAX_BLOCK, triton.next_power_of_2(dim))
     return block, (count, triton.cdiv(dim, block))
 
@@ -65,7 +65,7 @@ def _spread_kernel(rows, owner, out, slots, dim, BLOCK: tl.constexpr):  # type: 
     place = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(owner + place)
-    end = tl.where(slot >= 0, dim, 0)  # of nobody, nothing is read
+    end = tl.where(slot >= 0, dim, 0)  # read nothing for padding rows
     found = tl.load(rows + (slot // slots) * dim + column, mask=column < end, other=0.0)
     tl.store(out + place * dim + column, found, mask=column < dim)
 
@@ -79,7 +79,7 @@ def _gathered_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(SLOTS):
         place = tl.load(where + row * SLOTS + slot)
-        end = tl.where(place >= 0, dim, 0)  # of nobody's copy, nothing is read
+        end = tl.where(place >= 0, dim, 0)  # read nothing for empty slots
         found = tl.load(rows + place * dim + column, mask=column < end, other=0.0).to(tl.float32)
         if WEIGHTED:
             found *= tl.load(weights + row * SLOTS + slot).to(tl.float32)

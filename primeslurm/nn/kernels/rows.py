@@ -1,10 +1,10 @@
-"""Rows that are spread over places and gathered again: how tokens get to experts, and outputs back to tokens.
+"""Copy rows to the places of their experts, and sum the results per row.
 
-Each of m rows has as many slots as it may have copies. `where` [m, slots] says which of the n spread rows is its copy
-in that slot, -1 for none; `owner` [n] is the other way round: the flat slot (row * slots + slot) that each of the n
-belongs to, -1 for a row of zeros that belongs to nobody. As both directions are known, `spread` and `gathered` are each
-other's backward pass, nothing is sorted or added up atomically, and a sum over copies is made side by side in float32
-without its addends being stored. On GPUs Triton kernels do this (`row_kernel`).
+Each of m rows has a fixed number of slots for copies. `where` [m, slots] is the index of each copy among the n spread
+rows, -1 for none. `owner` [n] is the inverse: the flat slot (row * slots + slot) of each spread row, -1 for a padding
+row of zeros. With both directions known, `spread` and `gathered` are each other's backward pass. Nothing is sorted or
+added atomically, and sums over copies are computed in float32 without storing the terms. GPUs use the Triton kernels of
+`row_kernel`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,16 @@ from torch.library import custom_op
 
 
 def spread(rows: torch.Tensor, where: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """Copy each row to where its slots say.
-
-    Args:
-        rows: [m, dim].
-        where: [m, slots].
-        owner: [n].
-
-    Returns:
-        [n, dim]. A row's gradient is the sum of its copies', in float32.
-    """
+    """Copy rows [m, dim] to [n, dim]. The gradient of a row is the float32 sum of its copies' gradients."""
     return _spread(rows.contiguous(), where, owner)
 
 
 def gathered(
     rows: torch.Tensor, where: torch.Tensor, owner: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sum the rows that belong together, in float32.
+    """Sum the copies of each row: [n, dim] to [m, dim], in float32, rounded to the dtype of `rows`.
 
-    Args:
-        rows: [n, dim].
-        where: [m, slots].
-        owner: [n].
-        weights: [m, slots], what each row is multiplied by; 1 if not given. Differentiable.
-
-    Returns:
-        [m, dim], in the dtype of the rows; zeros for who has none.
+    `weights` [m, slots] are differentiable factors of the copies. A row without copies becomes zero.
     """
     return _gathered(rows.contiguous(), where, owner, weights)
 
@@ -51,9 +35,9 @@ def _spread_now(rows: torch.Tensor, where: torch.Tensor, owner: torch.Tensor) ->
         from primeslurm.nn.kernels import row_kernel
 
         return row_kernel.spread(rows, owner, where.shape[1])
-    found = rows[(owner // where.shape[1]).clamp(min=0)]
-    found[owner < 0] = 0
-    return found
+    copies = rows[(owner // where.shape[1]).clamp(min=0)]
+    copies[owner < 0] = 0
+    return copies
 
 
 def _gathered_now(
@@ -74,14 +58,13 @@ def _gathered_now(
 def _gathered_gradients(
     grad: torch.Tensor, rows: torch.Tensor, owner: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the rows and of their weights."""
     if rows.is_cuda:
         from primeslurm.nn.kernels import row_kernel
 
         return row_kernel.gradients(grad, rows, owner, weights)
     exact = _exact(rows.dtype)
     each = _spread_now(grad, weights, owner).to(exact)
-    of_weights = weights.new_zeros(weights.numel() + 1)  # the last is nobody's
+    of_weights = weights.new_zeros(weights.numel() + 1)  # the last entry collects padding rows
     of_weights[owner] = (each * rows.to(exact)).sum(-1).to(weights.dtype)
     of_rows = each * weights.flatten()[owner.clamp(min=0), None].to(exact)
     return of_rows.to(rows.dtype), of_weights[:-1].view_as(weights)
@@ -91,7 +74,7 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# Operators of their own: a compiler need not look inside, nor know how long the results of routing are.
+# Custom operators, so that torch.compile neither traces them nor needs the sizes that depend on the routing.
 _spread = custom_op("primeslurm::spread", _spread_now, mutates_args=())
 _gathered = custom_op("primeslurm::gathered", _gathered_now, mutates_args=())
 _gradients = custom_op("primeslurm::gathered_gradients", _gathered_gradients, mutates_args=())
@@ -124,7 +107,7 @@ def _spread_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     rows, where, owner, weights = inputs
-    # rows are only needed for the gradient of their weights
+    # The rows are needed only for the gradient of the weights.
     ctx.save_for_backward(where, owner, *(() if weights is None else (rows, weights)))
 
 

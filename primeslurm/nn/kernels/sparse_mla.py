@@ -1,17 +1,17 @@
-"""Latent attention over the keys that an indexer selected.
+"""Multi-head latent attention over the keys that an indexer selected, in absorbed form.
 
-In absorbed form: each head's query is taken into the space of the compressed keys, which all heads share, so attention
-has one key and value head. `sparse_mla` reads the selected keys where they are (on GPUs, by Triton kernels) or gathers
-those of a few queries at a time; `dense_mla` computes the same from all scores, faster for short rows and quadratic in
-memory. Both take
+Each head's query is projected into the space of the compressed keys, which all heads share, so that attention has one
+key and value head. `sparse_mla` reads the selected keys in place (Triton kernels on GPUs) or gathers those of a few
+queries at a time. `dense_mla` computes the same from all scores. It is faster for short rows, and quadratic in memory.
+Both take
 
     query    [rows, queries, heads, rank + rope]  absorbed queries, and their rotary part
     keys     [rows, keys, rank + rope]            compressed keys, which are also the values, and their rotary part
-    indices  [rows, queries, top_k], int32        the keys each query attends to, -1 for none; at least one per query
-    rank                                          of the compressed keys
-    scale                                         of the scores
+    indices  [rows, queries, top_k], int32        selected keys, -1 for none; at least one per query
+    rank                                          size of the compressed keys
+    scale                                         scale of the scores
 
-and return [rows, queries, heads, rank] in the dtype of the queries, differentiable in all but the indices.
+and return [rows, queries, heads, rank] in the dtype of the queries. All arguments but the indices get gradients.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.library import custom_op
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 CHUNK = 128
-"""Queries whose keys are gathered at once: 128 x 2048 keys x 576 values are 300 MB in bfloat16."""
+"""Queries whose keys are gathered at once. 128 x 2048 keys x 576 values are 300 MB in bfloat16."""
 
 
 def sparse_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
-    """Attention over gathered keys, recomputed for the gradients; shapes as in the module's docstring."""
+    """Compute attention over the selected keys. The backward pass recomputes the scores. See the module's docstring."""
     rows, queries, heads, _ = query.shape
     offset = torch.arange(rows, device=indices.device, dtype=indices.dtype)[:, None, None] * keys.shape[1]
     where = torch.where(indices < 0, indices, indices + offset).flatten(0, 1)
@@ -37,8 +37,8 @@ def sparse_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, r
 
 
 def dense_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
-    """Attention with a mask over all keys; shapes as in the module's docstring."""
-    shape = (*indices.shape[:2], keys.shape[1] + 1)  # one column more takes what is not selected
+    """Compute attention with a mask over all keys. See the module's docstring."""
+    shape = (*indices.shape[:2], keys.shape[1] + 1)  # an extra column receives the unselected entries
     slots = torch.where(indices < 0, shape[2] - 1, indices).long()
     selected = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(-1, slots, True)[..., :-1]
     scores = torch.einsum("bqhr,bkr->bhqk", query, keys)
@@ -49,7 +49,7 @@ def dense_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, ra
 def _forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, rank: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [queries, heads, rank] and the log of the softmax's denominators [queries, heads, 1]."""
+    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1]."""
     if _has_kernel(query, rank):
         from primeslurm.nn.kernels import flash_mla, sparse_mla_kernel
 
@@ -75,7 +75,7 @@ def _backward(
     normaliser: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the queries and, summed in float32, of the keys."""
+    """Return the gradients of the queries, and of the keys (summed in float32)."""
     rank = grad.shape[-1]
     if _has_kernel(query, rank):
         from primeslurm.nn.kernels import sparse_mla_backward
@@ -97,7 +97,7 @@ def _backward(
 
 
 def _has_kernel(query: torch.Tensor, rank: int) -> bool:
-    """Whether the Triton kernels take these: bfloat16 on a GPU, with sizes that are powers of two."""
+    # The Triton kernels need bfloat16 and sizes that are powers of two.
     rope = query.shape[-1] - rank
     powers = rank & (rank - 1) == 0 and rope & (rope - 1) == 0
     return query.is_cuda and query.dtype == torch.bfloat16 and powers and rank >= 32 and rope >= 16
@@ -111,7 +111,7 @@ def _chunks(queries: int) -> Iterator[slice]:
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The selected keys [queries, top_k, values] and the scores [queries, heads, top_k], -inf where there is no key."""
+    """Return selected keys [queries, top_k, values] and scores [queries, heads, top_k], -inf where there is no key."""
     gathered = keys[where.clamp(min=0)]
     scores = (query @ gathered.transpose(1, 2)).float() * scale
     return gathered, scores.masked_fill_((where < 0)[:, None], float("-inf"))
@@ -126,8 +126,8 @@ def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch
     return (*_attend_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None)
 
 
-# Operators of their own, because selective activation checkpointing looks at what runs inside a function: it would keep
-# the scores of every chunk, which are what chunks avoid.
+# Custom operators, because selective activation checkpointing would otherwise save the scores of every chunk, which the
+# chunks are meant to avoid.
 _attend = custom_op("primeslurm::attend_gathered", _forward, mutates_args=())
 _attend_backward = custom_op("primeslurm::attend_gathered_backward", _backward, mutates_args=())
 _attend.register_autograd(_differentiate, setup_context=_save)

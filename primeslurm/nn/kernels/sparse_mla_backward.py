@@ -1,16 +1,19 @@
-"""The backward pass of attention over selected keys on NVIDIA GPUs: gradients are added up key by key.
+"""Backward pass of attention over selected keys on NVIDIA GPUs, with deterministic sums per key.
 
-It does some queries at a time, in four kernels. The first computes the weights anew and the scores' gradients, the
-second adds up the queries' gradients. The third turns both into what each query adds to each key that it selected,
-summed over heads, and writes that in the keys' dtype. The fourth adds up what belongs to a key, in float32 and always
-in the same order: gradients are the same in every run. What lies in between takes BUFFER_BYTES. With GLM-5's shape (64
-heads, 2,048 keys of 576 values) in bfloat16, a token writes and reads 2.9 MB once; float32 atomics on the keys'
-gradients would read and write 4.7 MB. Weights and the queries' gradients from one kernel would gather the keys once
-instead of twice, but take all registers and shared memory of a processor for one query, and nothing would overlap: 39
-instead of 20 ms for 16,384 tokens on an H200.
+It processes a group of queries at a time, in four kernels:
+
+1. Recompute the softmax weights, and compute the gradients of the scores.
+2. Sum the gradients of the queries.
+3. Compute the contribution of each query to each of its keys, summed over heads, in the dtype of the keys.
+4. Sum the contributions per key in float32, always in the same order, so that gradients are reproducible.
+
+Intermediate results take BUFFER_BYTES. With GLM-5's shape (64 heads, 2,048 keys of 576 values) in bfloat16, a token
+writes and reads 2.9 MB once. Float32 atomics on the gradients of the keys would read and write 4.7 MB. Merging kernels
+1 and 2 would gather the keys once instead of twice, but one query would take all registers and shared memory of a
+multiprocessor, so that nothing overlaps: 39 instead of 20 ms for 16,384 tokens on an H200.
 
 Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
-[queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, 32 and 16 at least.
+[queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, at least 32 and 16.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ import triton.language as tl
 from primeslurm.nn.kernels.sparse_mla_kernel import block_heads, load
 
 BUFFER_BYTES = 4 * 2**30
-"""For what the backward pass keeps of some queries: it does as many at a time as fit, and one at least."""
+"""Memory for intermediate results. It limits the number of queries per group, which is at least one."""
 MEANS = 16
-"""Rows whose means one program makes."""
+"""Rows per program of the mean kernel."""
 COLUMNS = 64
-"""Of queries and keys, multiplied at once for the scores."""
+"""Columns of queries and keys per matrix product of the scores."""
 _WEIGHT_CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((128, 4, 3), (256, 8, 3), (256, 8, 4), (64, 4, 3))
@@ -40,7 +43,7 @@ _SHARE_CONFIGS = [
     for block, warps, stages in ((128, 8, 4), (128, 8, 3), (64, 4, 4), (32, 4, 3))
 ]
 PAIRS, PAIR_WARPS = 16, 2
-"""Shares of a key that are added up at once. Not tuned where it runs: another number gives other bits."""
+"""Contributions to a key that are summed at once. Not autotuned, because another number would change the bits."""
 
 
 def backward(
@@ -52,7 +55,7 @@ def backward(
     normaliser: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the queries and, summed in float32, of the keys."""
+    """Return the gradients of the queries, and of the keys (summed in float32)."""
     grad, query, keys, where = (tensor.contiguous() for tensor in (grad, query, keys, where))
     grad_query = torch.empty_like(query)
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=keys.device)
@@ -70,7 +73,7 @@ def backward(
 
 
 def _means(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The scores' mean gradients [queries, heads], float32: what each output is, times its gradient."""
+    """Return the mean gradient of the scores [queries, heads] in float32: the output times its gradient."""
     queries, heads, rank = grad.shape
     means = torch.empty(queries, heads, dtype=torch.float32, device=grad.device)
     _mean_kernel[(triton.cdiv(means.numel(), MEANS),)](grad, out, means, means.numel(), RANK=rank, ROWS=MEANS)
@@ -86,7 +89,7 @@ def _weights(
     mean: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and gradients of the scores, [queries, heads, selected], 0 for no key."""
+    """Return softmax weights and gradients of the scores [queries, heads, selected], 0 where there is no key."""
     (queries, heads, size), rank, per_program = query.shape, grad.shape[-1], block_heads(query.shape[1])
     selected = where.shape[1]
     weights = query.new_empty(queries, heads, selected)
@@ -114,7 +117,7 @@ def _weights(
 def _add_queries(
     slopes: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, grad_query: torch.Tensor, rank: int
 ) -> None:
-    """Fill `grad_query` with the sums over each query's keys."""
+    """Fill `grad_query` with the sums over the keys of each query."""
     queries, heads, size = grad_query.shape
     per_program = block_heads(heads)
     _query_kernel[(triton.cdiv(heads, per_program), queries)](
@@ -131,7 +134,7 @@ def _add_queries(
 
 
 def _shares(grad: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """What each query adds to each of its keys, [blocks of heads, queries, selected, rank + rope]."""
+    """Return each query's contribution to each of its keys [blocks of heads, queries, selected, rank + rope]."""
     (queries, heads, size), rank, per_program = query.shape, grad.shape[-1], block_heads(query.shape[1])
     blocks = triton.cdiv(heads, per_program)
     shares = query.new_empty(blocks, queries, weights.shape[2], size)
@@ -151,7 +154,7 @@ def _shares(grad: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, slop
 
 
 def _add_up(shares: torch.Tensor, where: torch.Tensor, grad_keys: torch.Tensor, rank: int) -> None:
-    """Add the shares of each key to its gradient; `where` [queries, selected] says whose they are."""
+    """Add the contributions to the gradients of their keys `where` [queries, selected]."""
     keys, size = grad_keys.shape
     owners, order = where.flatten().sort(stable=True)
     ends = torch.searchsorted(owners, torch.arange(keys + 1, dtype=owners.dtype, device=owners.device))
@@ -171,7 +174,7 @@ def _add_up(shares: torch.Tensor, where: torch.Tensor, grad_keys: torch.Tensor, 
 
 @triton.jit
 def _find(keys, where, slot, selected, size):
-    """Where the keys at some slots of a query begin whose selection begins at `where`; and which slots hold one."""
+    """Return pointers to the keys in some slots of a query's selection, and which slots hold a key."""
     index = tl.load(where + slot, mask=slot < selected, other=-1)
     valid = index >= 0
     return keys + tl.where(valid, index, 0).to(tl.int64) * size, valid

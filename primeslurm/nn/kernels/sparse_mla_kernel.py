@@ -1,11 +1,10 @@
-"""Attention over selected keys on NVIDIA GPUs, as Triton kernels: nothing that is gathered is ever stored.
+"""Triton kernels for attention over selected keys on NVIDIA GPUs, without storing gathered keys.
 
-One program handles one query with all its heads (up to 64 at a time): it walks over the selected keys in blocks, loads
-each from where it is, and keeps a running softmax (https://arxiv.org/abs/2307.08691, algorithm 1). The backward pass is
-in `sparse_mla_backward`.
+A program computes one query with up to 64 heads. It loads the selected keys in blocks, each from its place, and keeps a
+running softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1). `sparse_mla_backward` has the backward pass.
 
 Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
-[queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, 32 and 16 at least.
+[queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, at least 32 and 16.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 MAX_HEADS = 64
-"""Heads of one program: more would not fit into its registers."""
+"""Maximum number of heads per program. More would not fit into its registers."""
 _CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((64, 8, 1), (32, 8, 2), (32, 8, 1), (64, 8, 2), (32, 4, 1), (16, 8, 2))
@@ -26,7 +25,7 @@ _CONFIGS = [
 def forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, rank: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [queries, heads, rank] and the log of the softmax's denominators [queries, heads, 1] in float32."""
+    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1] in float32."""
     queries, heads, size = query.shape
     out = query.new_empty(queries, heads, rank)
     normaliser = query.new_empty(queries, heads, 1, dtype=torch.float32)
@@ -48,13 +47,13 @@ def forward(
 
 
 def block_heads(heads: int) -> int:
-    """How many heads of a query one program handles."""
+    """Return the number of heads per program."""
     return min(MAX_HEADS, max(16, triton.next_power_of_2(heads)))
 
 
 @triton.jit
 def load(rows, first, mask, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns first .. first + WIDTH of rows [n] (pointers to their first element); zeros where masked."""
+    """Load columns first..first + WIDTH of rows [n], given by pointers to their first element; 0 where masked."""
     return tl.load(rows[:, None] + first + tl.arange(0, WIDTH)[None, :], mask=mask[:, None], other=0.0)
 
 
@@ -99,7 +98,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         scores = tl.dot(q_rope, tl.trans(k_rope), scores)
         scores = tl.where(valid[None, :], scores * scale, float("-inf"))
         top = tl.maximum(largest, tl.max(scores, 1))
-        # no key yet: any finite number will do
+        # Before the first key, any finite base avoids NaN.
         base = tl.where(top == float("-inf"), 0.0, top)
         decay = tl.exp2(largest - base)
         weights = tl.exp2(scores - base[:, None])
@@ -108,7 +107,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         low = tl.dot(weights, k_low, low * decay[:, None])
         high = tl.dot(weights, k_high, high * decay[:, None])
         largest = top
-    # padding heads have no keys to divide by
+    # Padding heads have no keys, so their sum is 0.
     total = tl.where(total == 0.0, 1.0, total)
     place = (token * heads + head)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     tl.store(out + place, (low / total[:, None]).to(out.dtype.element_ty), mask=there[:, None])

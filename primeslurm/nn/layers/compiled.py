@@ -1,4 +1,4 @@
-"""What torch.compile compiles of a model, and for which shapes: layers are compiled once for all micro batches."""
+"""torch.compile for the layers of a model. Each kind of layer is compiled once for all micro batches."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from primeslurm.nn.layers.scan import HeadScan
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 
 _VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
-"""Where compiled code finds what differs between micro batches, as the compiler calls it: how many documents there are,
-how long the longest is, and which keys a piece of a row sees."""
+"""Names that the compiler gives to values that differ between micro batches: the number of documents, the longest one,
+and the keys that a shard of a row sees."""
 
-KINDS = 32
-"""Of layers that a model may have: each is compiled by itself, for inputs that have a gradient and for others. After
-torch's own 8, a layer more would be an error."""
+RECOMPILE_LIMIT = 32
+"""Maximum number of compiled variants: each kind of layer, with and without gradients. torch's default is 8, after
+which further layers fail."""
 
 
 def prepare() -> None:
-    """Set up the compiler, before it compiles anything: nothing is compiled first for the first micro batch alone."""
+    """Configure the compiler, so that it does not specialize on the shapes of the first micro batch."""
     torch.compiler.config.dynamic_sources = ",".join(_VARYING)
-    torch._dynamo.config.recompile_limit = KINDS
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
 
 def layers(model: Any, config: CompileConfig, dims: ParallelDims) -> None:
-    """Compile each layer. Of one that mixes tokens by what cannot be traced, what follows that, experts or not.
-
-    Those are sparse attention and recurrences: without tracing, their kernels run. Checkpointing is around what is
-    compiled, and computes both times by the same code.
-    """
+    """Compile each layer, or only its feed-forward part if sparse attention or recurrences cannot be traced."""
+    # Activation checkpointing wraps the compiled module, so that the recomputation runs the same code.
     parts = {name: part for name, layer in model.layers.items() if (part := _traceable(layer)) is not None}
     held = torch.nn.Module()
     held.layers = torch.nn.ModuleDict(parts)

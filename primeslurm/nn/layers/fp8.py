@@ -1,10 +1,12 @@
-"""Training in block-scaled FP8: linear layers and experts whose forward pass and both gradients are FP8 products.
+"""Linear layers and experts that compute the forward pass and both gradients in block-scaled FP8.
 
-Masters stay float32. The copies that FSDP gathers, in the compute dtype, are quantised whenever they are used. Policies
-are quantised from the compute dtype, too (`weights.export.Encoding`), so trainer and engines multiply by the same
-numbers. Until the first update, an engine that has loaded an FP8 checkpoint has the checkpoint's scales: they differ
-from the trainer's by the rounding of the compute dtype. `tensor_names.in_fp8` says which layers compute in FP8. Kernels
-take multiples of 128 only; smaller matrices are filled up with zeros, which changes no scale.
+Master weights stay float32. FSDP gathers copies in the compute dtype, which are quantized at each use. Exported
+policies are quantized from the compute dtype, too (`trainer.weights.export.Encoding`), so that trainer and engines
+multiply by the same numbers. Until the first update, engines that loaded an FP8 checkpoint use its scales, which differ
+from the trainer's by the rounding of the compute dtype.
+
+`tensor_names.in_fp8` selects the layers. The kernels need multiples of 128, so other matrices are padded with zeros,
+which does not change scales.
 """
 
 from __future__ import annotations
@@ -23,35 +25,35 @@ from primeslurm.nn.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
     Groups,
-    Quantised,
-    quantise,
-    quantise_both_ways,
-    quantise_groups,
-    quantise_groups_both_ways,
-    quantise_groups_transposed,
-    quantise_transposed,
+    Quantized,
+    quantize,
+    quantize_both_ways,
+    quantize_groups,
+    quantize_groups_both_ways,
+    quantize_groups_transposed,
+    quantize_transposed,
 )
-from primeslurm.nn.kernels.fp8.last_result import LastResult
+from primeslurm.nn.kernels.fp8.quantized_cache import QuantizedCache
 
-# Of what several products share: their input, by rows for themselves and by columns for their weights' gradients.
-_rows, _columns, _group_rows, _group_columns = (LastResult[Quantised]() for _ in range(4))
+# Caches of inputs that several products share: quantized by rows for the products, by columns for weight gradients.
+_rows, _columns, _group_rows, _group_columns = (QuantizedCache[Quantized]() for _ in range(4))
 
 
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        return _times(_rows.of(rows, _quantised), quantise(weight, BLOCKS), rows)
+        return _times(_rows.of(rows, _quantize_rows), quantize(weight, BLOCKS), rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
-        by_rows, by_columns = _forms(gradient.flatten(0, -2), *ctx.needs_input_grad)
+        by_rows, by_columns = _quantize_gradient(gradient.flatten(0, -2), *ctx.needs_input_grad)
         if by_rows:
-            for_rows = _times(by_rows, quantise(weight.mT, BLOCKS), gradient)
+            for_rows = _times(by_rows, quantize(weight.mT, BLOCKS), gradient)
         if by_columns:
-            right = _columns.of(rows, lambda t: quantise_transposed(t.flatten(0, -2)))
+            right = _columns.of(rows, lambda t: quantize_transposed(t.flatten(0, -2)))
             for_weight = backend(rows.device.type).outer(by_columns, right).to(weight.dtype)
         return for_rows, for_weight
 
@@ -61,18 +63,18 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.groups = Groups.of(offsets)
-        quantised = _group_rows.of(rows, lambda t: quantise_groups(t, ctx.groups), ctx.groups)
-        return _grouped_times(quantised, quantise(weight, BLOCKS), ctx.groups, rows.dtype)
+        quantised = _group_rows.of(rows, lambda t: quantize_groups(t, ctx.groups), ctx.groups)
+        return _grouped_times(quantised, quantize(weight, BLOCKS), ctx.groups, rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
-        by_rows, by_columns = _group_forms(gradient, ctx.groups, *ctx.needs_input_grad[:2])
+        by_rows, by_columns = _quantize_group_gradient(gradient, ctx.groups, *ctx.needs_input_grad[:2])
         if by_rows:
-            for_rows = _grouped_times(by_rows, quantise(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
+            for_rows = _grouped_times(by_rows, quantize(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
         if by_columns:
-            right = _group_columns.of(rows, lambda t: quantise_groups_transposed(t, ctx.groups), ctx.groups)
+            right = _group_columns.of(rows, lambda t: quantize_groups_transposed(t, ctx.groups), ctx.groups)
             for_weight = backend(rows.device.type).grouped_outer(by_columns, right, ctx.groups).to(weight.dtype)
         return for_rows, for_weight, None
 
@@ -80,7 +82,7 @@ class _GroupedProduct(torch.autograd.Function):
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return quantise(weight, BLOCKS).values().to(weight.dtype)
+        return quantize(weight, BLOCKS).values().to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -88,78 +90,74 @@ class _Rounded(torch.autograd.Function):
 
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [..., k] by weight [n, k]: [..., n]."""
+    """Multiply rows [..., k] by weight [n, k]. Returns [..., n]."""
     multiply = ops.linear_product if torch.compiler.is_compiling() else _LinearProduct.apply
-    product: torch.Tensor = multiply(_filled(rows, -1), _filled(weight, -1, -2))
+    product: torch.Tensor = multiply(_padded(rows, -1), _padded(weight, -1, -2))
     return product[..., : len(weight)]
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply each of rows [rows, k] by the weight [groups, n, k] of its group: [rows, n].
-
-    A group ends at its offset.
-    """
+    """Multiply rows [rows, k] by their group's weight [groups, n, k]. Returns [rows, n]. Groups end at `offsets`."""
     multiply = ops.grouped_product if torch.compiler.is_compiling() else _GroupedProduct.apply
-    product: torch.Tensor = multiply(_filled(rows, -1), _filled(weight, -1, -2), offsets)
+    product: torch.Tensor = multiply(_padded(rows, -1), _padded(weight, -1, -2), offsets)
     return product[..., : weight.shape[1]]
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """What a quantised weight stands for; its gradient is the weight's. For weights that are used without a product."""
+    """Round a weight through FP8 and back, with a straight-through gradient. For weights used outside of products."""
     return _Rounded.apply(weight)
 
 
-def _quantised(rows: torch.Tensor) -> Quantised:
-    return quantise(rows.flatten(0, -2), ROWS)
+def _quantize_rows(rows: torch.Tensor) -> Quantized:
+    return quantize(rows.flatten(0, -2), ROWS)
 
 
-def _forms(gradient: torch.Tensor, rows: bool, columns: bool) -> tuple[Quantised | None, Quantised | None]:
-    """A gradient [rows, n] as its products want it: by rows, and by columns."""
+def _quantize_gradient(gradient: torch.Tensor, rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
+    """Quantize a gradient [rows, n] by rows and by columns, as far as they are needed."""
     if rows and columns:
-        return quantise_both_ways(gradient)
-    return quantise(gradient, ROWS) if rows else None, quantise_transposed(gradient) if columns else None
+        return quantize_both_ways(gradient)
+    return quantize(gradient, ROWS) if rows else None, quantize_transposed(gradient) if columns else None
 
 
-def _group_forms(
+def _quantize_group_gradient(
     gradient: torch.Tensor, groups: Groups, rows: bool, columns: bool
-) -> tuple[Quantised | None, Quantised | None]:
-    """The same for the rows of groups."""
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantize the gradient of grouped rows, as `_quantize_gradient` does."""
     if rows and columns:
-        return quantise_groups_both_ways(gradient, groups)
+        return quantize_groups_both_ways(gradient, groups)
     return (
-        quantise_groups(gradient, groups) if rows else None,
-        quantise_groups_transposed(gradient, groups) if columns else None,
+        quantize_groups(gradient, groups) if rows else None,
+        quantize_groups_transposed(gradient, groups) if columns else None,
     )
 
 
-def _times(quantised: Quantised, weight: Quantised, rows: torch.Tensor) -> torch.Tensor:
-    """The product, with leading dimensions and dtype of the rows that were quantised."""
+def _times(quantised: Quantized, weight: Quantized, rows: torch.Tensor) -> torch.Tensor:
+    """Return the product with the leading dimensions and the dtype of `rows`."""
     product = backend(rows.device.type).product(quantised, weight)
     return product.to(rows.dtype).view(*rows.shape[:-1], -1)
 
 
-def _grouped_times(rows: Quantised, weight: Quantised, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+def _grouped_times(rows: Quantized, weight: Quantized, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
     product = backend(rows.data.device.type).grouped_product(rows, weight, groups)
     return groups.compact(product).to(dtype)
 
 
-def _filled(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Fill up with zeros at the end of dimensions -1 or -2 up to a multiple of BLOCK."""
+def _padded(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Pad dimensions -1 or -2 with zeros to a multiple of BLOCK."""
     columns, rows = (-tensor.shape[dim] % BLOCK if dim in dims else 0 for dim in (-1, -2))
     return F.pad(tensor, (0, columns, 0, rows)) if columns or rows else tensor
 
 
 class FP8Linear(Linear):
-    """Linear in block-scaled FP8; a bias is added in the compute dtype."""
+    """Linear layer in block-scaled FP8. The bias is added in the compute dtype."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [..., in_features] to [..., out_features]."""
         product = linear_product(input, self.weight)
         return product if self.bias is None else product + self.bias
 
 
 class FP8Experts:
-    """Mixed into a class of grouped experts: their products in block-scaled FP8. Biases are added as they are there."""
+    """Mixin for classes of grouped experts that computes their products in block-scaled FP8."""
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return grouped_product(A, B_t.transpose(-2, -1), offs)

@@ -1,9 +1,8 @@
-"""Sparse latent attention (DSA): an indexer scores all keys cheaply, attention then sees only the best of them.
+"""Sparse latent attention (DSA): an indexer scores all keys cheaply, and attention sees only the best ones.
 
-Rows of packed documents may be split over context-parallel ranks. Attention's queries stay where they are; what they
-need of the other ranks' tokens is small and gathered once a layer: compressed key, rotary key and the indexer's key,
-704 values a token in GLM-5. Gradients of the gathered keys are reduced and scattered back. The indexer's queries, which
-are scored with all keys before them, are shared out so that each rank scores equally many.
+With context parallelism, queries stay on their rank. Each layer gathers the other ranks' compressed keys, rotary keys
+and indexer keys once, which are only 704 values per token in GLM-5. Gradients of the gathered keys are
+reduce-scattered. The indexer's queries are distributed so that all ranks compute the same number of scores.
 """
 
 from __future__ import annotations
@@ -26,55 +25,55 @@ from primeslurm.nn.kernels.sparse_mla import dense_mla, sparse_mla
 from primeslurm.nn.layers.fp8 import FP8Linear, rounded
 
 SCORES = 2**28
-"""Index scores held at once, before they are summed over heads; 1 GiB."""
+"""Maximum number of index scores in memory, before they are summed over heads (1 GiB)."""
 QUERIES = 2048
-"""Queries whose keys are selected at once: keys after the last of them are not looked at."""
+"""Queries per selection. Keys after the last of them are skipped."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Which keys the queries of this rank may see. Travels in the place of attention masks."""
+    """Visible keys of this rank's queries. It is passed in place of attention masks."""
 
     first: torch.Tensor
-    """Index in its whole row of the first token of each query's document, [rows, local_len]."""
+    """Index (in the whole row) of the first token of each query's document [rows, local_len]."""
     last: torch.Tensor
-    """Index of each query itself, [rows, local_len]."""
+    """Index of each query itself [rows, local_len]."""
     offset: int = 0
     """Index of the first local query."""
     group: ProcessGroup | None = None
-    """Ranks that hold the rest of the rows."""
+    """Ranks that share the rows. None: this rank has whole rows."""
     selections: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What a layer selected, by layer: for the layers that share it, and for itself when it is computed anew."""
+    """Selected keys by layer, for layers that share them and for the recomputation of the layer itself."""
 
     @staticmethod
     def of(positions: torch.Tensor) -> Context:
-        """The context of whole rows; `positions` [rows, len] restart at 0 with every document."""
+        """Return the context of whole rows. `positions` [rows, len] restart at 0 with every document."""
         index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         return Context(index - positions, index)
 
     def shard(self, group: ProcessGroup) -> Context:
-        """This rank's part of whole rows, of which each rank of the group has one contiguous piece."""
+        """Return the context of this rank's contiguous shard of whole rows."""
         pieces = self.first.chunk(group.size(), dim=1), self.last.chunk(group.size(), dim=1)
         first, last = (parts[group.rank()] for parts in pieces)
         return Context(first, last, group.rank() * pieces[0][0].shape[1], group)
 
     def gather(self, keys: torch.Tensor) -> torch.Tensor:
-        """Per-token values [rows, local_len, values] of whole rows; gradients are summed over ranks and scattered."""
+        """Gather per-token values [rows, local_len, values] of whole rows. Gradients are reduce-scattered."""
         return keys if self.group is None else compat.all_gather(keys, 1, self.group)
 
 
 class Indexer(Module):
-    """Scores every key for every query with a few small heads. Frozen: what it decides, a top-k, has no gradient."""
+    """Scores every key for every query with a few small heads. Frozen, because a top-k choice has no gradient."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The first `rope_dim` of the `head_dim` values of a head are rotated."""
+        """Config of the indexer. Rotary embedding applies to the first `rope_dim` values of each head."""
 
         heads: int
         head_dim: int
         rope_dim: int
         interleaved: bool
-        """Neighbours are rotated together; else each of the first half of `rope_dim` with one of the second."""
+        """Whether RoPE rotates neighbouring values, instead of values of the first and the second half."""
         top_k: int
         wq_b: Linear.Config
         wk: Linear.Config
@@ -94,13 +93,13 @@ class Indexer(Module):
     def forward(
         self, x: torch.Tensor, compressed: torch.Tensor, rope: Module, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [rows, len, heads, head_dim], keys [rows, len, head_dim] and weights of heads [rows, len, heads].
+        """Return queries [rows, len, heads, head_dim], keys [rows, len, head_dim] and head weights [rows, len, heads].
 
         Args:
-            x: the layer's input.
-            compressed: the layer's compressed queries.
-            rope: the layer's rotary embedding.
-            positions: of the tokens within their documents.
+            x: Input of the layer.
+            compressed: Compressed queries of the layer.
+            rope: Rotary embedding of the layer.
+            positions: Positions of the tokens within their documents.
         """
         rows, length, _ = x.shape
         config = self.config
@@ -109,7 +108,7 @@ class Indexer(Module):
             heads = self.wq_b(compressed).view(rows, length, config.heads, config.head_dim)
             query, query_rest = heads.split(parts, -1)
             key, key_rest = self.k_norm(self.wk(x)).unsqueeze(2).split(parts, -1)
-            if not config.interleaved:  # scores are the same in whichever order both have their values
+            if not config.interleaved:  # scores do not change if queries and keys are permuted alike
                 query, key = _neighbours(query), _neighbours(key)
             query, key = rope(query, key, positions)
             weight = self.weights_proj(x).float() * (config.heads * config.head_dim) ** -0.5
@@ -117,19 +116,19 @@ class Indexer(Module):
 
 
 def _neighbours(values: torch.Tensor) -> torch.Tensor:
-    """Values of which those of both halves alternate."""
+    """Interleave the two halves of the last dimension."""
     return values.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
 def select(query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, context: Context, top_k: int) -> torch.Tensor:
-    """Indices [rows, local_len, top_k], int32, of the best keys that each query may see, in any order; -1 for none.
+    """Return the indices of the best visible keys of each query [rows, local_len, top_k] int32, unordered, -1 for none.
 
     Args:
-        query: of the indexer, [rows, local_len, heads, head_dim].
-        keys: of the indexer, of whole rows, [rows, len, head_dim].
-        weight: of each head, [rows, local_len, heads].
-        context: what each query may see.
-        top_k: how many are selected.
+        query: Queries of the indexer [rows, local_len, heads, head_dim].
+        keys: Keys of the indexer, of whole rows [rows, len, head_dim].
+        weight: Head weights [rows, local_len, heads].
+        context: Visible keys.
+        top_k: Number of keys to select.
     """
     group = context.group.group_name if context.group else ""
     indices: torch.Tensor = _select_keys(
@@ -148,24 +147,22 @@ def _select(
     top_k: int,
     group: str,
 ) -> torch.Tensor:
-    """Ranks as far from either end of the rows swap their later halves: later queries are scored with more keys.
-
-    Each rank then scores equally many, where the last of many would score twice the mean while the others wait.
-    """
+    # Later queries are scored with more keys. Rank i and rank n - 1 - i therefore swap the later halves of their
+    # queries, so that all ranks compute equally many scores. Otherwise the last rank would compute twice the mean.
     if not group:
         return _best(query, weight, first, last, keys, offset, top_k)
     length, whole = query.shape[1], keys.shape[1]
     half, partner = length // 2, whole - length - offset
     swap = partial(_swap, partner=partner // length, ranks=whole // length, group=group)
-    own = query[:, :half], weight[:, :half], first[:, :half], last[:, :half]
-    theirs = swap(query[:, half:]), swap(weight[:, half:]), swap(first[:, half:]), swap(last[:, half:])
-    earlier = _best(*own, keys, offset, top_k)
-    later = swap(_best(*theirs, keys, partner + half, top_k))
+    early_queries = query[:, :half], weight[:, :half], first[:, :half], last[:, :half]
+    partner_queries = swap(query[:, half:]), swap(weight[:, half:]), swap(first[:, half:]), swap(last[:, half:])
+    earlier = _best(*early_queries, keys, offset, top_k)
+    later = swap(_best(*partner_queries, keys, partner + half, top_k))
     return torch.cat([earlier, later], 1)
 
 
 def _swap(tensor: torch.Tensor, partner: int, ranks: int, group: str) -> torch.Tensor:
-    """What the partner has in the place of a tensor; in the middle of an odd number a rank is its own."""
+    """Exchange a tensor with the partner rank. The middle rank of an odd number is its own partner."""
     rows = [len(tensor) if rank == partner else 0 for rank in range(ranks)]
     return compat.all_to_all(tensor.contiguous(), GroupName(group), rows, rows)
 
@@ -179,7 +176,7 @@ def _best(
     offset: int,
     top_k: int,
 ) -> torch.Tensor:
-    """As `select`, of consecutive queries, the first of which is token `offset` of its row."""
+    """Select keys for consecutive queries, the first of which is token `offset` of its row."""
     rows, length, heads, width = query.shape
     whole = keys.shape[1]
     on_gpu = query.is_cuda and query.dtype == torch.bfloat16 and width & (width - 1) == 0
@@ -199,7 +196,7 @@ def _best(
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """As `index_kernel.index_scores`."""
+    """Compute `index_kernel.index_scores` in plain PyTorch."""
     products = (query.flatten(0, 1).float() @ keys.float().t()).relu_().view(*query.shape[:2], -1)
     scores = (weight.unsqueeze(1) @ products).squeeze(1)
     index = torch.arange(len(keys), device=keys.device)
@@ -214,20 +211,21 @@ def _scores_on_gpu(
     return index_scores(query, keys, weight, first, last)
 
 
-# An operator of its own: selective activation checkpointing would otherwise keep the scores of every chunk.
+# A custom operator, because selective activation checkpointing would otherwise save the scores of every chunk.
 _select_keys = custom_op("primeslurm::select_keys", _select, mutates_args=())
 SELECTING = torch.ops.primeslurm.select_keys.default
-"""What activation checkpointing sees of `select`."""
+"""The operator of `select`, as activation checkpointing sees it."""
 
 
 class SparseMla(Module):
-    """The core of attention: absorbs the up-projection of keys and values, and attends to selected keys."""
+    """Core of the attention: absorbs the up-projections of keys and values, and attends to the selected keys."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """`dense`: all scores at once, for rows not longer than the selection."""
+        """Config of the core."""
 
         dense: bool
+        """Whether to compute all scores at once, for rows not longer than the selection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -242,15 +240,15 @@ class SparseMla(Module):
         indices: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Outputs of all heads [rows, queries, heads, v_head_dim].
+        """Return the outputs of all heads [rows, queries, heads, v_head_dim].
 
         Args:
             q_nope: [rows, queries, heads, nope].
             q_rope: [rows, queries, heads, rope].
-            keys: compressed keys and their rotary part, [rows, keys, rank + rope].
-            up: weight of the up-projection, [heads x (nope + v_head_dim), rank].
-            indices: the selected keys, as `sparse_mla` takes them.
-            scale: of the scores.
+            keys: Compressed keys and their rotary part [rows, keys, rank + rope].
+            up: Weight of the up-projection [heads * (nope + v_head_dim), rank].
+            indices: Selected keys, as for `sparse_mla`.
+            scale: Scale of the scores.
         """
         (heads, nope), rank = q_nope.shape[2:], up.shape[1]
         up_key, up_value = up.view(heads, -1, rank).tensor_split([nope], 1)
@@ -259,36 +257,35 @@ class SparseMla(Module):
 
 
 class SparseAttention(Attention):
-    """Latent attention to the keys that this layer's indexer, or that of an earlier layer, selects."""
+    """Latent attention to the keys that the indexer of this layer or of an earlier one selects."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Attention.Config):
-        """`inner_attention` is a `SparseMla.Config`."""
+        """Config of the attention. `inner_attention` is a `SparseMla.Config`."""
 
         indexer: Indexer.Config | None
-        """None: the layer uses the selection of layer `selected_by`."""
+        """Indexer. None: the layer uses the selection of layer `selected_by`."""
         selected_by: int
         shared: bool
-        """Later layers use this layer's selection."""
+        """Whether later layers use this layer's selection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.indexer = config.indexer.build() if config.indexer else None
         self._selected_by, self._shared = config.selected_by, config.shared
         self.keeps_selection = False
-        """For when the whole layer is computed anew, by activation checkpointing."""
+        """Whether to store the selection for the recomputation of the layer (activation checkpointing)."""
 
     def forward(self, x: torch.Tensor, attention_masks: Context, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """The layer's input [rows, local_len, dim] to the attention's output of that shape."""
         rows, length, _ = x.shape
         compressed = self.q_norm(self.wq_a(x))
         query = self.wq_b(compressed).view(rows, length, self.n_heads, self.qk_head_dim)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         q_rope, k_rope = self.rope(q_rope, k_rope.unsqueeze(2), positions)
-        own = torch.cat([self.kv_norm(latent), k_rope.squeeze(2)], -1)
-        keys, indices = self._select(x, compressed, own, attention_masks, positions)
-        # The weight itself: what absorbs it never calls the projection. Engines absorb what they quantised.
+        local_keys = torch.cat([self.kv_norm(latent), k_rope.squeeze(2)], -1)
+        keys, indices = self._select(x, compressed, local_keys, attention_masks, positions)
+        # The weight is absorbed, so the projection is never called. Engines absorb the quantized weight.
         up = rounded(self.wkv_b.weight) if isinstance(self.wkv_b, FP8Linear) else self.wkv_b.weight
         out = self.inner_attention(q_nope, q_rope, keys, up, indices, self.softmax_scale)
         result: torch.Tensor = self.wo(out.flatten(2))
@@ -298,21 +295,21 @@ class SparseAttention(Attention):
         self,
         x: torch.Tensor,
         compressed: torch.Tensor,
-        own: torch.Tensor,
+        local_keys: torch.Tensor,
         context: Context,
         positions: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of whole rows, and which of them each local query attends to.
-
-        Layers that share a selection are behind the one that made it. They are computed anew before it is, so nobody
-        wants the selection after that.
-        """
+        """Return the keys of whole rows, and the indices of those that each local query attends to."""
+        # The backward pass recomputes layers that share a selection before the layer that made it, so the latter may
+        # remove the selection.
         if self.indexer is None:
-            return context.gather(own), context.selections[self._selected_by]
+            return context.gather(local_keys), context.selections[self._selected_by]
         if self.keeps_selection and self._selected_by in context.selections:
-            return context.gather(own), context.selections.pop(self._selected_by)
+            return context.gather(local_keys), context.selections.pop(self._selected_by)
         query, key, weight = self.indexer(x, compressed, self.rope, positions)
-        keys, index_keys = context.gather(torch.cat([own, key], -1)).split([own.shape[-1], key.shape[-1]], -1)
+        keys, index_keys = context.gather(torch.cat([local_keys, key], -1)).split(
+            [local_keys.shape[-1], key.shape[-1]], -1
+        )
         indices = select(query, index_keys, weight, context, self.indexer.config.top_k)
         if self._shared or (self.keeps_selection and torch.is_grad_enabled()):
             context.selections[self._selected_by] = indices
@@ -320,7 +317,9 @@ class SparseAttention(Attention):
 
 
 def sparse(attention: Any, indexer: Indexer.Config | None, selected_by: int, shared: bool, dense: bool) -> Any:
-    """The config of sparse attention with the projections of latent attention's config."""
-    kept = {f.name: getattr(attention, f.name) for f in fields(attention) if f.init and f.name != "inner_attention"}
+    """Return the config of sparse attention with the projections of a latent attention config."""
+    values = {f.name: getattr(attention, f.name) for f in fields(attention) if f.init and f.name != "inner_attention"}
     core = SparseMla.Config(dense=dense)
-    return SparseAttention.Config(**kept, inner_attention=core, indexer=indexer, selected_by=selected_by, shared=shared)
+    return SparseAttention.Config(
+        **values, inner_attention=core, indexer=indexer, selected_by=selected_by, shared=shared
+    )

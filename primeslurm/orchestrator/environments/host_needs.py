@@ -1,4 +1,4 @@
-"""What an environment needs of the hosts that its workers run on, and what this host lacks."""
+"""Requirements of an environment on the hosts of its workers, and those that this host does not meet."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROVIDERS: Mapping[str, Provider] = {
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What the hosts of an environment's workers must have."""
+    """Requirements on the hosts of an environment's workers."""
 
     runtimes: tuple[str, ...]
     """subprocess: bubblewrap. apptainer, docker, podman: the command. A key of `PROVIDERS`: its client and a key."""
@@ -74,6 +74,7 @@ def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
     for server in (*task_tools, *env.taskset.toolsets(env.taskset.config)):
         if not server.config.url and not getattr(server.config, "colocated", False):
             runtimes[server.config.runtime.type] = None
+    # Trusted programs run without a sandbox, so they do not need bubblewrap.
     if isinstance(environment.runtime, SubprocessRuntime) and environment.runtime.trusted:
         runtimes.pop("subprocess", None)
     return HostNeeds(tuple(runtimes), tuple(harnesses))
@@ -135,6 +136,7 @@ def _missing_for_runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
         yield from _missing_for_provider(kind, env)
 
 
+# Cached, because all environments of a recipe share the host.
 @functools.cache
 def _bubblewrap_problem() -> str:
     return limits.bubblewrap_problem()
@@ -177,7 +179,7 @@ def _pythons_among_system_programs() -> Iterator[Violation]:
 
 def _missing_for_harness(harness: str) -> Iterator[Violation]:
     name = module_name(harness)
-    if name not in HARNESSES:
+    if name not in HARNESSES:  # nothing is known about the needs of other packages
         return
     field = "environments.harness"
     if name not in WITHOUT_INSTALLING:

@@ -1,4 +1,4 @@
-"""`math-problems`: problems from a JSONL or parquet file. math-verify checks the answer, which stands in a LaTeX box.
+"""`math-problems`: problems from a JSONL or parquet file. math-verify checks the answer in the last LaTeX box.
 
     {"question": "What is 1/3 + 1/6?", "answer": "1/2"}
 
@@ -84,7 +84,6 @@ class MathTask(vf.Task[MathData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def answered(self, trace: vf.Trace) -> float:
-        """Return 1 if the last reply has an answer in a box, else 0."""
         return float(last_box(trace.last_reply or "") is not None)
 
 

@@ -114,7 +114,14 @@ class OrchestratorPipeline:
         # The stages. `complete` connects collect with finalize.
         self.complete: asyncio.Queue[CompleteGroup] = asyncio.Queue()
         context = PipelineContext(
-            *(recipe, arguments, self.dispatcher, self._evaluator, self._policy, deaths, self._monitor, self._journal)
+            recipe=recipe,
+            arguments=arguments,
+            dispatcher=self.dispatcher,
+            evaluator=self._evaluator,
+            policy=self._policy,
+            deaths=deaths,
+            monitor=self._monitor,
+            journal=self._journal,
         )
         self._feedback = context.feedback
         self.collect = CollectStage(context)
@@ -136,8 +143,15 @@ class OrchestratorPipeline:
         if recipe.orchestrator.rollout_transport == "filesystem":
             self._files = ShardFiles(arguments.run_dir, arguments.attempt, self._batches, progress.committed)
         self.service = TrainerService(
-            *(context, self.batch, self._batches, self._files, self.finalizer, self._filter),
-            *(self.progress, sessions, self._metrics),
+            context,
+            batch=self.batch,
+            batches=self._batches,
+            files=self._files,
+            finalizer=self.finalizer,
+            group_filter=self._filter,
+            progress=self.progress,
+            sessions=sessions,
+            metrics=self._metrics,
         )
         self.link = OrchestratorLink(arguments.bind, self.service.handle)
         self._final_policy_at: float | None = None

@@ -30,11 +30,11 @@ from primeslurm.models import model_builder
 from primeslurm.models.catalog import CATALOG
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import assemble
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints import checkpoint
 from primeslurm.trainer.components import loss
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire.weight_transfer.catalogue import Catalogue
@@ -58,7 +58,7 @@ class Rank:
 
     world: Fake
     policy: PolicyModel
-    learner: Learner
+    train_step: TrainStep
     named: dict[str, Any]
     """Its tensors of the model, under Hugging Face names."""
     back: dict[str, Any]
@@ -83,7 +83,7 @@ class Rank:
     @property
     def optimizer(self) -> int:
         """Bytes of its optimizer state."""
-        states = (state for optimizer in self.learner.optimizer for state in optimizer.state.values())
+        states = (state for optimizer in self.train_step.optimizer for state in optimizer.state.values())
         return sum(local_bytes(t) for state in states for t in state.values() if isinstance(t, torch.Tensor))
 
     @property
@@ -120,16 +120,16 @@ def fake_rank(recipe: Recipe, config: dict[str, Any], rank: int, size: int) -> R
     with _group(rank, size) as world, _fused_on_meta(), _state_stays():
         policy = assemble(_in_transformers(config), Path("/nowhere"), recipe, world)
         function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
-        learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
+        train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
         named = policy.adapter.to_hf(policy.weights())
         back = policy.adapter.from_hf(named)
-        state = {name: part.state_dict() for name, part in checkpoint._state(learner).items()}
+        state = {name: part.state_dict() for name, part in checkpoint._state(train_step).items()}
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, None, is_coordinator=rank == 0)
         plan = planner.create_local_plan()
         encoding = published(recipe, policy.stored_fp8)
         catalogue = Sender(policy, encoding, cast(Any, None), world, 1.0)._describe()
-        return Rank(world, policy, learner, named, back, planner.state_dict, plan, catalogue)
+        return Rank(world, policy, train_step, named, back, planner.state_dict, plan, catalogue)
 
 
 @contextmanager

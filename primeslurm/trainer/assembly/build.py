@@ -1,4 +1,4 @@
-"""Build the policy: HF config -> converted torchtitan model on the meta device -> sharded over ranks -> HF weights."""
+"""Build the policy: Hugging Face config -> converted model on the meta device -> sharded model -> loaded weights."""
 
 from __future__ import annotations
 
@@ -21,39 +21,32 @@ from primeslurm.nn.layers import compiled
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Memory
+from primeslurm.trainer.assembly import generic_model
 from primeslurm.trainer.assembly.converters import CONVERTERS
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.components import activation_checkpointing, lora
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.components import activation_checkpointing, fp8_gather, lora
 from primeslurm.trainer.components.activation_offload import ActivationOffload
-from primeslurm.trainer.distributed import fp8_gather
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.generic import generic_model
-from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights import model_directory
 from primeslurm.trainer.weights.export import by_layer
 from primeslurm.trainer.weights.loading import Loader
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, layers_ahead
 
-# Derived from other weights; some checkpoints carry them.
 _DERIVED = ("rotary_emb.inv_freq",)
+"""Suffixes of tensors in some checkpoints that the model computes itself."""
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> PolicyModel:
     """Build the recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
 
-    Args:
-        recipe: names the model and says how it is trained.
-        world: the ranks that share it.
-        attention: the kernel of attention layers, instead of the one that fits dtype and device.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: the model, the parallelism or the checkpoint does not fit.
+    `attention` None selects a kernel for the dtype and device. Raises FileNotFoundError if there is no such model, and
+    ValueError if model, parallelism and checkpoint do not fit together.
     """
     source = locate(recipe.model.path)
-    config = huggingface.load_config(source)
+    config = model_directory.load_config(source)
     files = TensorFiles.shared(source, world)
     policy = _with_unchanged(assemble(config, source, recipe, world, attention, files), files, world)
     _load(policy, config, files)
@@ -68,18 +61,9 @@ def assemble(
     attention: Literal["varlen", "flex"] | None = None,
     files: TensorFiles | None = None,
 ) -> PolicyModel:
-    """Assemble the model of a transformers config, sharded over `world`; no weights are read from `source`.
+    """Build the sharded model of a transformers config, without reading weights. Raises as `build`.
 
-    Args:
-        config: what transformers knows of the model.
-        source: the directory of its checkpoint.
-        recipe: says how the model is trained.
-        world: the ranks that share it.
-        attention: as for `build`.
-        files: what its weights will be loaded from: they are not drawn. None: they are.
-
-    Raises:
-        ValueError: the model or the parallelism does not fit.
+    If weights will be loaded from `files`, they are not initialized.
     """
     layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
     settings = SimpleNamespace(parallelism=_parallelism(recipe), training=_training(recipe))
@@ -88,18 +72,18 @@ def assemble(
     dist_utils.set_spmd_backend(settings.parallelism.spmd_backend)
     if model_builder.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic_model.build(config, dims, recipe, world.device)
-        parts = (model, adapter, dims, hf_names, source, dtype, world.device)
         return PolicyModel(
-            *parts,
+            *(model, adapter, dims, hf_names, source, dtype, world.device),
             layout=layout,
             micro_batch_tokens=recipe.trainer.micro_batch_tokens,
             host_states=memory.optimizer_state_offload,
         )
     spec = model_builder.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
-    stored = files.fp8_names() if files and huggingface.is_quantized(config) else frozenset()
+    stored = files.fp8_names() if files and model_directory.is_quantized(config) else frozenset()
     draft = ModelDraft(recipe, spec, settings, stored)
     for convert in CONVERTERS:
         convert(draft)
+    # Before sharding: afterwards the adapter sees only this rank's experts.
     hf_names = set(draft.adapter.to_hf(lora.base_weights(draft.model)))
     shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
     if shared:
@@ -108,6 +92,7 @@ def assemble(
     if files:
         _leave_to_files(model)
     _initialise(model, memory, world)
+    # After the allocation, because the FP8 gather hooks into FSDP's sharded tensors.
     if recipe.trainer.fp8:
         fp8_gather.install(model)
     return PolicyModel(
@@ -129,19 +114,18 @@ def assemble(
 
 
 def _parallelism(recipe: Recipe) -> ParallelismConfig:
-    """The recipe's layout. Context parallelism is ours: to torchtitan's model code a piece of a row is a row."""
+    """Return torchtitan's parallelism config. Context parallelism is ours: torchtitan sees each shard as a row."""
     layout = recipe.trainer.parallelism
     return ParallelismConfig(
         data_parallel_replicate_degree=layout.dp_replicate,
         expert_parallel_degree=layout.ep,
         fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
-        # torchtitan's default backend needs a newer torch for more than one rank.
+        # torchtitan's default backend needs a newer torch if there is more than one rank.
         spmd_backend="partial_dtensor",
     )
 
 
 def _training(recipe: Recipe) -> TrainingConfig:
-    """What torchtitan's models want to know of a step."""
     return TrainingConfig(
         seq_len=recipe.seq_len // recipe.trainer.parallelism.cp,
         local_batch_size=recipe.trainer.rows_at_once(recipe.seq_len),
@@ -153,12 +137,12 @@ def _training(recipe: Recipe) -> TrainingConfig:
 
 
 def _fitting_attention(recipe: Recipe) -> str:
-    """The kernel that fits dtype and device: those of varlen attention are bfloat16 only."""
+    # Kernels of varlen attention support bfloat16 on GPUs only.
     return "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
 
 
 def _shard(draft: ModelDraft, dims: Dims) -> Any:
-    """The model of a draft, split over ranks; it has no memory yet."""
+    """Shard the draft's model over the ranks. It has no memory yet."""
     trainer = draft.recipe.trainer
     checkpointing = trainer.parallelism.activation_checkpointing
     sparse = [module for module in draft.model.modules() if isinstance(module, SparseAttention)]
@@ -178,46 +162,47 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
 
 
 def _leave_to_files(model: Any) -> None:
-    """Have nothing drawn but adapters: of a large model that takes as long as reading it, and it is replaced."""
+    """Skip the random initialization of all weights but LoRA adapters."""
+    # Initializing a large model takes as long as reading it, and loading overwrites the values anyway.
     for module in model.modules():
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        known = getattr(module, "_param_init", None) or {}
-        if own:
-            module._param_init = {name: known[name] if lora.is_adapter(name) else skip_param_init for name in own}
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        initializers = getattr(module, "_param_init", None) or {}
+        if names:
+            module._param_init = {n: initializers[n] if lora.is_adapter(n) else skip_param_init for n in names}
 
 
 def _initialise(model: Any, memory: Memory, world: World) -> None:
-    """Give a sharded model its memory, and what no checkpoint holds."""
+    """Allocate a sharded model, and initialize what no checkpoint holds."""
     model.to_empty(device=world.host if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=world.device)  # computes the RoPE tables, draws adapters
+        model.init_weights(buffer_device=world.device)  # computes RoPE tables and initializes adapters
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
 
 
 def _with_unchanged(policy: PolicyModel, files: TensorFiles, world: World) -> PolicyModel:
-    """Add what the checkpoint has beside the model, if anybody insists on it."""
-    beginnings: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
-    if not beginnings:
+    """Add the checkpoint's tensors that are not part of the trained model, but that engines expect."""
+    prefixes: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
+    if not prefixes:
         return policy
-    names = {name for name in files.places if name.startswith(beginnings)}
+    names = {name for name in files.places if name.startswith(prefixes)}
     with OpenFiles(files) as opened:
         unchanged = {name: opened.tensor(name) for name in names} if world.is_main else {}
     return replace(policy, hf_names=policy.hf_names | names, unchanged=unchanged)
 
 
 def _load(policy: PolicyModel, hf_config: Any, files: TensorFiles) -> None:
-    """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
+    """Load this rank's shards from the model's files. Raise ValueError unless files and model have the same tensors."""
     ignored = _ignored(hf_config)
-    found = {name for name in files.places if not ignored.fullmatch(name)}
-    adapter = adapter_for_checkpoint(policy.adapter, found)
+    stored_names = {name for name in files.places if not ignored.fullmatch(name)}
+    adapter = adapter_for_checkpoint(policy.adapter, stored_names)
     weights = policy.weights()
     groups = _loaded_together(policy, weights)
     names = (
         policy.hf_names if adapter is policy.adapter else {name for group in groups for name in adapter.to_hf(group)}
     )
-    _check_names(policy, names, found)
+    _check_names(policy, names, stored_names)
     missing = set(weights)
     with Loader(files, policy.device) as loader:
         for group in groups:
@@ -233,27 +218,25 @@ def _load(policy: PolicyModel, hf_config: Any, files: TensorFiles) -> None:
 
 
 def _loaded_together(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Split a model's tensors into layers, so that what adapters copy of them is small.
-
-    Adapters of tied weights want to see both at once, and that of transformers' models everything.
-    """
+    # Group the tensors to load together: by layer, so that the adapter's copies stay small.
+    # Adapters need both tied weights at once, and the adapter of transformers' own models needs all tensors.
     if policy.model.enable_weight_tying or isinstance(policy.adapter, generic_model.GenericAdapter):
         return [weights]
     return [{name: weights[name] for name in names} for names in by_layer(weights)]
 
 
 def _ignored(hf_config: Any) -> re.Pattern[str]:
-    """Names of tensors that are no weights of the model, and of layers that predict further ahead."""
+    """Return a pattern of tensor names to ignore: derived tensors, scales and multi-token-prediction layers."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
-    endings = _DERIVED + ((FP8_SCALE,) if huggingface.is_quantized(hf_config) else ())
+    endings = _DERIVED + ((FP8_SCALE,) if model_directory.is_quantized(hf_config) else ())
     return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 
-def _check_names(policy: PolicyModel, names: set[str], found: set[str]) -> None:
+def _check_names(policy: PolicyModel, names: set[str], stored_names: set[str]) -> None:
     if policy.model.enable_weight_tying:
-        found.discard("lm_head.weight")
-    missing, unknown = names - found, found - names
+        stored_names.discard("lm_head.weight")
+    missing, unknown = names - stored_names, stored_names - names
     if missing or unknown:
         raise ValueError(
             f"{policy.source}: the checkpoint does not match its config; "

@@ -1,6 +1,6 @@
-"""Everything that is done to a model of torchtitan's before it is sharded, feature by feature.
+"""The ordered list of changes to a torchtitan model before it is sharded, one converter per feature.
 
-A converter changes a `ModelDraft` if its recipe asks for the feature. Raises ValueError if the model cannot have it.
+A converter changes a `ModelDraft` if the recipe enables its feature, and raises ValueError if the model lacks support.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 
 from primeslurm.nn import compat
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.components import fp8, logprobs, lora, router_replay, single_products, varlen_attention
-from primeslurm.trainer.distributed import deepep, token_order
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.components import fp8, logprobs, lora, per_expert_products, router_replay, varlen_attention
+from primeslurm.trainer.distributed import deepep, token_permutation
 
 
 def replace_modules(draft: ModelDraft) -> None:
@@ -32,32 +32,32 @@ def freeze_vision_encoder(draft: ModelDraft) -> None:
 
 
 def fit(draft: ModelDraft) -> None:
-    """Tell the config how the model will be split, as torchtitan's own trainer does."""
+    """Add the parallelism and training settings to the config, as torchtitan's own trainer does."""
     draft.config.update_from_config(config=draft.settings)
 
 
 def build(draft: ModelDraft) -> None:
-    """Build the model of its config, on the meta device."""
+    """Build the model from its config, on the meta device."""
     draft.adapter = draft.spec.state_dict_adapter(draft.config, None)
     with torch.device("meta"):
         draft.model = draft.config.build()
 
 
 CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
-    # The config. Each of these replaces modules of torchtitan's that no other one looks for.
+    # Changes of the config. They replace different modules, so their order matters only where a comment says so.
     replace_modules,
     varlen_attention.convert,
     deepep.convert,
-    token_order.convert,  # after deepep has said which
+    token_permutation.convert,  # after deepep: it replaces the dispatchers that deepep has left
     logprobs.convert,
     router_replay.convert,
     freeze_vision_encoder,
-    fit,  # sets up token dispatchers: after deepep has said which
+    fit,  # configures the token dispatchers: after both
     build,
-    # The model.
-    deepep.cut,
-    single_products.convert,
-    fp8.convert,  # knows projections by torchtitan's own classes: before adapters change these
-    lora.convert,  # freezes whatever is no adapter: after all that may add parameters
+    # Changes of the built model.
+    deepep.split_into_chunks,
+    per_expert_products.convert,
+    fp8.convert,  # finds projections by torchtitan's classes: before LoRA replaces the classes
+    lora.convert,  # freezes everything but adapters: after all converters that add parameters
 )
-"""In the order in which they are applied."""
+"""All converters, in the order in which they run."""

@@ -27,20 +27,20 @@ from primeslurm.records import metrics
 from primeslurm.records.attempt import require_newest
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointSetAside
 from primeslurm.records.journal import Journal
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
 from primeslurm.trainer.checkpoints.shards import (
     ByteCounter,
     DamagedShardError,
     ShardReader,
     ShardWriter,
-    threads_of_a_rank,
     wait_with_heartbeats,
 )
 from primeslurm.trainer.checkpoints.staging import copies_fit
-from primeslurm.trainer.distributed.space import MOST_TRIES, for_want_of_space, is_away, waiting_for_space
+from primeslurm.trainer.distributed.cpu_affinity import io_threads
+from primeslurm.trainer.distributed.disk_space import MAX_ATTEMPTS, is_disk_full, is_unreachable, retry_while_full
 from primeslurm.trainer.distributed.world import RankError, World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from primeslurm.wire.stored import checkpoints
@@ -67,11 +67,8 @@ class Checkpoints:
     """Saves, commits and restores the checkpoints of one run. All methods are collectives.
 
     In asynchronous mode, the state is copied to host memory, and training continues while a thread writes the copy.
-    Only one checkpoint is written at a time; the next one waits.
-
-    Args:
-        link: Connection to the orchestrator, which adds its own state to each checkpoint. None for SFT.
-        pause_s: Pause between attempts to save while the disk is full [s].
+    The orchestrator adds its state to each checkpoint; `link` is None for SFT. While the disk is full, saving is tried
+    again every `pause_s` [s].
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Checkpoints:
         # The writer thread needs its own process group: its collectives must not mix with those of the training loop.
         # A rank that has written its shards waits here for slower ranks. These send heartbeats while they move bytes,
         # so no shorter timeout is needed.
-        self._group = dist.new_group(backend="gloo", timeout=max(_BACKSTOP, timedelta(seconds=world.patience_s)))
+        self._group = dist.new_group(backend="gloo", timeout=max(_BACKSTOP, timedelta(seconds=world.timeout_s)))
         pinned = world.device.type == "cuda"
         self._staging = StagingOptions(pinned, False, False, pinned)
         self._stager: DefaultStager | None = None
@@ -113,57 +110,48 @@ class Checkpoints:
         """Raise TakenOverError if a newer attempt owns the run. This attempt must not write anything then."""
         require_newest(self._run_dir, self._attempt)
 
-    def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-        """Commit a finished background write, and save `step` if the interval is due.
+    def after(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
+        """Commit a finished background write, and save `step` if the interval is due. A full disk pauses the call.
 
-        A full disk pauses the call. If a background write failed because the disk was full, `step` is saved instead.
-
-        Raises:
-            RankError: The disk or the orchestrator failed. Earlier checkpoints are intact.
+        Raises RankError if the disk or the orchestrator failed. Earlier checkpoints are intact then.
         """
         due = step % self._config.interval == 0
         if self._pending is not None and self._world.decide(int(self._pending.done.done())):
+            # A background write that failed because the disk was full is replaced by a checkpoint of this step.
             due = not self._commit_or_discard(timer) or due
         if due:
-            self._save(step, learner, timer)
+            self._save(step, train_step, timer)
 
-    def finish(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-        """Save `step` unless it is saved, and return when everything is committed. The last call.
-
-        Raises:
-            RankError: As for `after`.
-        """
+    def finish(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
+        """Save `step` unless it is saved, and return when everything is committed. The last call. Raises as `after`."""
         if self._copies is not None:
             self._copies.close()  # the run does not restart from its last checkpoint
             self._copies = None
         if step > self._saved_step:
-            self._save(step, learner, timer)
+            self._save(step, train_step, timer)
         while not self._commit_or_discard(timer):
-            self._save(step, learner, timer)
+            self._save(step, train_step, timer)
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
 
-    def restore(self, learner: Learner) -> int:
+    def restore(self, train_step: TrainStep) -> int:
         """Load the newest undamaged checkpoint and return its step, or 0 if there is none.
 
-        A checkpoint that is proven to be damaged is renamed to `*.damaged-<attempt>`, so that all processes agree on
-        the newest one. The loaded checkpoint is announced again, because the process that committed it may have been
-        killed before it could.
-
-        Raises:
-            RankError: The orchestrator failed, a newer attempt owns the run, or a rank's node does not see a committed
-                checkpoint.
+        A checkpoint that is proven to be damaged is renamed to `*.damaged-<attempt>`. Raises RankError if the
+        orchestrator failed, a newer attempt owns the run, or a node does not see a committed checkpoint.
         """
         self._on_main(self.require_owned, "restoring a checkpoint")
         partly_loaded = False
         while step := self._newest_undamaged():
-            damage = self._load(step, learner)
+            damage = self._load(step, train_step)
             if not damage:
+                # The process that committed this checkpoint may have been killed before it announced it.
                 self._on_main(lambda: self._announce(step), f"resuming at step {step}")
                 self._saved_step = step
                 return step
             partly_loaded = True
+            # Renamed, so that all processes agree on the newest checkpoint.
             self._on_main(partial(self._set_aside, step, damage), f"setting the checkpoint of step {step} aside")
         if partly_loaded:
             # Some weights and moments are already overwritten, so this process cannot start from step 0.
@@ -187,16 +175,16 @@ class Checkpoints:
     def _note_damage(self, step: int, reason: str, path: Path) -> None:
         self.damaged.append(CheckpointSetAside(step, reason, str(path)))
 
-    def _load(self, step: int, learner: Learner) -> list[str]:
+    def _load(self, step: int, train_step: TrainStep) -> list[str]:
         """Load a checkpoint. Return descriptions of its damage. Raises RankError if it cannot be read."""
         counter = ByteCounter()
         directory = checkpoints.step_dir(self._run_dir, step) / "trainer"
         copies: dict[str, Path] = {}
         if self._copies is not None:
             copies = self._copies.recover(step, self._world.share(checkpoints.shard_sizes(self._run_dir, step)))
-        reader = ShardReader(directory, counter, threads_of_a_rank(), copies)
+        reader = ShardReader(directory, counter, io_threads(), copies)
         try:
-            dcp.load(_state(learner), storage_reader=reader, process_group=self._group)
+            dcp.load(_state(train_step), storage_reader=reader, process_group=self._group)
         except CheckpointException as error:
             failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
             damage = [str(each) for each in failures.values() if isinstance(each, DamagedShardError)]
@@ -209,21 +197,21 @@ class Checkpoints:
             log.info("step %d: %.1f %% of %.3f GB read from copies on this node", step, percent, counter.bytes / 1e9)
         return []
 
-    def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
+    def _save(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
         self._commit_or_discard(timer)  # an earlier step that the full disk lost is replaced by this one
         directory = checkpoints.step_dir(self._run_dir, step)
 
         def save() -> None:
-            self._begin_save(step, learner, timer)
+            self._begin_save(step, train_step, timer)
 
-        waiting_for_space(self._world, self._run_dir, save, directory, pause_s=self._pause_s)
+        retry_while_full(self._world, self._run_dir, save, directory, pause_s=self._pause_s)
 
-    def _begin_save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
+    def _begin_save(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
         directory = checkpoints.step_dir(self._run_dir, step)
         start_time = time.monotonic()
         with timer.phase("snapshot"):
             self._on_main(lambda: self._begin(directory, step, timer.journal), f"checkpoint of step {step}")
-            state = {name: stateful.state_dict() for name, stateful in _state(learner).items()}
+            state = {name: stateful.state_dict() for name, stateful in _state(train_step).items()}
             if self._asynchronous is None:
                 self._asynchronous = copies_fit(self._world, state)
             if self._asynchronous and self._stager is None:
@@ -231,7 +219,7 @@ class Checkpoints:
             counter = ByteCounter()
             rounded = _MOMENTS if self._config.moments == "bfloat16" else ()
             copies = self._copies.begin(step) if self._copies else None
-            writer = ShardWriter(directory / "trainer", counter, threads_of_a_rank(), rounded, copies)
+            writer = ShardWriter(directory / "trainer", counter, io_threads(), rounded, copies)
             options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
             write: Callable[[], object]
             if self._stager is None:
@@ -241,6 +229,7 @@ class Checkpoints:
         done = self._thread.submit(self._write, write, writer, directory, step)
         self._pending = _PendingWrite(step, start_time, counter, done)
         self._saved_step = step
+        # Without a copy in host memory, the thread reads the live weights, so training waits for it.
         if self._stager is None:
             self._commit_pending(timer)
 
@@ -266,9 +255,11 @@ class Checkpoints:
         try:
             self._commit_pending(timer)
         except RankError as error:
-            full = for_want_of_space(self._world, self._run_dir, error)
+            full = is_disk_full(self._world, self._run_dir, error)
             self._lost_in_a_row += not full
-            if pending is None or not (full or (is_away(self._world, error) and self._lost_in_a_row < MOST_TRIES)):
+            if pending is None or not (
+                full or (is_unreachable(self._world, error) and self._lost_in_a_row < MAX_ATTEMPTS)
+            ):
                 raise
             log.warning("step %d is not saved: %s", pending.step, error)
             if self._world.is_main:
@@ -321,11 +312,11 @@ class _TrainedState:
         self._model.load_state_dict(state, strict=False)  # DCP has already checked that no tensor is missing
 
 
-def _state(learner: Learner) -> dict[str, Stateful]:
+def _state(train_step: TrainStep) -> dict[str, Stateful]:
     return {
-        "model": _TrainedState(learner.policy.model),
-        "optimizer": learner.optimizer,
-        "scheduler": learner.scheduler,
+        "model": _TrainedState(train_step.policy.model),
+        "optimizer": train_step.optimizer,
+        "scheduler": train_step.scheduler,
     }
 
 

@@ -25,9 +25,10 @@ from primeslurm.base import files as storage
 from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.checkpoints.shards import ByteCounter, ShardReader, threads_of_a_rank
-from primeslurm.trainer.generic import generic_model
-from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.assembly import generic_model
+from primeslurm.trainer.checkpoints.shards import ByteCounter, ShardReader
+from primeslurm.trainer.distributed.cpu_affinity import io_threads
+from primeslurm.trainer.weights import model_directory
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exit_codes
@@ -40,17 +41,13 @@ _PREFIX = "model."
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     """Write the weights of a committed checkpoint to `out`, which must not exist.
 
-    Weights are written in the compute dtype. If the run's engines started from an FP8 checkpoint, the same weights are
-    written in FP8.
-
-    Raises:
-        OSError: A file cannot be read or written, or is damaged.
-        ValueError: The checkpoint belongs to another model, or the run trained LoRA adapters only.
+    Weights are in the compute dtype, and in FP8 where the model's own checkpoint is. Raises OSError for damaged and
+    inaccessible files, and ValueError for checkpoints of another model or of LoRA adapters.
     """
     if recipe.trainer.lora is not None:
         raise ValueError("a LoRA run's checkpoints hold adapters only; export a published version in weights/ instead")
     source = locate(recipe.model.path)
-    adapter, expected = _adapter(recipe, huggingface.load_config(source))
+    adapter, expected = _adapter(recipe, model_directory.load_config(source))
     unchanged: tuple[str, ...] = getattr(adapter, "unchanged", ())
     files = TensorFiles.read(source)
     expected |= {name for name in files.places if name.startswith(unchanged)}
@@ -78,7 +75,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     if frozen := expected - set(index):
         write(_frozen(files, frozen, encoding.dtype), "model-frozen.safetensors")
     quantization = encoding.quantization(set(index))
-    huggingface.write_companions(source, partial, index, sum(sizes), encoding.dtype_name, quantization)
+    model_directory.write_companions(source, partial, index, sum(sizes), encoding.dtype_name, quantization)
     durable.sync_tree(partial)
     durable.rename(partial, out)
 
@@ -116,7 +113,7 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     }
     for names in by_layer(sizes):
         tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
-        reader = ShardReader(directory, ByteCounter(), threads_of_a_rank())
+        reader = ShardReader(directory, ByteCounter(), io_threads())
         try:
             dcp.load({_PREFIX.rstrip("."): tensors}, storage_reader=reader, no_dist=True)
         except CheckpointException as error:  # derives from BaseException

@@ -50,7 +50,6 @@ class LocalCopies:
 
     Args:
         directory: Directory on this node, the same for all of its ranks (`LOCAL_CHECKPOINTS`).
-        world: The trainer's ranks.
         timeout: Maximum wait for one chunk from another rank.
     """
 
@@ -80,14 +79,9 @@ class LocalCopies:
             self._finish(replication, "copying a checkpoint to another node")
 
     def recover(self, step: int, shards: Sizes) -> dict[str, Path]:
-        """Return the local copies of a checkpoint by file name, after fetching lost ones from other nodes.
+        """Return the local copies of a checkpoint's `shards` by file name, after fetching lost ones from other nodes.
 
-        Args:
-            step: Step of the checkpoint that is about to be loaded.
-            shards: All shard files of the checkpoint.
-
-        Raises:
-            RankError: A rank could not be reached.
+        Raises RankError if a rank could not be reached.
         """
         held = self._world.collect(_sizes(self._step_directory(step)))
         if transfers := missing(self._nodes, held, shards):
@@ -164,11 +158,7 @@ class LocalCopies:
 
 
 def replica_ranks(nodes: Sequence[str]) -> list[int | None]:
-    """Return, for each rank, the rank of the next node that keeps its copies. None for all ranks if there is one node.
-
-    Args:
-        nodes: Node of each rank.
-    """
+    """Return the rank on the next node that keeps the copies of each rank. None for all ranks on a single node."""
     by_node = defaultdict[str, list[int]](list)
     for rank, node in enumerate(nodes):
         by_node[node].append(rank)
@@ -186,8 +176,6 @@ def missing(nodes: Sequence[str], held: Sequence[Sizes], shards: Sizes) -> list[
     """List transfers of the files that their writer's node has lost and another node still has.
 
     Args:
-        nodes: Node of each rank.
-        held: Copies that each rank has.
         shards: Files of the checkpoint. A copy of another size does not count.
     """
     transfers = []

@@ -32,7 +32,6 @@ from torch.serialization import set_crc32_options
 
 from primeslurm.base import files
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.distributed.cores import allowed
 from primeslurm.wire.stored import digests, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
@@ -50,19 +49,13 @@ class DamagedShardError(Exception):
 
 @dataclass
 class ByteCounter:
-    """Bytes that this rank's threads have read or written so far. It shows whoever waits for them that they progress."""
+    """Bytes that this rank's threads have read or written so far, as a sign of their progress."""
 
     bytes: int = 0
 
 
 class CopyFile:
-    """A best-effort copy of a checkpoint file on a local disk.
-
-    Training never depends on the copy, so any failure only drops it.
-
-    Args:
-        path: Path of the copy, in an existing directory. None writes no copy.
-    """
+    """A best-effort copy of a checkpoint file on a local disk. Any failure only drops the copy. Path None: no copy."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -110,7 +103,6 @@ class ShardWriter(dcp.FileSystemWriter):
 
     Args:
         directory: Directory of the trainer's part of the checkpoint.
-        counter: Counts the bytes written.
         threads: Maximum number of files written in parallel.
         rounded: Name suffixes of float32 tensors to store in bfloat16. Loading casts them back to float32.
         copies: Directory on this node for copies of the files. None writes no copies.
@@ -183,8 +175,6 @@ class ShardReader(dcp.FileSystemReader):
 
     Args:
         directory: Directory of the trainer's part of the checkpoint.
-        counter: Counts the bytes read.
-        threads: Number of reader threads.
         copies: Local copies by file name. A piece is read from a copy if the copy's digest matches.
     """
 
@@ -202,11 +192,7 @@ class ShardReader(dcp.FileSystemReader):
         return files.retrying(self._directory / ".metadata", lambda: read(*args, **options))
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Fill the planned tensors.
-
-        Raises:
-            DamagedShardError: A piece is damaged. Tensors read before it are already overwritten.
-        """
+        """Fill the planned tensors. After DamagedShardError, tensors read before the damaged piece are overwritten."""
         pieces: dict[tuple[str, int, int], _StoredPiece] = {}
         for item in plan.items:
             place = self.storage_data[item.storage_index]
@@ -326,12 +312,6 @@ class _MemoryFile(io.RawIOBase):
         return len(source)
 
 
-def threads_of_a_rank() -> int:
-    """Return the number of files that a rank reads or writes in parallel: its share of the CPUs, at most four."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or max(1, torch.cuda.device_count()))
-    return max(1, min(4, len(allowed()) // ranks))
-
-
 def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], counter: ByteCounter) -> None:
     """Wait for threads, and send a heartbeat whenever they have moved bytes."""
     seen, pending = counter.bytes, set(work)
@@ -371,12 +351,7 @@ def _by_thread(pieces: Sequence[_StoredPiece], threads: int) -> list[list[_Store
 
 
 def _read_shared(path: Path, piece: _StoredPiece, data: memoryview, counter: ByteCounter) -> None:
-    """Read a piece from the shared file system.
-
-    Raises:
-        DamagedShardError: The content differs.
-        OSError: The file is missing or cannot be read.
-    """
+    """Read a piece from the shared file system. Raises DamagedShardError if it differs, and OSError."""
     failure: DamagedShardError | FileNotFoundError | None = None
 
     def look() -> bool | None:
@@ -422,7 +397,7 @@ def _copy_to_targets(stored: _MemoryFile, items: Sequence[Any], planner: Any) ->
 
 
 def _compact_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in host memory with a storage of its own, because torch.save writes whole storages."""
+    # Return the tensor in host memory with a storage of its own, because torch.save writes whole storages.
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

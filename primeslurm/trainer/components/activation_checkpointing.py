@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass, and what they compute anew: `activation_checkpointing` of the recipe."""
+"""Activation checkpointing: the tensors that layers save for the backward pass; they recompute the others."""
 
 from __future__ import annotations
 
@@ -12,35 +12,30 @@ from primeslurm.nn.layers import sparse_attention
 
 
 class MatrixProductsAC(SelectiveAC):
-    """torchtitan's selective checkpointing, but products of batches of matrices are not kept.
-
-    In our models these are pairs of positions inside the parts of recurrent layers, which are computed anew anyway, and
-    queries that latent attention has absorbed its up-projection into: larger than all else that their layers keep. Keys
-    that sparse attention selects are kept.
-    """
+    """torchtitan's selective checkpointing, except that results of `bmm` are recomputed and selected keys are saved."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As SelectiveAC's."""
+        """Config of SelectiveAC."""
 
     def get_save_ops(self) -> set[Any]:
-        """Operations whose results are kept."""
+        """Return the operators whose results are saved."""
+        # Our models use bmm inside the chunks of recurrent layers, which are recomputed anyway, and for absorbed
+        # queries of latent attention, which are larger than everything else that the layer saves.
         return set(super().get_save_ops()) - {torch.ops.aten.bmm.default} | {sparse_attention.SELECTING}
 
 
 class ChosenExpertsAC(SelectiveAC):
-    """Keeps of a layer its input, and which experts its tokens chose.
-
-    A compiled layer does not round alike in its forward pass and where it is computed anew, so a token may then choose
-    other experts. Tokens by expert are counted once, in the forward pass: there would be one too many.
-    """
+    """Checkpointing of whole compiled layers that saves a layer's input and its top-k results (the chosen experts)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As SelectiveAC's."""
+        """Config of SelectiveAC."""
 
     def get_save_ops(self) -> set[Any]:
-        """Operations whose results are kept."""
+        """Return the operators whose results are saved."""
+        # A compiled layer rounds differently in the forward pass and in the recomputation, so the router could choose
+        # other experts there. The counts of tokens per expert are those of the forward pass and would not match.
         return {torch.ops.aten.topk.default}
 
 
@@ -49,14 +44,9 @@ POLICIES: dict[str, ActivationCheckpointing.Config | None] = {
     "selective": MatrixProductsAC.Config(),
     "full": FullAC.Config(),
 }
-"""Of layers that are not compiled, by its name in recipes, torchtitan's setting; None for nothing."""
+"""Name in recipes to torchtitan's config, for layers that are not compiled."""
 
 
 def policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
-    """Return torchtitan's setting for what recipes call `name`; None for nothing.
-
-    Args:
-        name: `activation_checkpointing` of a recipe.
-        compiled: whole layers are compiled, and not parts of them.
-    """
+    """Return torchtitan's config for a recipe's `activation_checkpointing`. None means no checkpointing."""
     return ChosenExpertsAC.Config() if compiled and name == "full" else POLICIES[name]

@@ -1,8 +1,8 @@
-"""Activations that layers save for the backward pass wait for it in host memory.
+"""Offload of saved activations to host memory until the backward pass.
 
-Copies run beside the computation, on streams of their own: to the host while the next layer computes, and back while
-the backward pass is still at the layer behind. What a layer saves is what activation checkpointing leaves of it; with
-`full` that is its input.
+Copies overlap with computation on their own streams: to the host while the next layer computes, and back while the
+backward pass is at the layer after. Only tensors that activation checkpointing saves are offloaded; with `full` these
+are the layers' inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 
 class _Saved:
-    """One tensor on its way to the host, there, or on its way back."""
+    """A saved tensor in host memory, or on its way there or back."""
 
     def __init__(self, tensor: torch.Tensor, layer: _Layer) -> None:
         self.layer = layer
@@ -25,16 +25,14 @@ class _Saved:
         self._fetched: torch.Tensor | None = None
 
     def allocate(self) -> None:
-        """Make room on the device; the memory must be the computing stream's."""
+        # Called on the computing stream, so that the caching allocator assigns the memory to that stream.
         self._fetched = torch.empty_like(self._host, device=self._device)
 
     def fetch(self) -> None:
-        """Copy into that room, on the current stream."""
         assert self._fetched is not None
         self._fetched.copy_(self._host, non_blocking=True)
 
     def take(self) -> torch.Tensor:
-        """The tensor, back on its device. It leaves the host when its graph does."""
         if self._fetched is None:
             self.allocate()
             self.fetch()
@@ -44,20 +42,20 @@ class _Saved:
 
 
 class _Layer:
-    """What one layer's forward pass saved."""
+    """The tensors that one layer's forward pass saved."""
 
     def __init__(self, before: _Layer | None) -> None:
         self.before = before
         self.weights: set[int] = set()
         self.saved: list[_Saved] = []
         self.leaving: list[torch.Tensor] = []
-        """Keeps device memory until it has been copied."""
+        """Keeps the device memory alive until it has been copied."""
         self.copied: Any = None
         self.returned: Any = None
 
 
 class ActivationOffload:
-    """Moves what a model's layers save. One forward pass, then its backward pass."""
+    """Offloads the saved activations of a model's layers. Each forward pass must be followed by its backward pass."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -66,7 +64,7 @@ class ActivationOffload:
         self._layer: _Layer | None = None
 
     def install(self, model: Any) -> None:
-        """Run every layer of `model.layers` through this."""
+        """Wrap the forward pass of each layer in `model.layers`."""
         layers = list(model.layers.values())
         for index, layer in enumerate(layers):
             layer.forward = self._around(layer, layer.forward, first=index == 0)
@@ -76,7 +74,7 @@ class ActivationOffload:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             layer = self._layer = _Layer(None if first else self._layer)
-            self._wait_for_the_one_before_last(layer)
+            self._limit_device_copies(layer)
             layer.weights = _storages(module)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 result = forward(*args, **kwargs)
@@ -86,8 +84,9 @@ class ActivationOffload:
 
         return run
 
-    def _wait_for_the_one_before_last(self, layer: _Layer) -> None:
-        """At most two layers' activations are on the device: the copied one's, and those of the one that computes."""
+    def _limit_device_copies(self, layer: _Layer) -> None:
+        # Wait for the layer before the last one, so that at most two layers' activations are on the device: those being
+        # copied, and those of the layer that computes.
         previous = layer.before.before if layer.before is not None else None
         if previous is not None and previous.copied is not None:
             torch.cuda.current_stream().wait_event(previous.copied)
@@ -96,7 +95,7 @@ class ActivationOffload:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         layer = self._layer
         assert layer is not None
-        # Weights are FSDP's to keep, and indices are small.
+        # FSDP manages weights, and index tensors are too small to be worth a copy.
         if isinstance(tensor, DTensor) or not tensor.is_floating_point() or _storage(tensor) in layer.weights:
             return tensor
         if self._out is not None:
@@ -119,7 +118,6 @@ class ActivationOffload:
         return saved.take()
 
     def _bring_back(self, layer: _Layer) -> None:
-        """Start the copies of all that a layer saved, once."""
         waiting, layer.saved = layer.saved, []
         if self._back is None or not waiting:
             return
@@ -136,10 +134,10 @@ class ActivationOffload:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # not where its memory is: hollow weights have none
+    return tensor.untyped_storage()._cdata  # not data_ptr(): placeholder tensors have no memory
 
 
 def _storages(module: torch.nn.Module) -> set[int]:
-    """Where a layer's parameters and buffers are right now: FSDP has just gathered them."""
+    """Return the storages of a layer's parameters and buffers, as FSDP has just gathered them."""
     tensors = [*module.parameters(), *module.buffers()]
     return {_storage(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors}

@@ -1,4 +1,4 @@
-"""Which trained tokens belong to the same sequence, in packed rows that context-parallel ranks may share."""
+"""Documents of packed rows: which trained tokens belong to the same sequence, also across context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,25 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro batch: the sequences that its rows are packed from, and the padding of each row."""
+    """The documents of a micro batch: the packed sequences, and the padding of each row."""
 
     index: torch.Tensor
-    """int64, of the shape of the targets: the number of each token's document."""
+    """Document number of each token (int64, in the shape of the targets)."""
     count: int
-    """How many there are, the same on all ranks that share the rows."""
+    """Number of documents, the same on all ranks that share the rows."""
     group: Any = None
-    """Process group of the ranks that share the rows. None: this rank has them alone."""
+    """Process group of the ranks that share the rows. None: this rank has whole rows."""
 
     @classmethod
     def of(cls, positions: torch.Tensor) -> Documents:
-        """Number the documents of packed rows [rows, seq_len], whose positions restart at 0 with each."""
+        """Number the documents of packed rows. `positions` [rows, seq_len] restart at 0 with each document."""
         index = (positions == 0).flatten().cumsum(0) - 1
         return cls(index.view(positions.shape), int(index[-1]) + 1)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over the trained tokens of each token's document, wherever they are.
+        """Average values [trained tokens] over each token's document, without gradient. Returns [trained tokens].
 
-        All ranks that share the rows call it together, whether they have trained tokens or not.
-
-        Args:
-            values: [trained tokens], in the order of `index`. No gradient flows back to them.
-
-        Returns:
-            [trained tokens].
+        A collective of the ranks that share the rows, including those without trained tokens.
         """
         with torch.no_grad():
             both = torch.stack([values, torch.ones_like(values)])

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of the trained tokens from hidden states: whole logits need never exist."""
+"""Log-probabilities and entropies of the trained tokens, computed from hidden states without storing all logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.models.common import Linear
 
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 Scores = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,19 +24,17 @@ def token_logprobs(
     places: torch.Tensor,
     chunk: int | None,
 ) -> Scores:
-    """Log-probability of each trained token at its sampling temperature, and the entropy it was drawn at.
+    """Return the log-probability and the entropy of each trained token at its sampling temperature.
 
     Args:
-        hidden: [rows, len, dim], what the head reads.
-        weight: [vocab, dim], the head's.
-        labels: [trained tokens].
-        temperatures: [trained tokens].
-        places: [trained tokens] int64, which of the rows * len positions predict them. Nothing is computed for others.
-        chunk: logits of this many tokens exist at once, and are computed anew in the backward pass. None: of all of
-            them, kept for the backward pass.
+        hidden: Input of the head [rows, len, dim].
+        weight: Weight of the head [vocab, dim].
+        labels: Predicted tokens [trained tokens], as are `temperatures`.
+        places: Flat positions (of rows * len) that predict the trained tokens [trained tokens], int64.
+        chunk: Number of tokens whose logits exist at once and are recomputed in the backward pass. None: all, saved.
 
     Returns:
-        Two float32 tensors [trained tokens]; the entropy carries no gradient.
+        Two float32 tensors [trained tokens]. The entropy has no gradient.
     """
     chosen = (hidden.flatten(0, 1).index_select(0, places), weight, labels, temperatures)
     if chunk is None:
@@ -46,20 +44,21 @@ def token_logprobs(
 
 
 def logit_scores(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
-    """`token_logprobs` of tokens whose logits [tokens, vocab] exist."""
+    """Return the same as `token_logprobs`, from logits [tokens, vocab]."""
     scores: Scores = _OfLogits.apply(logits, labels, temperatures)
     return scores
 
 
 class _OfLogits(torch.autograd.Function):
-    """As few passes over the logits as can be: with a vocabulary of 150,000 they count beside the product before them.
+    """Log-probabilities and entropies with few passes over the logits.
 
-    Left to autograd this takes more than twice the time, and keeps more float32 tensors of that size than one.
+    With a vocabulary of 150,000, these passes take time comparable to the matrix product. Plain autograd takes more
+    than twice as long and saves several float32 tensors of the size of the logits instead of one.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
-        # temperatures are float32, and so is the quotient
+        # Temperatures are float32, so the division promotes the logits.
         log_p = (logits / temperatures.unsqueeze(-1)).log_softmax(-1)
         logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         p = log_p.exp()
@@ -76,7 +75,7 @@ class _OfLogits(torch.autograd.Function):
 
 
 def _slope(p: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Gradient of scaled logits: of each token's label by 1 - p, of all others by -p, times `grad` [tokens]."""
+    """Return the gradient of scaled logits: `grad` [tokens] times 1 - p for the label, and times -p for all others."""
     chosen, grad = labels.unsqueeze(-1), grad.unsqueeze(-1)
     slope = torch.mul(p, -grad, out=torch.empty_like(p, dtype=dtype))
     return slope.scatter_(-1, chosen, (grad * (1 - p.gather(-1, chosen))).to(dtype))
@@ -87,7 +86,7 @@ def _score(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tem
 
 
 class _InChunks(torch.autograd.Function):
-    """`_score` over chunks of tokens, of which nothing is kept but the inputs."""
+    """`_score` in chunks of tokens. Saves only the inputs for the backward pass."""
 
     @staticmethod
     def forward(
@@ -100,8 +99,8 @@ class _InChunks(torch.autograd.Function):
     ) -> Scores:
         ctx.save_for_backward(hidden, weight, labels, temperatures)
         ctx.chunk = chunk
-        pieces = zip(*(values.split(chunk) for values in (hidden, labels, temperatures)), strict=True)
-        logprobs, entropy = zip(*(_score(h, weight, label, t) for h, label, t in pieces), strict=True)
+        chunks = zip(*(values.split(chunk) for values in (hidden, labels, temperatures)), strict=True)
+        logprobs, entropy = zip(*(_score(h, weight, label, t) for h, label, t in chunks), strict=True)
         result = torch.cat(logprobs), torch.cat(entropy)
         ctx.mark_non_differentiable(result[1])
         return result
@@ -109,11 +108,11 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, labels, temperatures = ctx.saved_tensors
-        # float32: many chunks add up in it.
+        # Accumulated in float32, because it is a sum over many chunks.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_hidden = []
-        pieces = zip(*(values.split(ctx.chunk) for values in (hidden, labels, temperatures, grad)), strict=True)
-        for h, label, t, g in pieces:
+        chunks = zip(*(values.split(ctx.chunk) for values in (hidden, labels, temperatures, grad)), strict=True)
+        for h, label, t, g in chunks:
             p = (F.linear(h, weight) / t.unsqueeze(-1)).softmax(-1)
             slope = _slope(p, label, g / t, h.dtype)
             grad_hidden.append(slope @ weight)
@@ -122,14 +121,11 @@ class _InChunks(torch.autograd.Function):
 
 
 class ScoringHead(Linear):
-    """A language model's head that returns logits, or scores while it is told what to score.
-
-    The decoder passes its head nothing but hidden states; and the head is where FSDP has its weight gathered.
-    """
+    """A language model head that returns logits, or log-probabilities and entropies within `scoring`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """Linear's, and how the head is computed."""
+        """Config of Linear, plus the chunk size."""
 
         chunk: int | None = None
         """As in `token_logprobs`."""
@@ -141,13 +137,9 @@ class ScoringHead(Linear):
 
     @contextmanager
     def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
-        """Within the body the model returns `token_logprobs` instead of logits.
-
-        Args:
-            labels: [trained tokens].
-            temperatures: [trained tokens].
-            places: [trained tokens], as in `token_logprobs`.
-        """
+        """Make the model return `token_logprobs` instead of logits within the body. Arguments are those of it."""
+        # Scores are computed in the head's forward pass, because FSDP has gathered the weight only there. The labels
+        # are set beforehand, because the decoder passes only hidden states to its head.
         self._targets = labels, temperatures, places
         try:
             yield
@@ -155,14 +147,14 @@ class ScoringHead(Linear):
             self._targets = None
 
     def forward(self, input: torch.Tensor) -> Any:
-        """Logits [rows, len, vocab]; within `scoring`, log-probabilities and entropies [trained tokens]."""
+        """Return logits [rows, len, vocab], or scores [trained tokens] within `scoring`."""
         if self._targets is None:
             return super().forward(input)
         return token_logprobs(input, self.weight, *self._targets, self._chunk)
 
 
 def convert(draft: ModelDraft) -> None:
-    """Give a model the head that scores."""
+    """Replace a model's head by a scoring head."""
     head = draft.config.lm_head
     values = {field.name: getattr(head, field.name) for field in fields(head)}
     draft.config.lm_head = ScoringHead.Config(**values, chunk=draft.recipe.trainer.memory.lm_head_chunk)

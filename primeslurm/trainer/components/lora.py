@@ -1,8 +1,8 @@
-"""Low-rank adapters: a frozen weight W computes as W + scale * B A^T, and only A and B are trained.
+"""LoRA adapters: a frozen weight W computes as W + scale * B A^T, and only A and B are trained.
 
-Each adapter lies beside its weight as two parameters, `<weight>_lora_a` [..., in, rank] and `<weight>_lora_b`
-[..., out, rank] (rank last, so that FSDP can split the dimension before it however many ranks there are). Experts have
-one pair each, and it lives where the expert lives.
+An adapter consists of two parameters of the weight's module: `<weight>_lora_a` [..., in, rank] and `<weight>_lora_b`
+[..., out, rank]. The rank is the last dimension, so that FSDP can shard the dimension before it over any number of
+ranks. Each expert has its own pair, on the ranks that hold the expert.
 """
 
 from __future__ import annotations
@@ -23,23 +23,17 @@ from torchtitan.models.common import Linear
 from primeslurm.nn import compat
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe.sections.trainer import Lora
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 A, B = "_lora_a", "_lora_b"
 EXPERTS = "experts"
 EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
-# Engines compute these apart from adapters, or the model does not train them.
+# Engines do not support adapters of these layers, or the model does not train them.
 _NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weights_proj"})
 
 
 def convert(draft: ModelDraft) -> None:
-    """Give the layers that `trainer.lora.targets` names an adapter, and freeze all else.
-
-    Without targets, every layer that can have an adapter gets one. Call it before the model is split over ranks.
-
-    Raises:
-        ValueError: the model has no layers of such a name.
-    """
+    """Add adapters to the layers in `trainer.lora.targets` (None: all possible ones), and freeze everything else."""
     lora, model = draft.recipe.trainer.lora, draft.model
     if lora is None:
         return
@@ -56,17 +50,16 @@ def convert(draft: ModelDraft) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
     return name.endswith((A, B))
 
 
 def base_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's state without adapters."""
+    """Return the state dict of a model without adapters."""
     return {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 
 def merge(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Tensor]:
-    """The weights among `tensors` with their adapters added. A collective: adapters, which are small, are gathered."""
+    """Return the weights among `tensors` with their adapters added. A collective, which gathers the adapters."""
     merged: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name + A in tensors:
@@ -77,7 +70,7 @@ def merge(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Te
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be distributed. A collective."""
+    """Return the full tensor of a DTensor, and other tensors as they are. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -93,25 +86,25 @@ def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -
 
 
 def _targets(model: nn.Module, state_dict_adapter: Any) -> dict[str, str]:
-    """Names of the modules that can have an adapter, each with the name that recipes know it by."""
-    found: dict[str, str] = {}
-    # Sparse attention never calls this layer, only reads its weight.
+    """Map each module that supports an adapter to its target name in recipes."""
+    targets: dict[str, str] = {}
+    # Sparse attention reads the weight of this layer and never calls it.
     absorbed = {f"{name}.wkv_b" for name, module in model.named_modules() if isinstance(module, SparseAttention)}
     for name, module in model.named_modules():
         if isinstance(module, compat.AnyDtypeExperts):
-            found[name] = EXPERTS
+            targets[name] = EXPERTS
         elif isinstance(module, Linear) and name not in absorbed:
             for hf_name in state_dict_adapter.to_hf({f"{name}.weight": module.weight}):
                 target = hf_name.removesuffix(".weight").rsplit(".")[-1]
                 if target not in _NEVER:
-                    found[name] = target
-    return found
+                    targets[name] = target
+    return targets
 
 
 def _unknown(name: str, valid: list[str]) -> str:
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"trainer.lora.targets = {name}: this model has no such layers ({hint}valid: {', '.join(valid)})"
+    return f"trainer.lora.targets = {name}: this model has no layers of that name ({hint}valid: {', '.join(valid)})"
 
 
 def _attach(module: Linear | compat.AnyDtypeExperts, lora: Lora, seed: str) -> None:
@@ -134,8 +127,6 @@ def _attach(module: Linear | compat.AnyDtypeExperts, lora: Lora, seed: str) -> N
 
 @functools.cache
 def _adapted_linear(base: Any) -> Any:
-    """`base`, which is Linear or derived from it, with an adapter."""
-
     class LoraLinear(base):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             change = (input @ self.weight_lora_a) @ self.weight_lora_b.mT
@@ -146,8 +137,6 @@ def _adapted_linear(base: Any) -> Any:
 
 @functools.cache
 def _adapted_experts(base: Any) -> Any:
-    """`base`, which is Experts or derived from it, with an adapter for each expert."""
-
     class LoraExperts(base):
         def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             a, b = (self.local(name + suffix, x_RD.dtype) for suffix in (A, B))
@@ -158,7 +147,7 @@ def _adapted_experts(base: Any) -> Any:
 
 
 def _draw(parameter: torch.Tensor, seed: str) -> None:
-    """Uniform within +-1/sqrt(in), the same numbers however many ranks share the parameter."""
+    """Initialize uniformly within 1/sqrt(in). The values do not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     bound = parameter.shape[-2] ** -0.5
     values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)

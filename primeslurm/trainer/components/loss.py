@@ -1,8 +1,8 @@
-"""Losses over packed rows, summed over trained tokens; the caller divides by the batch's global token count.
+"""Losses over packed rows, summed over trained tokens. The caller divides by the global token count of the batch.
 
-A loss takes the policy's log-probability and entropy of each trained token, [trained tokens] as `logprobs.py` computes
-them, and the targets of the same tokens. A micro batch may have no trained token at all: sums of nothing are 0, and
-still reach every parameter in the backward pass.
+A loss takes the log-probabilities and entropies [trained tokens] from `logprobs.py`, and the targets of the same
+tokens. A micro batch may have no trained tokens. Its sums are 0, but still reach every parameter in the backward pass,
+which FSDP needs.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from primeslurm.trainer.components.policy_gradients import (
     PolicyGradientLoss,
     at_most,
     importance,
-    kept,
+    inside,
     outside,
     surrogate,
 )
 from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
 
-MOST_TOWARDS = 15.0
-"""Bound of the teacher's log-probability minus the trainer's, either way. Above about 16, float32 has no digit left of
-exp(u) - 1 - u for its gradient."""
+MAX_TEACHER_DIFFERENCE = 15.0
+"""Limit of the absolute difference between teacher and trainer log-probabilities. Above about 16, exp(u) - 1 - u has no
+precise float32 gradient."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What is trained towards: tensors [rows, len] of all positions, or [trained tokens], as losses get them."""
+    """Targets of a micro batch: tensors [rows, len] of all positions, or [trained tokens] for losses."""
 
     labels: torch.Tensor
-    """The token that a position predicts."""
+    """Token that the position predicts."""
     logprobs: torch.Tensor
-    """The engine's log-probability of it."""
+    """The engine's log-probability of the token."""
     advantages: torch.Tensor
     temperatures: torch.Tensor
-    """The temperature it was sampled at."""
+    """Sampling temperature of the token."""
     on_policy: torch.Tensor
-    """Whether the policy being trained sampled its whole rollout."""
+    """Whether the current policy sampled the whole rollout."""
     ref_logprobs: torch.Tensor
-    """The teacher's log-probability of the token, where it was sampled; 0 without a teacher."""
+    """The teacher's log-probability of a sampled token. 0 without a teacher."""
     documents: Documents
-    """Which of the tokens are of the same sequence."""
+    """Assignment of tokens to sequences."""
     echo_weights: torch.Tensor | None = None
-    """Above 0: the token was not sampled, and is trained by cross-entropy times this. None: all were sampled."""
+    """Cross-entropy weight of observed tokens; 0 for sampled tokens. None: all tokens were sampled."""
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
-        """The same with every tensor changed."""
+        """Return the targets with `change` applied to every tensor."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "documents"}
         changed = {name: change(value) for name, value in values.items() if value is not None}
         return replace(self, documents=replace(self.documents, index=change(self.documents.index)), **changed)
@@ -61,7 +61,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Sums:
-    """A loss to differentiate, and metrics, each summed over this micro batch's trained tokens."""
+    """A differentiable loss and metrics, each summed over the trained tokens of a micro batch."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
@@ -71,41 +71,36 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, Targets], Sums]
 
 
 def from_recipe(config: Loss) -> LossFunction:
-    """The loss that a recipe asks for, on sampled tokens, and cross-entropy on those that were only observed.
+    """Return the recipe's loss: its policy gradient on sampled tokens, plus cross-entropy on observed tokens.
 
-    Both add up, each over its own tokens. Metrics that every loss of sampled tokens has are added; echo_loss is the
-    part of the cross-entropy.
-
-    A token whose log-probability by the engine is impossible (NaN, infinite, below MIN_LOGPROB or above MAX_LOGPROB)
-    is not trained: the function gets the trainer's own log-probability in its place, an advantage of 0, and no
-    gradient flows back. impossible_fraction counts these tokens.
-
-    Raises:
-        ValueError: there is no such custom function.
+    Metric `echo_loss` is the cross-entropy term. `impossible_fraction` counts sampled tokens with an impossible engine
+    log-probability (NaN, infinite or out of range), which are not trained. Raises ValueError if a custom loss cannot be
+    imported.
     """
     function = _function(config)
 
     def sampled_loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-        possible = (targets.logprobs >= MIN_LOGPROB) & (targets.logprobs <= MAX_LOGPROB)  # false for NaN
-        own = logprobs.detach()
-        logprobs = torch.where(possible, logprobs, own)
+        possible = (targets.logprobs >= MIN_LOGPROB) & (targets.logprobs <= MAX_LOGPROB)  # False for NaN
+        # Impossible tokens get the trainer's own log-probability, so that no NaN reaches a gradient, and advantage 0.
+        detached = logprobs.detach()
+        logprobs = torch.where(possible, logprobs, detached)
         targets = replace(
             targets,
-            logprobs=torch.where(possible, targets.logprobs, own),
-            ref_logprobs=torch.where(possible, targets.ref_logprobs, own),
+            logprobs=torch.where(possible, targets.logprobs, detached),
+            ref_logprobs=torch.where(possible, targets.ref_logprobs, detached),
             advantages=torch.where(possible, targets.advantages, 0.0),
         )
         sums = function(logprobs, entropy, targets)
         metrics = {"entropy": entropy.sum(), "impossible_fraction": (~possible).float().sum()}
-        return Sums(sums.loss, metrics | _mismatch(own, targets) | sums.metrics)
+        return Sums(sums.loss, metrics | _mismatch(detached, targets) | sums.metrics)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
         weights = targets.echo_weights
         if weights is None:
             sums, echo = sampled_loss(logprobs, entropy, targets), logprobs.new_zeros(())
         else:
-            own = weights == 0
-            sums = sampled_loss(logprobs[own], entropy[own], targets.apply(lambda tensor: tensor[own]))
+            sampled = weights == 0
+            sums = sampled_loss(logprobs[sampled], entropy[sampled], targets.apply(lambda tensor: tensor[sampled]))
             echo = -(weights * logprobs).sum()
         total = sums.loss + echo
         return Sums(total, {"loss": total.detach(), "echo_loss": echo.detach()} | sums.metrics)
@@ -114,7 +109,7 @@ def from_recipe(config: Loss) -> LossFunction:
 
 
 def cross_entropy(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-    """Negative log-likelihood of the trained tokens; `logprobs` and `entropy` are [trained tokens]."""
+    """Return the negative log-likelihood of the trained tokens. `logprobs` and `entropy` are [trained tokens]."""
     return Sums(-logprobs.sum(), {"loss": -logprobs.detach().sum(), "entropy": entropy.sum()})
 
 
@@ -125,12 +120,13 @@ def _function(config: Loss) -> LossFunction:
 
 
 def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tensor]:
-    """How far the trainer is from the policy that sampled.
-
-    off_policy_kl = r - d - 1, whose expectation over sampled tokens is KL(sampling policy || trainer), and which is
-    never negative (k3 of Schulman, Approximating KL Divergence, 2020); mismatch_kl, the same over on-policy tokens
-    alone, where only numerics differ; importance_ratio = r.
-    """
+    """Return metrics of the difference between the trainer and the policy that sampled."""
+    # With d = log p_trainer - log p_engine and r = exp(d):
+    #
+    # - off_policy_kl = r - d - 1, an estimate of KL(sampling policy || trainer) that is never negative (k3 of Schulman,
+    #   Approximating KL Divergence, 2020).
+    # - mismatch_kl: the same over on-policy tokens only, where only numerics differ.
+    # - importance_ratio = r.
     difference = logprobs - targets.logprobs
     on_policy = targets.on_policy.float()
     kl = torch.expm1(difference) - difference
@@ -145,16 +141,15 @@ def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tenso
 def _policy_gradient(
     config: PolicyGradientLoss, logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets
 ) -> Sums:
-    """The policy gradients of `primeslurm.recipe.sections.losses`.
-
-    The ratio r is not detached: A * r is the importance-sampling estimate of the advantage under the trainer, so its
-    gradient A * r * grad(log p) is unbiased although older policies sampled. Trust regions only drop terms: a token
-    outside keeps the gradient of kl_tau * d**2 alone. Those of probabilities (dp bounds the total variation) judge
-    likely and unlikely tokens alike; a ratio lets likely tokens move far and stops unlikely ones at once.
-    Metrics: the fractions outside, in all (masked), because the probability rose (high), and because it fell (low); for
-    `cispo`, which drops none, those whose weight is clipped. capped_fraction, not for `cispo`: those whose weight
-    `ratio_cap` bounds. And those of `_reference_kl`, with ref_kl.
-    """
+    """Return one of the policy gradient losses of `primeslurm.recipe.sections.losses`."""
+    # The ratio r is not detached. A * r is the importance-sampling estimate of the advantage under the trainer, so its
+    # gradient A * r * grad(log p) is unbiased although older policies sampled. A token outside the trust region keeps
+    # only the gradient of kl_tau * d**2. Trust regions of probabilities (which bound the total variation) treat likely
+    # and unlikely tokens alike, whereas ratios let likely tokens move far and stop unlikely ones at once.
+    #
+    # Metrics: masked_fraction, masked_high_fraction and masked_low_fraction are the tokens outside the trust region in
+    # total, above and below it (for `cispo`, tokens with a clipped weight). capped_fraction is those that `ratio_cap`
+    # limits. ref_kl is that of `_reference_kl`.
     difference = logprobs - targets.logprobs
     weights = importance(config, logprobs, targets.logprobs, targets.documents)
     terms = surrogate(config, logprobs, weights, targets.advantages)
@@ -174,19 +169,18 @@ def _policy_gradient(
 
 
 def _reference_kl(config: PolicyGradientLoss, logprobs: torch.Tensor, weights: Importance, targets: Targets) -> Sums:
-    """KL(trainer || teacher), from tokens that an older policy sampled: r * (exp(u) - 1 - u).
-
-    u is the teacher's log-probability minus the trainer's. exp(u) - 1 - u is never negative, and its mean over the
-    trainer's own samples is the KL (k3 of Schulman, Approximating KL Divergence, 2020). Its gradient alone would be
-    that of KL(teacher || trainer); weighted by r, which is not detached, value and gradient are unbiased for samples of
-    the engine (DeepSeek-V3.2, arXiv 2512.02556). The gradient is -r * u * grad(log p): a policy gradient with the
-    advantage u (as the ref_kl loss of prime-rl has it), so the trust region drops the same terms as for one, and a loss
-    with another weight than r weighs the KL by it, too. u is bounded by MOST_TOWARDS either way.
-    Metric: ref_kl, the estimate with all terms.
-    """
-    towards = -at_most(-at_most(targets.ref_logprobs - logprobs, MOST_TOWARDS), MOST_TOWARDS)
+    """Estimate KL(trainer || teacher) from tokens of an older policy: r * (exp(u) - 1 - u)."""
+    # u is the teacher's log-probability minus the trainer's. exp(u) - 1 - u is never negative, and its mean over
+    # samples of the trainer is the KL (k3 of Schulman, Approximating KL Divergence, 2020). Its gradient alone would be
+    # that of KL(teacher || trainer). Weighted by r, which is not detached, value and gradient are unbiased for samples
+    # of the engine (DeepSeek-V3.2, arXiv 2512.02556).
+    #
+    # The gradient is -r * u * grad(log p), a policy gradient with advantage u (as in prime-rl's ref_kl loss). So the
+    # trust region drops the same terms, and a loss with another weight than r uses that weight here, too. The metric
+    # ref_kl includes all terms.
+    towards = -at_most(-at_most(targets.ref_logprobs - logprobs, MAX_TEACHER_DIFFERENCE), MAX_TEACHER_DIFFERENCE)
     kl = weights.weight * (torch.expm1(towards) - towards)
-    keep = kept(config, weights.moved, towards.detach())
+    keep = inside(config, weights.moved, towards.detach())
     return Sums((kl * keep).sum(), {"ref_kl": kl.detach().sum()})
 
 

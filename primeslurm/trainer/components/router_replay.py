@@ -1,11 +1,8 @@
-"""Router replay: tokens go to the experts that the engines sent them to, so that both compute the same function.
+"""Router replay (arXiv 2510.11370): the trainer sends tokens to the experts that the engines chose.
 
-Where trainer and engines round differently, scores that are close to one another lead to other experts, and log-probs
-of the same tokens differ by far more than rounding. Replayed (arXiv 2510.11370), only the choice is the engines': the
-weights of the chosen experts come from the trainer's own scores, so the gate keeps its gradient.
-
-Replayed experts of a token are used only if they differ from one another and the layer has all of them. With a repeat,
-the counts of tokens per expert would be too small: rows of other tokens would go to wrong experts.
+Trainer and engines round differently. If two router scores are close, they may choose different experts, and the
+log-probabilities of a token then differ by far more than rounding. With replay, the choice is the engines', but the
+weights of the chosen experts come from the trainer's own scores, so that the router still gets a gradient.
 """
 
 from __future__ import annotations
@@ -17,18 +14,18 @@ import torch
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from primeslurm.nn import compat
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
-    """A router that takes `replayed` experts, [rows, len, top_k], where there are any, and its own elsewhere."""
+    """A router that uses `replayed` experts [rows, len, top_k] where they are known, and its own choice elsewhere."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
-        """TokenChoiceTopKRouter's, and where the router is."""
+        """Config of TokenChoiceTopKRouter, plus the layer."""
 
         layer: int = -1
-        """Index among all layers of the model."""
+        """Index of the layer in the model."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -38,17 +35,20 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As TokenChoiceTopKRouter: weights and ids of the chosen experts [rows, len, top_k], scores of all."""
-        weights, own, scores = super().forward(x_BLD, expert_bias_E)
+        """Return weights and ids of the chosen experts [rows, len, top_k], and all scores."""
+        weights, own_choice, scores = super().forward(x_BLD, expert_bias_E)
         if self.replayed is None:
-            return weights, own, scores
-        replayed = self.replayed.to(own.dtype)
-        # The marker of unknown tokens is the number of an expert if there are 256, which matters for a top_k of 1.
-        there = (self.replayed != _unknown(self.replayed.dtype)) | (self.top_k > 1)
-        there &= (replayed >= 0) & (replayed < self.num_experts)
+            return weights, own_choice, scores
+        replayed = self.replayed.to(own_choice.dtype)
+        # With uint8 ids and 256 experts, the marker of unknown tokens is also a valid id. For top_k > 1, the test for
+        # repeats below finds unknown tokens anyway.
+        valid = (self.replayed != _unknown(self.replayed.dtype)) | (self.top_k > 1)
+        valid &= (replayed >= 0) & (replayed < self.num_experts)
+        # Repeated experts must not be used: the counts of tokens per expert would be too small, and rows of other
+        # tokens would reach wrong experts.
         same = replayed.unsqueeze(-1) == replayed.unsqueeze(-2)
-        usable = there.all(-1) & (same.sum((-2, -1)) == self.top_k)
-        chosen = torch.where(usable.unsqueeze(-1), replayed, own)
+        usable = valid.all(-1) & (same.sum((-2, -1)) == self.top_k)
+        chosen = torch.where(usable.unsqueeze(-1), replayed, own_choice)
         weights = scores.gather(-1, chosen)
         if self.route_norm:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -56,31 +56,27 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def convert(draft: ModelDraft) -> None:
-    """Have a model's routers replay, if the recipe says so. Raises ValueError for a model that has none of them."""
+    """Replace the routers of a model if the recipe enables replay. Raises ValueError if it has none."""
     if not draft.recipe.trainer.router_replay:
         return
     compat.swap(draft.config, TokenChoiceTopKRouter, ReplayRouter)
-    found = list(draft.config.traverse(ReplayRouter.Config))
-    if not found:
-        raise ValueError("trainer.router_replay: the model has no router whose choice could be replayed")
-    for name, config, _, _ in found:
+    routers = list(draft.config.traverse(ReplayRouter.Config))
+    if not routers:
+        raise ValueError("trainer.router_replay: the model has no router that supports replay")
+    for name, config, _, _ in routers:
         config.layer = _layer(name)
 
 
 def narrow(routed: torch.Tensor) -> torch.Tensor:
-    """uint16, which torch knows little of, as int16: there are no models of more than 32,767 experts."""
+    """View uint16 ids as int16: torch supports few operations on uint16, and no model has more than 32,767 experts."""
     return routed.view(torch.int16) if routed.dtype == torch.uint16 else routed
 
 
 def assign(model: torch.nn.Module, routed: torch.Tensor | None) -> None:
-    """Set what a model's routers replay in the next forward pass, and its backward pass, which may compute it anew.
+    """Set the experts that a model's routers replay in the next forward and backward pass. None replays nothing.
 
-    Args:
-        model: whose routers these are.
-        routed: `narrow`ed [rows, len, layers, top_k], as described in `wire.batches.routed_experts`. None: nothing.
-
-    Raises:
-        ValueError: it is of another model.
+    `routed` [rows, len, layers, top_k] is as in `wire.batches.routed_experts`, after `narrow`. Raises ValueError if its
+    numbers of layers and top_k differ from the model's.
     """
     for module in model.modules():
         if isinstance(module, ReplayRouter):

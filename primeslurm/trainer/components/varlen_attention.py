@@ -1,4 +1,4 @@
-"""Attention over packed documents given by their boundaries; queries may be only a document's last tokens."""
+"""Attention over packed documents, given by their boundaries. Queries may be only the last tokens of a document."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import VarlenMetadata
 
 from primeslurm.nn import compat
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 _SIZES = (64, 128, 256)
-"""Of heads, for which newer kernels are known to compile."""
+"""Head sizes for which FlashAttention 3 and 4 are known to compile."""
 
 OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class VarlenAttention(titan.VarlenAttention):
-    """torchtitan's, but keys may be more than queries: context parallelism leaves each rank a part of the queries.
-
-    A document's queries are its last tokens. On CPU, which has no such kernel, the same by a dense mask.
-    """
+    """torchtitan's varlen attention, extended to more keys than queries, and to CPUs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.VarlenAttention.Config):
-        """As torchtitan's."""
+        """Config of torchtitan's varlen attention."""
 
     def forward(
         self,
@@ -42,17 +39,13 @@ class VarlenAttention(titan.VarlenAttention):
         enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
     ) -> torch.Tensor:
-        """Attend from queries to keys and values; rows are packed one after another.
+        """Compute attention of queries [rows, length, heads, size] to keys and values [rows, keys, kv_heads, size].
 
-        Args:
-            q_BLNH: queries [rows, length, heads, size].
-            k_BLNH: keys [rows, keys, kv_heads, size].
-            v_BLNH: values [rows, keys, kv_heads, size].
-            attention_masks: boundaries of documents among all queries and among all keys.
-            scale: of the scores; 1 / sqrt(size) if not given.
-            enable_gqa: ignored, the heads say so themselves.
-            out_transform: makes the result of the outputs and the log-sum-exp of the scores [rows, length, heads].
+        `out_transform` computes the result from outputs and log-sum-exps [rows, length, heads]. `enable_gqa` is
+        ignored.
         """
+        # With context parallelism, a rank's queries are the last tokens of the visible documents, so there are more
+        # keys.
         attend = dense if compat.ON_CPU else flash
         q, k, v = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         out, lse = attend(q, k, v, attention_masks, scale, self.window_size)
@@ -62,7 +55,7 @@ class VarlenAttention(titan.VarlenAttention):
 
 
 def convert(draft: ModelDraft) -> None:
-    """Make every varlen attention of a model this one."""
+    """Use this module for all varlen attention of a model."""
     compat.swap(draft.config, titan.VarlenAttention, VarlenAttention)
 
 
@@ -74,15 +67,15 @@ def flash(
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend in bfloat16: [tokens, heads, size] to outputs of that shape, and log-sum-exp [heads, tokens]."""
+    """Compute attention in bfloat16 with FlashAttention. Arguments and results are those of `dense`."""
     second_generation = current_flash_attention_impl() in (None, "FA2")
     value_size, scale = v.shape[-1], scale if scale is not None else q.shape[-1] ** -0.5
     q, k, v = (tensor.bfloat16() for tensor in (q, k, v))
     if second_generation:
-        v = _wide(v, k.shape[-1])  # FlashAttention 2 knows one head size
+        v = _pad(v, k.shape[-1])  # FlashAttention 2 requires equal head sizes
     elif not _is_latent(q, k, v):
         size = next(size for size in _SIZES if size >= max(k.shape[-1], value_size))
-        q, k, v = (_wide(tensor, size) for tensor in (q, k, v))
+        q, k, v = (_pad(tensor, size) for tensor in (q, k, v))
     out, lse = varlen_attn(
         q,
         k,
@@ -95,19 +88,19 @@ def flash(
         scale=scale,
         window_size=window,
         enable_gqa=q.shape[1] != k.shape[1],
-        # FlashAttention 2 now and then makes NaN when it chooses the number of splits itself.
+        # FlashAttention 2 sometimes returns NaN if it chooses the number of splits itself.
         num_splits=1 if second_generation else None,
     )
     return out[..., :value_size], lse
 
 
 def _is_latent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether heads are those of latent attention: with other sizes, values must be as wide as keys."""
+    # Latent attention (MLA) is the only case in which the kernels support values narrower than keys.
     return q.shape[1:] == k.shape[1:] and (k.shape[-1], v.shape[-1]) == (192, 128)
 
 
-def _wide(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Add zeros at the end of every head: they add nothing to scores."""
+def _pad(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Pad every head with zeros, which do not change scores."""
     return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 
 
@@ -119,18 +112,10 @@ def dense(
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute as `flash` does, with all scores at once and in the tensors' dtype.
+    """Compute attention of q [queries, heads, size] to k and v [keys, kv_heads, size] with a dense mask.
 
-    Args:
-        q: [queries, heads, head size].
-        k: [keys, heads or a divisor of them, head size].
-        v: [keys, as many heads, value size].
-        documents: where the documents begin that are packed in both.
-        scale: of the scores; None: 1 / sqrt(head size).
-        window: keys that a query sees before and after itself; -1 for all.
-
-    Returns:
-        Outputs [queries, heads, value size], and the logs of the softmax's denominators [heads, queries].
+    `scale` None is 1 / sqrt(size). `window` is the number of keys visible before and after a query, -1 for all. Returns
+    outputs [queries, heads, value_size] and log-sum-exps of the scores [heads, queries].
     """
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     scores = torch.einsum("qnh,knh->nqk", q, k) * (scale if scale is not None else q.shape[-1] ** -0.5)
@@ -139,14 +124,9 @@ def dense(
 
 
 def visible(documents: VarlenMetadata, window: tuple[int, int]) -> torch.Tensor:
-    """Return which key each query sees, [queries, keys].
-
-    Args:
-        documents: boundaries among queries and keys; a document's last query is its last key.
-        window: how many keys before and after its own position a query sees; -1 is all of them.
-    """
-    query_document, query_position = _places(documents.cu_seq_q)
-    key_document, key_position = _places(documents.cu_seq_k)
+    """Return the keys that each query sees [queries, keys]. The last query of a document is its last key."""
+    query_document, query_position = _positions(documents.cu_seq_q)
+    key_document, key_position = _positions(documents.cu_seq_k)
     behind = query_position[:, None] - key_position[None, :]
     seen = query_document[:, None] == key_document[None, :]
     left, right = window
@@ -157,8 +137,8 @@ def visible(documents: VarlenMetadata, window: tuple[int, int]) -> torch.Tensor:
     return seen
 
 
-def _places(boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of every token which document it is of, and how far it is from that document's end (negative)."""
+def _positions(boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's document and its position relative to the end of the document (negative)."""
     lengths = boundaries.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=boundaries.device), lengths)
     index = torch.arange(int(boundaries[-1]), device=boundaries.device)

@@ -1,1 +1,1 @@
-"""What SFT and images are read from."""
+"""SFT data and images: reading, tokenizing and packing."""

@@ -1,4 +1,4 @@
-"""Where the images of packed rows are, and what the model needs to know of it."""
+"""Positions of images in packed rows, and the vision encoder's input."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ from primeslurm.wire.batches.frames import Float32, Int32
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a row, as a vision encoder takes them."""
+    """The decoded images of a row."""
 
     pixels: Float32
-    """[patches, values], the patches of all images one after the other."""
+    """Patches of all images [patches, values]."""
     grids: Int32
-    """[images, 3]: how many patches each has in time, height and width."""
+    """Patches of each image in time, height and width [images, 3]."""
     starts: Int32
-    """[images]: index of the first of the tokens that stand for each, in ascending order."""
+    """Index of each image's first placeholder token [images], ascending."""
 
 
 def read(row: Row, reader: ImageReader) -> Images | None:
-    """Decode the images of a row, if it has any.
-
-    Raises:
-        OSError, ValueError: as for `ImageReader.read`.
-    """
+    """Decode the images of a row. Return None if it has none. Raises as `ImageReader.read`."""
     if not row.images:
         return None
     pixels, grids = zip(*map(reader.read, row.images), strict=True)
@@ -42,24 +38,18 @@ def read(row: Row, reader: ImageReader) -> Images | None:
 def vision_input(
     rows: Sequence[Row], images: Sequence[Images | None], encoder: VisionEncoder, device: torch.device
 ) -> VisionInput:
-    """Put the images of some rows together. Without any, the encoder gets a blank one, which nothing reads.
-
-    Args:
-        rows: whose tokens are placed.
-        images: of each row; None for a row without any.
-        encoder: says how patches become tokens.
-        device: where the result is computed with.
-    """
+    """Combine the images of a micro batch into the vision encoder's input. Rows without images have None."""
     merge = encoder.merge
-    found = [one for one in images if one is not None]
-    pixels = [one.pixels for one in found] or [np.zeros((merge**2, encoder.patch_values), np.float32)]
-    grids = [one.grids for one in found] or [np.array([[1, merge, merge]], np.int32)]
+    present = [each for each in images if each is not None]
+    # Without any image the encoder gets a blank one, which no token reads: all ranks must run the encoder together.
+    pixels = [each.pixels for each in present] or [np.zeros((merge**2, encoder.patch_values), np.float32)]
+    grids = [each.grids for each in present] or [np.array([[1, merge, merge]], np.int32)]
     features, coordinates, used = [], [], 0
-    for row, one in zip(rows, images, strict=True):
-        placed, spread = place(row.positions, one, merge)
-        features.append(np.where(placed < 0, -1, placed + used))
-        coordinates.append(spread)
-        used += int((placed >= 0).sum())
+    for row, row_images in zip(rows, images, strict=True):
+        row_features, row_coordinates = place(row.positions, row_images, merge)
+        features.append(np.where(row_features < 0, -1, row_features + used))
+        coordinates.append(row_coordinates)
+        used += int((row_features >= 0).sum())
     return VisionInput(
         pixels=to_device(torch.from_numpy(np.concatenate(pixels)), device),
         grids=to_device(torch.from_numpy(np.concatenate(grids)).long(), device),
@@ -69,19 +59,11 @@ def vision_input(
 
 
 def place(positions: Int32, images: Images | None, merge: int) -> tuple[Int32, Int32]:
-    """Find what each token of a packed row stands for, and where it is.
+    """Map each token of a packed row to an image feature and to its multimodal position.
 
-    An image takes as many positions as it has tokens in height or in width, whichever is more: fewer than it has
-    tokens, so that what comes after it in its document moves up.
-
-    Args:
-        positions: [length], restarting at 0 with every document.
-        images: of the row; None if it has none.
-        merge: a token stands for so many patches in height, and as many in width.
-
-    Returns:
-        [length], the number of the feature that a token stands for, counted through all images; -1 for text.
-        [length, 3], its positions in time, height and width.
+    `positions` [length] restart at 0 with every document. `merge` is the number of patches per token in height and in
+    width. Returns the index of each token's image feature [length], -1 for text, and its positions in time, height and
+    width [length, 3].
     """
     features = np.full(len(positions), -1, np.int32)
     coordinates = np.repeat(positions[:, None], 3, axis=1)
@@ -96,6 +78,7 @@ def place(positions: Int32, images: Images | None, merge: int) -> tuple[Int32, I
         used += count
         row, column = np.divmod(np.arange(count), width)
         coordinates[start:end] = coordinates[start] + np.stack([np.zeros_like(row), row, column], axis=1)
+        # An image advances positions by its longer side only (M-RoPE, Qwen2-VL), so the rest of the document moves up.
         later = begins[begins > start]
         coordinates[end : later[0] if len(later) else None] -= count - max(height, width)
     return features, coordinates

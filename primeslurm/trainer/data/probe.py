@@ -1,7 +1,7 @@
-"""Can the trainer render this data for this model? `python -m primeslurm.trainer.data.probe`.
+"""Check that SFT data can be rendered and tokenized for a model: `python -m primeslurm.trainer.data.probe`.
 
-It reads a `DataRequest` from standard input and answers with a `DataAnswer` on standard output. It needs the tokenizer
-and no torch, whose import takes longer than all else.
+Reads a `DataRequest` from standard input and writes a `DataAnswer` to standard output. It runs without torch, because
+importing torch would take longer than the check.
 """
 
 from __future__ import annotations
@@ -13,98 +13,97 @@ from pathlib import Path
 
 from primeslurm.base.errors import Violation
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.jsonl_lines import LineErrors, line_number, parse_line
+from primeslurm.chat.dataset_lines import Dialogue, LineErrors, line_number, parse_line, read_record
 from primeslurm.chat.messages import THOUGHTS, ConversationError
-from primeslurm.chat.training_text import Dialogue, TrainingText, read_line
+from primeslurm.chat.training_text import TrainingText
 from primeslurm.chat.turn_ends import no_end
 from primeslurm.wire.batches import inline_images
 from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
-READ = 256 << 20
-"""Bytes of the file whose lines are read. Beyond these, only the lines that are rendered are."""
-RENDERED = 32
-"""Lines at the beginning of the file that are rendered, and as many that are spread over all of it."""
-ENOUGH_S = 30.0
-"""After this time nothing more is looked at. The trainer reads the whole file, and names any other line."""
+PARSED_BYTES = 256 << 20
+"""Lines within the first PARSED_BYTES bytes of the file are parsed. After them, only the rendered sample is read."""
+SAMPLE_LINES = 32
+"""Number of lines rendered from the start of the file, and again spread over the whole file."""
+TIME_LIMIT_S = 30.0
+"""The check stops after this time [s]. The trainer reads the whole file and reports any other bad line."""
 
 
 def main() -> None:
-    """Answer."""
-    sys.modules["torch"] = None  # type: ignore[assignment]  # so that transformers does not find it
-    print(encoded(look(decoded(sys.stdin.read(), DataRequest))))
+    sys.modules["torch"] = None  # type: ignore[assignment]  # keeps transformers from importing it
+    print(encoded(check(decoded(sys.stdin.read(), DataRequest))))
 
 
-def look(asked: DataRequest) -> DataAnswer:
-    """Read the data's lines and render some of them."""
+def check(request: DataRequest) -> DataAnswer:
+    """Parse the lines of the data and render a sample of them."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(asked.model)
-    except Exception as error:  # a file that is missing, or a tokenizer that is a program beside the model
+        tokenizer = AutoTokenizer.from_pretrained(request.model)
+    except Exception as error:  # tokenizers with code of their own raise anything
         words = (str(error).strip().splitlines() or [""])[0][:300]
         why = f"its tokenizer cannot be loaded: {type(error).__name__}: {words}"
-        return DataAnswer([Violation("model.path", asked.model, why, "give a directory with a tokenizer.json")])
-    text = TrainingText(tokenizer, asked.every)
-    found = _Look(asked, text)
-    violations = found.errors.violations()
-    if found.converses and text.template.source and text.ends.answer is None:
+        return DataAnswer([Violation("model.path", request.model, why, "give a directory with a tokenizer.json")])
+    text = TrainingText(tokenizer, request.every)
+    scan = _Scan(request, text)
+    violations = scan.errors.violations()
+    if scan.converses and text.template.source and text.ends.answer is None:
         none = no_end(text.template)
         violations = [each for each in violations if none.why not in each.why]
-        violations.insert(0, Violation("model.path", asked.model, none.why, none.fix))
-    return DataAnswer(violations, found.warnings(), _notes(text, found.converses))
+        violations.insert(0, Violation("model.path", request.model, none.why, none.fix))
+    return DataAnswer(violations, scan.warnings(), _notes(text, scan.converses))
 
 
-class _Look:
-    """A look at the lines of a file.
+class _Scan:
+    """A scan of the lines of a data file.
 
     Args:
-        asked: names the file.
-        text: makes text to train on of a line.
+        request: Names the file and the model.
+        text: Renders a line as training text.
     """
 
-    def __init__(self, asked: DataRequest, text: TrainingText) -> None:
-        self._asked, self._text, self._path = asked, text, Path(asked.path)
+    def __init__(self, request: DataRequest, text: TrainingText) -> None:
+        self._request, self._text, self._path = request, text, Path(request.path)
         self.errors = LineErrors(self._path)
         self.converses = False
-        """Whether there are conversations, not only prompts and completions."""
+        """Whether there are conversations, beside pairs of prompt and completion."""
         self._thinks: int | None = None
-        """Where the first line begins whose trained answers have thoughts."""
-        enough = time.monotonic() + ENOUGH_S
+        """Offset of the first line whose trained answers contain thoughts."""
+        deadline = time.monotonic() + TIME_LIMIT_S
         for start, line, is_rendered in _lines(self._path):
-            if time.monotonic() > enough:
+            if time.monotonic() > deadline:
                 break
             try:
                 self._line(start, line, is_rendered)
             except ConversationError as error:
                 self.errors.add(error, start)
-            except Exception as error:  # half a surrogate pair, for one
+            except Exception as error:  # for example, half a surrogate pair
                 self.errors.add(ConversationError(f"{type(error).__name__}: {error}"[:300]), start)
 
     def _line(self, start: int, line: bytes, is_rendered: bool) -> None:
-        record, sources = parse_line(line, images=self._asked.sees)
-        read = read_line(record, self._asked.every, self._text.template.form)
+        record, sources = parse_line(line, images=self._request.sees)
+        read = read_record(record, self._request.every, self._text.template.form)
         if isinstance(read, Dialogue):
             self.converses = True
-            if self._thinks is None and _has_thoughts(read.messages, self._asked.every):
+            if self._thinks is None and _has_thoughts(read.messages, self._request.every):
                 self._thinks = start
         if is_rendered:
             _must_be_there(sources, self._path.parent)
             self._text.parts(record)
 
     def warnings(self) -> list[Violation]:
-        """Say what will not do what one expects."""
-        asked, template, found = self._asked, self._text.template, []
+        """Warn of data or a model that will not train as expected."""
+        request, template, warnings = self._request, self._text.template, []
         if unlisted := self._text.ends.unlisted():
             why = f"turns end with {' or '.join(unlisted)}, and engines that serve this model do not stop there"
             ids = ", ".join(str(template.tokenizer.convert_tokens_to_ids(token)) for token in unlisted)
             fix = f"list {ids} as eos_token_id in generation_config.json"
-            found.append(Violation("model.path", asked.model, why, fix))
+            warnings.append(Violation("model.path", request.model, why, fix))
         if self._thinks is not None and not template.shows_thoughts:
             line = line_number(self._path, self._thinks)
             why = f"line {line}: the chat template does not show the thoughts of an answer, so they are not learned"
-            fix = "leave them out, or use a model that thinks"
-            found.append(Violation("sft.data.path", asked.path, why, fix))
-        return found
+            fix = "remove them, or use a reasoning model"
+            warnings.append(Violation("sft.data.path", request.path, why, fix))
+        return warnings
 
 
 def _must_be_there(sources: list[str], directory: Path) -> None:
@@ -119,23 +118,24 @@ def _has_thoughts(messages: list[ChatMessage], every: bool) -> bool:
 
 
 def _notes(text: TrainingText, converses: bool) -> list[Violation]:
-    """Say which token ends a turn."""
+    """Note the token that ends a turn."""
     answer, call = text.ends.answer, text.ends.call
     if answer is None:
         return []
-    own = f", one that calls tools with {call.token}" if call is not None and call != answer else ""
-    what = "an answer of the assistant" if converses else "a completion"
-    return [Violation("sft.data", "", f"{what} ends with {answer.token}{own}; this token is trained, too")]
+    tool_calls = f", one that calls tools with {call.token}" if call is not None and call != answer else ""
+    turn = "an answer of the assistant" if converses else "a completion"
+    return [Violation("sft.data", "", f"{turn} ends with {answer.token}{tool_calls}; this token is trained, too")]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Lines that are not empty: where each begins, what it says, and whether it is to be rendered."""
+    """Yield the lines that are not empty: offset, content, and whether the line belongs to the rendered sample."""
     size = path.stat().st_size
-    marks = iter([size * i // RENDERED for i in range(1, RENDERED)] + [size])
+    marks = iter([size * i // SAMPLE_LINES for i in range(1, SAMPLE_LINES)] + [size])
     mark, number = next(marks), 0
     with path.open("rb") as file:
         while (start := file.tell()) < size:
-            if start > READ and start < mark:
+            # Beyond the parsed part, skip to the first line that begins at or after the next mark.
+            if start > PARSED_BYTES and start < mark:
                 file.seek(mark - 1)
                 file.readline()
                 start = file.tell()
@@ -143,10 +143,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             if not line.strip():
                 continue
             number += 1
+            # A long line may pass several marks, but is rendered once.
             passed = start >= mark
             while start >= mark and mark < size:
                 mark = next(marks)
-            yield start, line, number <= RENDERED or passed
+            yield start, line, number <= SAMPLE_LINES or passed
 
 
 if __name__ == "__main__":

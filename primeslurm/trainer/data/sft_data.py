@@ -1,4 +1,4 @@
-"""SFT data: JSONL conversations to token rows, in an order that depends only on the seed and the step."""
+"""SFT data: JSONL conversations to packed token rows, in an order that depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from primeslurm.base import files
-from primeslurm.chat.jsonl_lines import line_number, parse_line
+from primeslurm.chat.dataset_lines import line_number, parse_line
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenized conversation; `mask` marks the tokens of the completion. Both have shape [n_tokens]."""
+    """A tokenized conversation. `mask` marks the trained tokens. Both have shape [n_tokens]."""
 
     token_ids: Int32
     mask: Bool
     images: tuple[ImageSpan, ...] = ()
 
     def cut(self, length: int) -> Example:
-        """Keep at most the first `length` tokens; an image that would not be whole goes with all that follows it."""
+        """Keep at most the first `length` tokens. If an image would be cut, drop it and everything after it."""
         length, images = whole(self.images, length)
         return Example(self.token_ids[:length], self.mask[:length], images)
 
 
 class ExampleList(Protocol):
-    """All examples of a run, in the order of the file."""
+    """All examples of a run, in file order."""
 
     def __len__(self) -> int: ...
 
@@ -47,38 +47,32 @@ class ExampleList(Protocol):
 
 @dataclass(frozen=True)
 class Conversations:
-    """A JSONL file, and how its lines become examples.
+    """A JSONL file of conversations, and the settings for tokenizing it.
 
-    A line is {"messages": [...]} (the last message is trained) or {"prompt", "completion"}. Beside `messages`, `tools`
-    may list what the conversation can call, as in OpenAI's chat completions. The token that ends a turn is trained.
+    A line is {"messages": [...]}, of which the last message is trained, or {"prompt": ..., "completion": ...}. Beside
+    `messages`, `tools` may list tools in the format of OpenAI's chat completions. The token that ends a turn is
+    trained.
     """
 
     path: Path
-    """Paths of images are relative to its directory."""
+    """Path of the file. Image paths are relative to its directory."""
     tokenizer: Any
-    """Of Hugging Face, with a chat template."""
+    """Hugging Face tokenizer with a chat template."""
     seq_len: int
-    """Longest example [tokens]. Those with images are cut, as long as something to be trained is left of them."""
+    """Maximum length of an example [tokens]. Longer ones are dropped, or truncated if they have images."""
     reader: ImageReader | None = None
-    """Of images; None if the model is trained on text alone."""
+    """Image reader. None for text-only training."""
     every: bool = False
-    """Every message of the assistant is trained, not only the last."""
+    """Whether every assistant message is trained, not only the last."""
 
     @cached_property
     def text(self) -> TrainingText:
-        """Makes text to train on of a line."""
         return TrainingText(self.tokenizer, self.every)
 
     def read(self, part: int = 0, parts: int = 1) -> Iterator[Example | None]:
-        """Yield the examples of the lines that begin in a part of the file; None for each that is too long.
+        """Yield the examples of the lines that begin in one of `parts` parts of the file; None for a too long one.
 
-        Args:
-            part: from 0.
-            parts: of about as many bytes each.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: a line cannot be trained on. The error names the file and the line.
+        Raises OSError, and ValueError with file and line if a line cannot be used.
         """
         for start, line in _lines(self.path, part, parts):
             if not line.strip():
@@ -87,15 +81,15 @@ class Conversations:
                 example = _tokenize(line, self.text, self.path.parent, self.reader)
             except (OSError, ValueError) as error:
                 raise ValueError(f"{self.path}, line {line_number(self.path, start)}: {error}") from error
-            except Exception as error:  # tokenizers and image processors raise what they like
+            except Exception as error:  # tokenizers and image processors may raise anything
                 raise ValueError(f"{self.path}, line {line_number(self.path, start)}: {error!r}") from error
             yield _fitting(example, self.seq_len)
 
-    def judge(self, kept: int, too_long: int) -> None:
-        """Log how many examples were left out. Raises ValueError if none is left."""
+    def check_count(self, usable: int, too_long: int) -> None:
+        """Log the number of dropped examples. Raise ValueError if none is left."""
         if too_long:
-            log.warning("%s: left out %d examples of more than %d tokens", self.path, too_long, self.seq_len)
-        if not kept:
+            log.warning("%s: dropped %d examples of more than %d tokens", self.path, too_long, self.seq_len)
+        if not usable:
             raise ValueError(f"{self.path}: no example of at most {self.seq_len} tokens")
 
 
@@ -108,7 +102,7 @@ def batch(
     dp_rank: int,
     dp_world: int,
 ) -> Batch:
-    """Return the rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
+    """Return one rank's rows for `step` (from 1). Every rank gets the same number of rows."""
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
     rows = _pack(chosen, seq_len)
     rows += [[] for _ in range(-len(rows) % dp_world)]
@@ -116,7 +110,7 @@ def batch(
         step=step,
         dp_rank=dp_rank,
         dp_world=dp_world,
-        # A document's first token is never trained, so it does not count.
+        # Nothing predicts the first token of a document, so it is not counted.
         loss_tokens=sum(int(example.mask[1:].sum()) for example in chosen),
         has_images=any(example.images for example in chosen),
     )
@@ -124,13 +118,13 @@ def batch(
 
 
 def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a part of a file, and where they begin."""
+    """Yield the lines that begin in a part of a file, with their offsets."""
     size = files.retrying(path, path.stat).st_size
     begin, end = size * part // parts, size * (part + 1) // parts
     with path.open("rb") as file:
         if begin:
             file.seek(begin - 1)
-            file.readline()  # the end of a line that begins before
+            file.readline()  # skip the rest of a line that begins in the part before
         while (start := file.tell()) < end and (line := file.readline()):
             yield start, line
 
@@ -147,7 +141,7 @@ def _tokenize(line: bytes, text: TrainingText, directory: Path, reader: ImageRea
 
 
 def _fitting(example: Example, seq_len: int) -> Example | None:
-    """What of an example is trained; None if nothing is."""
+    """Return an example that fits `seq_len`, truncated if it has images. None if it cannot be used."""
     if not example.images:
         return example if len(example.token_ids) <= seq_len else None
     shorter = example.cut(seq_len)
@@ -155,7 +149,7 @@ def _fitting(example: Example, seq_len: int) -> Example | None:
 
 
 def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:
-    """Positions `start`, ... of an endless stream that shuffles all examples anew every epoch."""
+    """Yield `size` indices from position `start` of an endless stream that is shuffled again in every epoch."""
     orders: dict[int, Any] = {}
     for position in range(start, start + size):
         epoch, offset = divmod(position, count)
@@ -165,21 +159,19 @@ def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:
 
 
 def _pack(examples: Sequence[Example], seq_len: int) -> list[list[Example]]:
-    """Best fit decreasing: the longest first, each into the fullest row that has room for it.
-
-    At most 11/9 as many rows as necessary, and one more (Johnson et al. 1974, https://doi.org/10.1137/0203025).
-    """
+    """Pack examples by best fit decreasing: longest first, each into the fullest row with enough free tokens."""
+    # Needs at most 11/9 of the optimal number of rows, plus one (Johnson et al. 1974, https://doi.org/10.1137/0203025).
     rows: list[list[Example]] = []
-    room: list[tuple[int, int]] = []  # ascending: tokens that are free, and of which row
+    free_tokens: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for example in sorted(examples, key=lambda each: -len(each.token_ids)):
         tokens = len(example.token_ids)
-        place = bisect_left(room, (tokens, 0))
-        if place == len(room):
-            room.append((seq_len, len(rows)))
+        place = bisect_left(free_tokens, (tokens, 0))
+        if place == len(free_tokens):
+            free_tokens.append((seq_len, len(rows)))
             rows.append([])
-        free, row = room.pop(place)
+        free, row = free_tokens.pop(place)
         rows[row].append(example)
-        insort(room, (free - tokens, row))
+        insort(free_tokens, (free - tokens, row))
     return rows
 
 

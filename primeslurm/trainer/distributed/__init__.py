@@ -1,1 +1,1 @@
-"""Ranks, and how rows and tokens are spread over them."""
+"""Trainer ranks: process groups, CPU affinity, disk-full handling, and parallelism over tokens and experts."""

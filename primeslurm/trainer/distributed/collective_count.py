@@ -1,4 +1,4 @@
-"""How many collectives this rank has begun: by it the head tells who is behind when all ranks wait for one another."""
+"""Count the collectives that this rank has started. The head compares the counts to find the rank that is behind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from primeslurm.records.heartbeats import LivenessReporter
 
 PERIOD_S = 1.0
 UNEQUAL = "unequal"
-"""Description of groups in which ranks send to one another, each as much as it has: they are not counted."""
+"""Description of process groups whose ranks exchange different numbers of messages. Their messages are not counted."""
 
 
-def begun() -> int:
-    """Return the number of collectives that this rank has begun, in all of its process groups.
+def started() -> int:
+    """Return the number of collectives that this rank has started in all process groups.
 
-    Ranks that are in step have begun equally many: every group counts its own, whoever it consists of.
+    The count is equal on all ranks that are in step, because every group numbers its own collectives.
     """
     return sum(_count(group) for group in list(dist.distributed_c10d._world.pg_map))
 
@@ -29,15 +29,15 @@ def _count(group: Any) -> int:
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
-        return 0  # a mesh has groups of its own for what is not split: they carry nothing, and count nothing
+        return 0  # a mesh dimension of size 1 has a group without a communicator
 
 
-def tell(liveness: LivenessReporter) -> None:
-    """Keep the count in the pulse's page, from a thread: whoever waits in a collective can tell nothing itself."""
-    threading.Thread(target=_tell, args=(liveness,), name="collectives", daemon=True).start()
+def report(liveness: LivenessReporter) -> None:
+    """Report the count with the heartbeats, from a thread, because a rank in a collective cannot report anything."""
+    threading.Thread(target=_report, args=(liveness,), name="collectives", daemon=True).start()
 
 
-def _tell(liveness: LivenessReporter) -> None:
+def _report(liveness: LivenessReporter) -> None:
     while dist.is_initialized():
-        liveness.count_collectives(begun())
+        liveness.count_collectives(started())
         time.sleep(PERIOD_S)

@@ -1,13 +1,16 @@
-"""Context parallelism: every rank holds one contiguous piece of each row, and attention alone sees more than it.
+"""Context parallelism: each rank holds one contiguous shard of each row, and only attention sees the other shards.
 
-Two styles. `ulysses`: an all-to-all gives each rank whole rows of some heads before attention, another one its piece of
-all heads after it. `allgather`: each rank gathers all keys and values of a layer, and attends from its own queries; the
-backward pass reduce-scatters their gradients. Ulysses moves less and balances causal attention by itself, but needs as
-many query heads as ranks; all-gather does not. Layers with a recurrence exist in the first style alone: there is no
-state to gather, only one that the tokens before have made.
+There are two styles:
 
-Pieces are contiguous, not head and tail: Ulysses and layers with a recurrence need rows in order, and packed rows have
-many short documents, among which causal attention is nearly balanced anyway.
+- `ulysses`: an all-to-all before attention gives each rank whole rows of some heads, and a second one after it
+  restores the shards. It moves less data and balances causal attention, but needs as many query heads as ranks.
+- `allgather`: each rank gathers all keys and values of a layer and attends from its own queries. The backward pass
+  reduce-scatters the gradients.
+
+Recurrent layers support `ulysses` only, because each state depends on all earlier tokens.
+
+Shards are contiguous instead of head-and-tail pairs, because Ulysses and recurrences need rows in order. Packed rows
+have many short documents, so causal attention is nearly balanced anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Dims(ParallelDims):
 
     @classmethod
     def of(cls, layout: Parallelism, size: int, backend: str) -> Dims:
-        """The dimensions of `size` ranks; FSDP shards over what the layout leaves."""
+        """Return the dimensions of `size` ranks. FSDP gets the ranks that the layout does not use otherwise."""
         return cls(
             dp_replicate=layout.dp_replicate,
             dp_shard=size // (layout.dp_replicate * layout.cp),
@@ -52,41 +55,41 @@ class Dims(ParallelDims):
 
     @property
     def cp_enabled(self) -> bool:
-        """Never, to torchtitan; the mesh "cp" is there all the same."""
+        """False, so that torchtitan does not apply its own context parallelism. The mesh "cp" still exists."""
         return False
 
 
 @dataclass(frozen=True)
 class LocalDocuments:
-    """What one rank's queries see of whole rows, for varlen attention."""
+    """The keys and documents that one rank's queries see, for varlen attention."""
 
     keys: tuple[tuple[int, int], ...]
-    """Of each row: the first key that its queries may see, and the one after the last."""
+    """For each row: first visible key, and end of the visible keys."""
     metadata: VarlenMetadata
-    """Boundaries among this rank's queries, and among these keys."""
+    """Document boundaries among this rank's queries and among the visible keys."""
 
 
 @runtime_checkable
 class Shardable(Protocol):
-    """The masks of attention that gathers by itself what it needs of other ranks, whatever the style."""
+    """Masks of an attention layer that gathers other ranks' tokens itself, in both styles."""
 
     def shard(self, group: ProcessGroup) -> Any:
-        """What this rank's piece of each row needs."""
+        """Return the masks of this rank's shard of each row."""
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank's place among those that share rows."""
+    """Context parallelism of this rank: the style, and the ranks that share its rows."""
 
     style: Style
     group: ProcessGroup
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a tensor [rows, seq_len, ...]."""
+    def shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a tensor [rows, seq_len, ...]."""
         return tensor.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 
     def masks(self, masks: Any, seq_len: int) -> Any:
-        """The masks of whole rows as attention needs them here; a mapping is of several kinds of layers."""
+        """Convert the masks of whole rows to this rank's. A mapping has one mask per kind of layer."""
         if isinstance(masks, Shardable):
             return masks.shard(self.group)
         if self.style == "ulysses":
@@ -98,10 +101,7 @@ class ContextParallel:
         return local_documents(masks, seq_len, self.group.rank(), self.group.size())
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Make attention and recurrences of a model that is not sharded yet see other ranks' tokens.
-
-        Raises ValueError for what cannot be split in this style.
-        """
+        """Wrap the attention and recurrent layers of a model before FSDP. Raises ValueError for unsupported layers."""
         wrap = _ulysses if self.style == "ulysses" else _allgather
         for module in model.modules():
             if isinstance(module, FlexAttention | VarlenAttention):
@@ -129,7 +129,7 @@ def _ulysses(attend: Attend, group: ProcessGroup) -> Attend:
         q, k, v = whole_rows((q, k, v), group)
         if out_transform is None:
             return all_heads(attend(q, k, v, **options), group)
-        # What comes of outputs and scores may have parameters of all heads.
+        # The transform may have parameters per head, so it needs the outputs and scores of all heads.
         out, lse = attend(q, k, v, out_transform=lambda *both: both, **options)
         return out_transform(all_heads(out, group), all_heads(lse.unsqueeze(-1), group).squeeze(-1))
 
@@ -138,7 +138,9 @@ def _ulysses(attend: Attend, group: ProcessGroup) -> Attend:
 
 def _allgather(attend: Attend, group: ProcessGroup) -> Attend:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_masks: Any, **options: Any) -> Any:
+        # One collective for keys and values, because latency dominates for short rows.
         both = compat.all_gather(torch.cat([k, v], dim=-1), 1, group)
+        # Varlen kernels take only the visible keys of each row. A block mask addresses all of them.
         if isinstance(attention_masks, LocalDocuments):
             seen = zip(both, attention_masks.keys, strict=True)
             both = torch.cat([row[first:end] for row, (first, end) in seen]).unsqueeze(0)
@@ -153,26 +155,26 @@ def _recurrence(scan: Scan, group: ProcessGroup) -> Scan:
     def forward(by_token: Tensors, by_head: Parameters, positions: torch.Tensor) -> torch.Tensor:
         ranks = group.size()
         rows = whole_rows([replicated(tensor, ranks) for tensor in by_token], group)
-        # Other heads' parameters get no gradient here; FSDP adds up what the ranks have.
-        own = [
+        # Parameters of other ranks' heads get no gradient on this rank. FSDP sums the gradients over ranks.
+        local_parameters = [
             None if tensor is None else replicated(tensor, ranks, dim=0).chunk(ranks)[group.rank()]
             for tensor in by_head
         ]
-        return all_heads(scan(rows, own, compat.all_gather(positions, 1, group)), group)
+        return all_heads(scan(rows, local_parameters, compat.all_gather(positions, 1, group)), group)
 
     return forward
 
 
 def replicated(tensor: torch.Tensor, ranks: int, dim: int = 2) -> torch.Tensor:
-    """A tensor with each head, along `dim`, as often as it takes to give all ranks equally many.
+    """Repeat the heads of a tensor along `dim` until the ranks divide their number.
 
-    Consecutive heads share a key, a value or a group, so what a rank gets is what its own heads share.
+    Consecutive query heads share a key or value head, so each rank gets the heads that its own queries share.
     """
     return tensor.repeat_interleave(ranks // math.gcd(tensor.shape[dim], ranks), dim=dim)
 
 
 def whole_rows(pieces: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
-    """Tensors [rows, piece, heads, size] to [rows, seq_len, heads / ranks, size], by one all-to-all."""
+    """Exchange tensors [rows, shard, heads, size] for [rows, seq_len, heads / ranks, size], in one all-to-all."""
     by_rank = [piece.unflatten(2, (group.size(), -1)).movedim(2, 0) for piece in pieces]
     sizes = [tensor.shape[3:].numel() for tensor in by_rank]
     received = compat.all_to_all(torch.cat([tensor.flatten(3) for tensor in by_rank], dim=-1), group)
@@ -181,19 +183,17 @@ def whole_rows(pieces: Sequence[torch.Tensor], group: ProcessGroup) -> list[torc
 
 
 def all_heads(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The inverse of `whole_rows`: [rows, seq_len, heads / ranks, size] to [rows, piece, heads, size]."""
+    """Invert `whole_rows`: exchange [rows, seq_len, heads / ranks, size] for [rows, shard, heads, size]."""
     by_rank = rows.unflatten(1, (group.size(), -1)).movedim(1, 0)
     return compat.all_to_all(by_rank.contiguous(), group).movedim(0, 2).flatten(2, 3)
 
 
 def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: int) -> LocalDocuments:
-    """Work out what the queries of one rank see.
+    """Return the keys and documents that the queries of one rank see.
 
     Args:
-        documents: boundaries of the documents of whole rows, one row after another; none crosses a row's end.
-        seq_len: length of a row.
-        rank: this one, among those that share rows.
-        ranks: how many share rows.
+        documents: Document boundaries of whole rows, one row after another. No document crosses the end of a row.
+        rank: Rank within the group that shares the rows.
     """
     boundaries = documents.cu_seq_q.tolist()
     piece = seq_len // ranks
@@ -212,7 +212,7 @@ def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: i
 
 
 def local_block_mask(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
-    """Return what the queries of one rank see, as a mask function and its blocks."""
+    """Return the block mask of one rank's queries."""
     rows, heads, queries, keys = mask.shape
     first = rank * (queries // ranks)
 

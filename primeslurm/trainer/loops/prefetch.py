@@ -72,11 +72,7 @@ class Prefetch:
         self._fetch = _Fetch(self._link.beside(), step, self._shard, self._timeout_s)
 
     def take(self, step: int) -> Batch | None:
-        """Return the batch of `step`. None: it was not prefetched, and the caller has to request it.
-
-        Raises:
-            TransferWanted: The engines need the current policy before there can be a batch.
-        """
+        """Return the batch of `step`, or None if it was not prefetched. Raises TransferWanted as `get_batch` does."""
         fetch, self._fetch = self._fetch, None
         if fetch is None or fetch.step != step:
             return None

@@ -17,11 +17,11 @@ from primeslurm.records.events.training import (
 )
 from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.prefetch import Prefetch
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
@@ -65,7 +65,7 @@ class RlTask:
     def __init__(
         self,
         recipe: Recipe,
-        learner: Learner,
+        train_step: TrainStep,
         transfer: WeightTransfer,
         saver: Checkpoints,
         world: World,
@@ -73,24 +73,20 @@ class RlTask:
         journal: Journal,
     ) -> None:
         self._recipe = recipe
-        self._learner = learner
+        self._train_step = train_step
         self._transfer = transfer
         self._saver = saver
         self._world = world
         self._link = link
         self._journal = journal
-        policy = learner.policy
+        policy = train_step.policy
         self._shard = RankShard(policy.dp_rank, policy.dp_world, policy.cp_rank, policy.cp_world)
         self._prefetch = Prefetch(link, self._shard, recipe.trainer.batch_timeout_s)
         self._limits = PhaseLimits.of(recipe)
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
-        """Train until max_steps, until the orchestrator stops the run, or until an interrupt. Return the exit code.
-
-        Raises:
-            RankError: A disk, the orchestrator or a rank failed. Committed checkpoints are intact.
-        """
+        """Train until max_steps, until the orchestrator stops the run, or until an interrupt. Return the exit code."""
         step = self._resume()
         choice = Choice.FINISHED
         while step < self._recipe.max_steps:
@@ -106,14 +102,14 @@ class RlTask:
             self._step(step, batch)
         self._prefetch.cancel()
         self._flush(step)
-        self._saver.finish(step, self._learner, self._timer)
+        self._saver.finish(step, self._train_step, self._timer)
         interrupted = choice is Choice.INTERRUPTED
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exit_codes.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
         """Load the newest checkpoint and update the engines to its policy."""
-        self._timer.step = step = self._saver.restore(self._learner)
+        self._timer.step = step = self._saver.restore(self._train_step)
         for damaged in self._saver.damaged:
             self._journal.write(damaged)
         self._journal.write(CheckpointLoaded(step))
@@ -170,7 +166,7 @@ class RlTask:
         self._timer.step = step
         if step < self._recipe.max_steps:
             self._prefetch.begin(step + 1)
-        metrics = self._learner.train(batch, self._timer)
+        metrics = self._train_step.train(batch, self._timer)
         self._transfer_policy(step)
         # A step is reported before it is saved, so its checkpoint seconds are those of the previous save.
         metrics |= self._timer.take()
@@ -182,9 +178,10 @@ class RlTask:
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         if self._recipe.commits(step):
             self._flush(step)
-        self._saver.after(step, self._learner, self._timer)
+        self._saver.after(step, self._train_step, self._timer)
+        # The first step compiles kernels and creates communicators. From now on a long wait means a hang.
         if self._timer.steps_done == 1:
-            self._world.tighten(self._limits.collective_s, self._learner.policy.dims)
+            self._world.tighten(self._limits.collective_s, self._train_step.policy.dims)
 
     def _flush(self, version: int) -> None:
         with self._timer.phase("checkpoint"):

@@ -16,11 +16,11 @@ from primeslurm.records.events.training import (
 )
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch
@@ -35,7 +35,7 @@ class SftTask:
         self,
         recipe: Recipe,
         run_dir: Path,
-        learner: Learner,
+        train_step: TrainStep,
         publisher: Publisher,
         saver: Checkpoints,
         world: World,
@@ -44,7 +44,7 @@ class SftTask:
     ) -> None:
         self._recipe = recipe
         self._run_dir = run_dir
-        self._learner = learner
+        self._train_step = train_step
         self._publisher = publisher
         self._saver = saver
         self._world = world
@@ -54,12 +54,8 @@ class SftTask:
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
-        """Train until max_steps or an interrupt. Return the exit code.
-
-        Raises:
-            RankError: A disk or a rank failed. Committed checkpoints are intact.
-        """
-        self._timer.step = step = self._saver.restore(self._learner)
+        """Train until max_steps or an interrupt. Return the exit code."""
+        self._timer.step = step = self._saver.restore(self._train_step)
         for damaged in self._saver.damaged:
             self._journal.write(damaged)
         self._journal.write(CheckpointLoaded(step))
@@ -68,7 +64,7 @@ class SftTask:
         while step < self._recipe.max_steps and not interrupted:
             step += 1
             self._timer.step = step
-            values = self._learner.train(self._batch(step), self._timer) | self._timer.take()
+            values = self._train_step.train(self._batch(step), self._timer) | self._timer.take()
             if metrics is not None:
                 self._saver.require_owned()
                 metrics.write(step, values)
@@ -76,13 +72,13 @@ class SftTask:
                 if values["skipped"]:
                     self._journal.write(StepSkipped(step, str(values["grad_norm"])))
                 log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
-            self._saver.after(step, self._learner, self._timer)
+            self._saver.after(step, self._train_step, self._timer)
             if self._timer.steps_done == 1:
-                self._world.tighten(self._limits.collective_s, self._learner.policy.dims)
+                self._world.tighten(self._limits.collective_s, self._train_step.policy.dims)
             interrupted = bool(self._world.decide(int(self._world.interrupt.requested())))
         if metrics is not None:
             metrics.close()
-        self._saver.finish(step, self._learner, self._timer)
+        self._saver.finish(step, self._train_step, self._timer)
         finished = step == self._recipe.max_steps
         if finished:
             self._publish(step)
@@ -93,7 +89,7 @@ class SftTask:
 
     def _batch(self, step: int) -> Batch:
         assert self._recipe.sft is not None
-        policy = self._learner.policy
+        policy = self._train_step.policy
         return sft_data.batch(
             self._examples,
             step,

@@ -1,1 +1,1 @@
-"""Optimizers and their schedules, and where their state is kept."""
+"""Optimizers, learning rate schedules, and optimizer state in host memory."""

@@ -1,4 +1,4 @@
-"""Several optimizers of one model as one."""
+"""A container that makes the optimizers of one model look like one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class Optimizers:
-    """The optimizers of one model as one, whose state is saved by parameter name and thus fits any number of ranks."""
+    """The optimizers of one model. State is saved by parameter name, so that any number of ranks can load it."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -28,21 +28,18 @@ class Optimizers:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
         return float(self._optimizers[0].param_groups[0]["lr"])
 
     def step(self) -> None:
-        """Update all parameters."""
         for optimizer in self._optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and settings by parameter name."""
+        """Return the state and the options by parameter name."""
         result: dict[str, Any] = {}
         for optimizer in self._optimizers:
             add_missing_state(optimizer)
@@ -50,24 +47,20 @@ class Optimizers:
         return result
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
         for optimizer in self._optimizers:
             self._load(optimizer, state)
 
     @staticmethod
     def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        add_missing_state(optimizer)  # load_flat_optim_state_dict loads only into state that exists
+        add_missing_state(optimizer)  # load_flat_optim_state_dict loads only into existing state
         load_flat_optim_state_dict(optimizer, state)
 
 
 def add_missing_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter without optimizer state the state in which the optimizer would begin to train it.
-
-    Optimizers create the state of a parameter with its first gradient, which may never come: a vision encoder has none
-    in batches without images. Checkpoints hold the state of every parameter, so that every process can load them.
-    torchtitan's `init_optim_state` would not do: it does nothing if any parameter has state, and it counts a step,
-    which makes AdamW's bias correction of the first gradient that of a second one.
-    """
+    """Create the initial optimizer state of each parameter that has none, so that checkpoints hold all state."""
+    # Optimizers create a parameter's state with its first gradient, which may come late: a vision encoder gets none
+    # from batches without images. torchtitan's `init_optim_state` does nothing if any parameter has state. It also
+    # counts a step, so that AdamW's bias correction of the first gradient would be that of the second.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state.get(parameter) and (state := _initial_state(optimizer, group, parameter)):
@@ -78,7 +71,7 @@ def _initial_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     if isinstance(optimizer, torch.optim.AdamW):
-        # Fused, as the recipe's is, it counts steps on the parameter's device.
+        # Fused AdamW, which recipes use, counts steps on the parameter's device.
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
     if isinstance(optimizer, Muon) or group.get("momentum"):

@@ -1,7 +1,8 @@
-"""Muon for sharded matrices and stacks of matrices: momentum whose direction is made orthogonal.
+"""The Muon optimizer for sharded matrices and stacks of matrices. Its update is the orthogonalized momentum.
 
-Update: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; scaled to the size of an
-AdamW update as in J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982: both share a learning rate.
+Update: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. It is scaled to the size of
+an AdamW update as in J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, so that both optimizers can
+share a learning rate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Each matrix [..., rows, columns] with its singular values moved close to 1, by five Newton-Schulz iterations."""
+    """Move the singular values of matrices [..., rows, columns] close to 1, by five Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -31,15 +32,10 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over DTensors of two dimensions, or three: then the first one counts matrices, such as experts.
+    """Muon for DTensors [rows, columns], or [matrices, rows, columns] such as experts.
 
-    Whole matrices are needed. Those of equal shape exchange their shards, so that every rank orthogonalizes other ones;
-    stacks that are split between matrices stay where they are.
-
-    Args:
-        named: parameters with their names.
-        momentum: decay of the averaged gradient.
-        dtype: of the orthogonalization.
+    Orthogonalization needs whole matrices. Matrices of equal shape exchange their shards, so that each rank
+    orthogonalizes different ones. Stacks that are sharded between matrices stay where they are.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class Muon(torch.optim.Optimizer):
         self._dtype = dtype
 
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient. A collective; it calls no closure and returns None."""
+        """Update every parameter that has a gradient. A collective. Ignores the closure."""
         with torch.no_grad():
             for group in self.param_groups:
                 named = zip(group["param_names"], group["params"], strict=True)
@@ -65,13 +61,14 @@ class Muon(torch.optim.Optimizer):
     def _update(self, together: list[Any], group: dict[str, Any]) -> None:
         momenta = [self._momentum(parameter, group["momentum"]) for parameter in together]
         for parameter, direction in zip(together, self._directions(together, momenta), strict=True):
+            # Gives the update the root mean square of a typical AdamW update (arXiv 2502.16982, section 2.2).
             scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
             local = parameter.to_local()
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(direction, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Any, momentum: float) -> torch.Tensor:
-        """This rank's shard of the averaged gradient, looked ahead by one step (Nesterov)."""
+        """Update the momentum, and return this rank's shard of the Nesterov direction."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -88,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         return self._direction(first, shape, placements, torch.stack(momenta)).unbind()
 
     def _direction(self, like: Any, shape: torch.Size, placements: Any, local: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize a stack of which this rank holds `local`; its part of the result."""
+        """Orthogonalize a stack whose shard on this rank is `local`. Return the shard of the result."""
         mesh, stride = like.device_mesh, torch.empty(shape, device="meta").stride()
         stack = DTensor.from_local(local.to(self._dtype), mesh, placements, shape=shape, stride=stride)
         whole = stack.redistribute(placements=_whole(placements, like.ndim))
@@ -98,24 +95,19 @@ class Muon(torch.optim.Optimizer):
 
 
 def _whole(placements: Any, ndim: int) -> list[Any]:
-    """Placements of a stack [matrices, rows, columns] that split no matrix.
-
-    What was one matrix a parameter is exchanged for whole ones; experts that there are too few of are gathered.
-    """
+    """Return placements of a stack [matrices, rows, columns] that do not split matrices."""
+    # Stacked parameters are exchanged for whole matrices. Experts that are split have fewer matrices than ranks, so
+    # they are gathered.
     place = Shard(0) if ndim == 2 else Replicate()
     return [place if isinstance(old, Shard) and old.dim > 0 else old for old in placements]
 
 
 def bunches(named: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Yield parameters to work on together: alike, and as many as there are ranks to share them.
-
-    Args:
-        named: DTensors with their names.
-    """
+    """Group parameters (DTensors) of equal shape and placement, as many per group as there are ranks to share them."""
     alike: dict[Any, list[tuple[str, Any]]] = defaultdict(list)
     for name, parameter in named:
         alike[parameter.shape, parameter.device_mesh, parameter.placements].append((name, parameter))
-    for (shape, mesh, _), found in alike.items():
+    for (shape, mesh, _), parameters in alike.items():
         size = mesh.size() if len(shape) == 2 else 1
-        for start in range(0, len(found), size):
-            yield found[start : start + size]
+        for start in range(0, len(parameters), size):
+            yield parameters[start : start + size]

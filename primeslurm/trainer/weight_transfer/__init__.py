@@ -1,1 +1,1 @@
-"""The trainer's part of weight transfer (words: `wire.weight_transfer`): it publishes policies, or sends them."""
+"""The trainer's side of weight updates: publishing policies as files, or sending them to the engines."""

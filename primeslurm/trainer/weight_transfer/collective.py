@@ -1,4 +1,4 @@
-"""The senders' end of a transfer session: between two steps, trainer ranks send the policy to engines that want it."""
+"""Weight updates over NCCL: between two steps, trainer ranks send the policy to the engines that need it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from primeslurm.base.durable import retry_until_written
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, ExportedTensor, parts
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
@@ -31,11 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class Sender:
-    """Sends the policy as it is. All ranks call it together.
+    """Sends the current policy to engines. All methods are collectives.
 
-    Args:
-        link: to the orchestrator. Sessions are rank 0's; any rank that waits in one asks whether it is whole.
-        timeout_s: longest wait within a session, and longest time in which sessions are begun.
+    `timeout_s` limits each wait within a session, and the time during which new sessions start.
     """
 
     def __init__(
@@ -47,18 +45,16 @@ class Sender:
         self._world = world
         self._timeout_s = timeout_s
         self.seconds = 0.0
-        """How long the last session that succeeded took."""
+        """Duration of the last successful session."""
         self._store: Store | None = None
         self._catalogue: Catalogue = []
 
     def send(self, version: int) -> int:
-        """Send `version` to every engine that waits for it. Returns the number of sessions that succeeded.
+        """Send `version` to every engine that waits for it. Return the number of successful sessions.
 
-        A session that fails is not ours to repeat: engines that still want the policy ask for another.
-
-        Raises:
-            RankError: the orchestrator is gone.
+        Raises RankError if the orchestrator does not answer.
         """
+        # A failed session is not repeated here: engines that still need the policy ask for another session.
         deadline = time.monotonic() + self._timeout_s
         done, succeeded = "", 0
         while (session := self._next(version, done, deadline)) is not None:
@@ -82,7 +78,7 @@ class Sender:
             self._catalogue = self._describe()
             if self._world.is_main:
                 self._store.put_catalogue(self._catalogue)
-        begun = time.monotonic()
+        start = time.monotonic()
         channel, failure = None, None
         try:
             channel = Channel(
@@ -95,38 +91,40 @@ class Sender:
             )
         except TransferError as error:
             failure = error
-        if not self._all_well(version, failure):
+        if not self._all_succeeded(version, failure):
             if channel is not None:
                 channel.fail("a trainer rank could not connect")
             return False
         assert channel is not None
-        connecting = time.monotonic() - begun
-        sent = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
+        connecting = time.monotonic() - start
+        outbox = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
         for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
-            sent.put(number, self._tensors(layer))
-        well = self._all_well(version, sent.failure)
-        if sent.failure is None:
+            outbox.put(number, self._tensors(layer))
+        succeeded = self._all_succeeded(version, outbox.failure)
+        if outbox.failure is None:
             channel.close()
-        if well:
-            self.seconds = time.monotonic() - begun
-        if well and self._world.is_main:
+        if succeeded:
+            self.seconds = time.monotonic() - start
+        if succeeded and self._world.is_main:
             workers, took = session.size - session.senders, (self.seconds, connecting)
             log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
-        return well
+        return succeeded
 
     def _tensors(self, layer: list[ExportedTensor]) -> dict[str, torch.Tensor]:
-        """What this rank sends of a layer; gathering the rest with the others."""
+        """Gather a layer's tensors with the other ranks, and return those that this rank sends, encoded."""
         wholes = ((part, part.whole()) for part in layer)
-        return {sent.name: sent.tensor for sent in self._encoded((p.name, whole) for p, whole in wholes if p.mine)}
+        return {
+            sent.name: sent.tensor for sent in self._encoded((p.name, whole) for p, whole in wholes if p.is_exporter)
+        }
 
     def _describe(self) -> Catalogue:
-        """What all ranks send, by layer. Nothing is gathered for it."""
-        mine = []
+        """List the tensors that all ranks send, by layer, without gathering them."""
+        local_layers = []
         for layer in parts(self._policy, self._encoding.gathered, self._world):
-            shapes = [(part.name, part.sharded.shape, part.sharded.dtype) for part in layer if part.mine]
-            likenesses = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in shapes)
-            mine.append([self._info(sent) for sent in self._encoded(likenesses)])
-        ranks = self._world.collect(mine)
+            shapes = [(part.name, part.sharded.shape, part.sharded.dtype) for part in layer if part.is_exporter]
+            placeholders = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in shapes)
+            local_layers.append([self._info(sent) for sent in self._encoded(placeholders)])
+        ranks = self._world.collect(local_layers)
         return [[info for layer in layers for info in layer] for layers in zip(*ranks, strict=True)]
 
     def _encoded(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Named]:
@@ -138,7 +136,7 @@ class Sender:
         dtype = str(sent.tensor.dtype).removeprefix("torch.")
         return TensorInfo(sent.name, dtype, tuple(sent.tensor.shape), self._world.rank, sent.experts)
 
-    def _all_well(self, version: int, failure: TransferError | None) -> bool:
+    def _all_succeeded(self, version: int, failure: TransferError | None) -> bool:
         failed = [text for text in self._world.collect(str(failure) if failure else "") if text]
         if failed and self._world.is_main:
             log.warning("v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
@@ -146,7 +144,7 @@ class Sender:
 
 
 class _Outbox:
-    """One rank's messages in a session. After a failure nothing more is sent."""
+    """One rank's messages in a session. It sends nothing more after a failure."""
 
     def __init__(self, channel: Channel, catalogue: Catalogue, rank: int, device: torch.device) -> None:
         self.failure: TransferError | None = None
@@ -157,10 +155,10 @@ class _Outbox:
         self._experts: list[tuple[int, Experts]] = [(r, channel.experts(r)) for r in channel.receivers]
 
     def put(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Send what this rank has of a layer to everyone who needs it."""
+        """Send this rank's tensors of a layer to every receiver that needs them."""
         if self.failure is not None:
             return
-        packed: dict[Message, torch.Tensor] = {}  # receivers that need the same get the same bytes
+        packed: dict[Message, torch.Tensor] = {}  # receivers that need the same tensors share the packed buffer
         messages = []
         for receiver, experts in self._experts:
             for message in outgoing(self._catalogue[layer], self._rank, experts):
@@ -175,7 +173,7 @@ class _Outbox:
 
 
 class CollectiveTransfer:
-    """Sends every version to engines directly. Publishes only the last one, as what the run has made."""
+    """Sends every version to the engines directly. Publishes only the last one, as the result of the run."""
 
     def __init__(
         self, sender: Sender, publisher: Publisher, last: int, model: str, link: TrainerLink, world: World
@@ -188,7 +186,6 @@ class CollectiveTransfer:
         self._world = world
 
     def resume(self, version: int) -> None:
-        """Send what the checkpoint holds."""
         self._publisher.discard_after(version)
         if version:
             self._announce_and_send(version)
@@ -196,16 +193,13 @@ class CollectiveTransfer:
             retry_until_written(lambda: self._link.announce(0, self._model))
 
     def transfer(self, version: int) -> float:
-        """Send the version to all engines that are up."""
         self._announce_and_send(version)
         return self._sender.seconds
 
     def repeat(self, version: int) -> None:
-        """Send the version again."""
         self._sender.send(version)
 
     def flush(self, version: int) -> None:
-        """Have its files on disk, if it is the last version."""
         self._publisher.flush(version)
 
     def _announce_and_send(self, version: int) -> None:

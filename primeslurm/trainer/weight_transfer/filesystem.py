@@ -1,7 +1,7 @@
-"""Publish a policy: Hugging Face safetensors in a directory that appears complete or not at all.
+"""Publish policies as Hugging Face model directories, which appear only when they are complete.
 
-Every rank writes what it hands on (`export.parts`), side by side with the others; no rank holds the model. Engines are
-given each version (`FilesystemTransfer`), or the run keeps the last one.
+All ranks write the tensors that they export (`export.parts`) in parallel, and no rank holds the whole model. Engines
+read each version (`FilesystemTransfer`), or the run keeps the last one as its result.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from primeslurm.base import durable, files
 from primeslurm.base.durable import retry_until_written
-from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.distributed.space import waiting_for_space
+from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weights import huggingface, peft
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights import model_directory, peft
 from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.stored import manifest
@@ -28,15 +28,13 @@ from primeslurm.wire.stored.manifest import FileRecord
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 
 FILE_BYTES = 2 * 2**30
-"""A rank begins a new file when one has reached this size: so much of its share is in host memory at once."""
+"""Target size of a rank's files. It bounds the tensors that a rank holds in host memory."""
 
 
 class Publisher:
-    """Writes versions of a policy below `<run>/weights`. All ranks call each method together.
+    """Writes versions of the policy to `<run>/weights`. All methods are collectives.
 
-    Args:
-        encoding: of the published tensors.
-        keep: how many of the newest versions stay; so does every version that a committed checkpoint needs.
+    It keeps the newest `keep` versions, and those that committed checkpoints need.
     """
 
     def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
@@ -47,23 +45,22 @@ class Publisher:
         self._world = world
 
     def publish(self, version: int) -> Path:
-        """Write the policy as `version` and return its directory. A full or read-only disk is waited for.
+        """Write the policy as `version` and return its directory. A full or read-only disk pauses the call.
 
-        Raises:
-            RankError: a rank could not write; nothing is published, and earlier versions are intact.
+        After RankError, nothing is published, and earlier versions are intact.
         """
         final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
-        return waiting_for_space(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
+        return retry_while_full(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
 
     def _publish(self, version: int, partial: Path, final: Path) -> Path:
         self._world.agree(
             _attempt(lambda: durable.make_anew(partial)) if self._world.is_main else None, f"publishing v{version}"
         )
-        share = _Share(partial, self._world.rank)
-        self._write(share)
-        self._world.agree(share.failure, f"publishing v{version}")
-        written = self._world.collect(_Written(share.index, share.records, share.size))
+        writer = _RankWriter(partial, self._world.rank)
+        self._write(writer)
+        self._world.agree(writer.failure, f"publishing v{version}")
+        written = self._world.collect(_Written(writer.index, writer.records, writer.size))
         saves_adapter = self._policy.lora is not None and self._policy.lora.save_adapter
         adapter = peft.tensors(self._policy, self._encoding.dtype) if saves_adapter else {}
         failure = None
@@ -77,18 +74,13 @@ class Publisher:
         return final
 
     def flush(self, version: int) -> None:
-        """Have a published version on disk: it outlives the attempt. Nothing happens if it was not published.
-
-        Engines need not wait for it, and a version whose step is undone if the power goes need not be flushed.
-
-        Raises:
-            RankError: a rank could not flush its files.
-        """
+        """Flush a published version to disk. Do nothing if it was not published. Raises RankError."""
+        # Only versions of committed steps are flushed: after a power loss, the steps of all others are repeated anyway.
         directory = filesystem.version_dir(self._run_dir, version)
         self._world.agree(_attempt(lambda: _flush(directory, self._world.rank)), f"flushing v{version}")
 
     def discard_after(self, version: int) -> None:
-        """Delete versions newer than `version`, which an earlier attempt made after its last commit, and prune."""
+        """Delete versions after `version`, which an earlier attempt published after its last commit. Then prune."""
         if self._world.is_main:
             for newer in filesystem.published(self._run_dir):
                 if newer > version:
@@ -97,18 +89,18 @@ class Publisher:
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
-        """Whether `version` is published and undamaged."""
+        """Return whether `version` is published and undamaged."""
         directory = filesystem.version_dir(self._run_dir, version)
         return bool(self._world.decide(int(self._world.is_main and not filesystem.damage(directory))))
 
-    def _write(self, share: _Share) -> None:
-        """Layer by layer. A rank that cannot write still gathers along."""
+    def _write(self, writer: _RankWriter) -> None:
+        # After a failed write, the rank still takes part in the gathers.
         for layer in parts(self._policy, self._encoding.gathered, self._world):
             for part in layer:
                 whole = part.whole()
-                if part.mine:
-                    share.add(self._encoding.encode(part.name, whole))
-        share.flush()
+                if part.is_exporter:
+                    writer.add(self._encoding.encode(part.name, whole))
+        writer.flush()
 
     def _complete(self, partial: Path, final: Path, version: int, written: list[_Written]) -> None:
         index = {name: file for of_rank in written for name, file in of_rank.index.items()}
@@ -116,23 +108,25 @@ class Publisher:
         encoding, total_size = self._encoding, sum(of_rank.size for of_rank in written)
         quantization = encoding.quantization(set(index))
         companions = (self._policy.source, partial, index, total_size, encoding.dtype_name, quantization)
-        files.retrying(partial, lambda: huggingface.write_companions(*companions))
+        files.retrying(partial, lambda: model_directory.write_companions(*companions))
         records = [record for of_rank in written for record in of_rank.records]
         filesystem.complete(partial, version, encoding.dtype_name, records)
+        # An earlier attempt may have left a version of this number, which was damaged or never committed.
         _remove(final)
         files.rename(partial, final)
         filesystem.prune_behind(self._run_dir, self._keep, version)
 
     def _check(self, index: dict[str, str], written: int) -> None:
+        # Errors of the sharded export would otherwise show up as wrong rewards only.
         names = {name for name in index if not name.endswith(tensor_names.FP8_SCALE)}
         if names != self._policy.hf_names:
-            raise RuntimeError(f"export and model differ in {sorted(names ^ self._policy.hf_names)[:5]}")
+            raise RuntimeError(f"exported tensors and model differ in {sorted(names ^ self._policy.hf_names)[:5]}")
         if written != len(index):
             raise RuntimeError(f"{written - len(index)} tensors were written by more than one rank")
 
 
 class FilesystemTransfer:
-    """Publishes every version; engines read it, whenever they come."""
+    """Publishes every version as files. Engines read them whenever they start."""
 
     def __init__(self, publisher: Publisher, run_dir: Path, model: str, link: TrainerLink, world: World) -> None:
         self._publisher = publisher
@@ -141,10 +135,10 @@ class FilesystemTransfer:
         self._link = link
         self._world = world
         self._announced = 0
-        """Engines may read any version up to this one: it stays as it is, also when its step is repeated."""
+        """Newest version that engines may read. It must not change, even if a resumed run repeats its step."""
 
     def resume(self, version: int) -> None:
-        """Publish `version` again only if its files are gone or damaged."""
+        """Announce `version`, after publishing it again if its files are missing or damaged."""
         if version and not self._publisher.is_sound(version):
             self._publisher.publish(version)
             self._publisher.flush(version)
@@ -152,41 +146,39 @@ class FilesystemTransfer:
         self._publisher.discard_after(self._announced)
 
     def transfer(self, version: int) -> float:
-        """Publish the version, then announce it."""
         if version > self._announced:
             self._announce(version, str(self._publisher.publish(version)))
         return 0.0
 
     def repeat(self, version: int) -> None:
-        """Do nothing: the files are there."""
+        """Do nothing: the files already exist."""
 
     def flush(self, version: int) -> None:
-        """Have its files on disk."""
         self._publisher.flush(version)
 
     def _announce(self, version: int, path: str) -> None:
-        known = retry_until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
-        self._announced = self._world.decide(known)
+        announced = retry_until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
+        self._announced = self._world.decide(announced)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank has written: tensor name to file name, its files, and bytes of its tensors."""
+    """Result of one rank: tensor name to file name, its files, and the bytes of its tensors."""
 
     index: dict[str, str]
     records: list[FileRecord]
     size: int
 
 
-class _Share:
-    """The files of one rank. After a failure nothing more is written."""
+class _RankWriter:
+    """Writes the files of one rank. It writes nothing more after a failure."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.index: dict[str, str] = {}
         """Tensor name to file name."""
         self.records: list[FileRecord] = []
         self.size = 0
-        """Bytes of the tensors in them."""
+        """Bytes of all tensors."""
         self.failure: OSError | None = None
         self._directory = directory
         self._rank = rank
@@ -194,7 +186,7 @@ class _Share:
         self._bytes = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take tensors to host memory, and write when there is enough."""
+        """Copy tensors to host memory, and write a file once there are FILE_BYTES."""
         for name, tensor in tensors.items():
             self._held[name] = tensor.contiguous().cpu()
             self._bytes += tensor.nbytes
@@ -202,7 +194,7 @@ class _Share:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held, if anything is."""
+        """Write the tensors in host memory to a file."""
         if self._held and self.failure is None:
             self.failure = _attempt(self._save)
         self._held, self._bytes = {}, 0
@@ -217,7 +209,7 @@ class _Share:
 
 
 def _attempt(action: Callable[[], object]) -> OSError | None:
-    """The OSError that `action` raises, if any; safetensors wraps its own."""
+    """Run an action and return its OSError, if any. safetensors raises its own error for I/O failures."""
     try:
         action()
     except OSError as error:
@@ -228,12 +220,11 @@ def _attempt(action: Callable[[], object]) -> OSError | None:
 
 
 def _prefix(rank: int) -> str:
-    """Of the names of a rank's files."""
     return f"model-{rank:05d}-"
 
 
 def _flush(directory: Path, rank: int) -> None:
-    """Flush a rank's own files; rank 0 flushes the rest and the directories."""
+    """Flush a rank's own files. Rank 0 flushes all others and the directories."""
     if rank:
         for path in files.listing(directory, f"{_prefix(rank)}*"):
             durable.sync(path)
@@ -242,5 +233,5 @@ def _flush(directory: Path, rank: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    durable.remove(directory / filesystem.MANIFEST)  # first: a half-deleted version must not look complete
+    durable.remove(directory / filesystem.MANIFEST)  # first, so that a partly deleted version does not look complete
     files.remove_tree(directory)

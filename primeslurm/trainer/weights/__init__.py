@@ -1,1 +1,1 @@
-"""Weights in Hugging Face format: read, encoded, exported."""
+"""Weights in Hugging Face format: loading, quantization, export and conversion."""

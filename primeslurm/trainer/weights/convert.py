@@ -1,9 +1,9 @@
-"""A model whose weights are quantised as one in bfloat16: without a GPU, and in little memory however large it is.
+"""Convert a quantized model to bfloat16, without a GPU and in little memory.
 
     python -m primeslurm.trainer.weights.convert --source DIR --out DIR
 
-It is written file by file beside `out`, and named so when all of it is there. What was killed goes on with the files
-that are missing.
+The model is written file by file to a partial directory, which is renamed to `out` at the end. A conversion that was
+killed resumes with the missing files.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import torch
 
 from primeslurm.base import durable
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.trainer.checkpoints.shards import threads_of_a_rank
-from primeslurm.trainer.weights import four_bits, huggingface
+from primeslurm.trainer.distributed.cpu_affinity import io_threads
+from primeslurm.trainer.weights import four_bits, model_directory
 from primeslurm.trainer.weights.four_bits import FourBits
-from primeslurm.trainer.weights.headers import TensorLocation
-from primeslurm.trainer.weights.loading import dequantised
+from primeslurm.trainer.weights.loading import dequantize
+from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exit_codes
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 AT_ONCE = 1 << 24
-"""Elements that a thread has in memory, but for matrices of a stack, which are turned whole."""
+"""Elements per thread in memory. Matrices of a stack that have to be transposed are converted whole."""
 _RECORD = "conversion.json"
-"""What is converted: a partial directory of something else is begun anew."""
+"""File in the partial directory that identifies the source. A partial directory of another source is deleted."""
 _CODE = "*.py"
-"""Some models bring their tokenizer's."""
+"""Code of the model, such as a custom tokenizer."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The weights of a model in bfloat16, as far as they are quantised; all else as it is stored."""
+    """The converted model: quantized weights in bfloat16, other tensors as they are stored."""
 
     files: TensorFiles
     opened: OpenFiles
@@ -50,43 +50,43 @@ class Conversion:
     """Names of weights in FP8 blocks."""
 
     def names(self) -> dict[str, list[str]]:
-        """The weights of each file, in the order in which they are stored."""
-        found: dict[str, list[str]] = {}
+        """Return the weights of each file, in stored order."""
+        by_file: dict[str, list[str]] = {}
         for name, place in sorted(self.files.places.items(), key=lambda item: item[1].offset):
             if name.removesuffix(FP8_SCALE) not in self.fp8 or name in self.fp8:
-                found.setdefault(place.file, []).append(name)
-        return found
+                by_file.setdefault(place.file, []).append(name)
+        return by_file
 
     def entry(self, name: str) -> tuple[str, tuple[int, ...], int]:
-        """Dtype as safetensors writes it, shape and bytes of a converted weight."""
+        """Return the safetensors dtype, the shape and the bytes of a converted weight."""
         place, codes = self.files.places[name], self.files.four_bits.get(name)
         shape = codes.shape if codes else place.shape
         quantised = codes or name in self.fp8
         return ("BF16", shape, 2 * math.prod(shape)) if quantised else (place.dtype, shape, place.nbytes)
 
-    def numbers(self, name: str) -> Iterator[torch.Tensor]:
-        """Convert a weight: parts that follow one another. Raises OSError."""
+    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield consecutive chunks of a converted weight. Raises OSError."""
         place, codes = self.files.places[name], self.files.four_bits.get(name)
         if codes:
-            yield from self._of_four_bits(name, codes)
+            yield from self._four_bit_chunks(name, codes)
         elif name in self.fp8:
-            yield from self._of_fp8(name, place)
+            yield from self._fp8_chunks(name, place)
         else:
             size = math.prod(place.shape)
             for first in range(0, size, AT_ONCE):
                 yield self.opened.part(name, first, min(AT_ONCE, size - first))
 
-    def _of_four_bits(self, name: str, codes: FourBits) -> Iterator[torch.Tensor]:
+    def _four_bit_chunks(self, name: str, codes: FourBits) -> Iterator[torch.Tensor]:
         width, groups, rows = codes.columns // 2, codes.scales.shape[-1], math.prod(codes.rows)
-        step = codes.rows[-1] if codes.turned else max(1, AT_ONCE // codes.columns)
+        step = codes.rows[-1] if codes.transposed else max(1, AT_ONCE // codes.columns)
         for row in range(0, rows, step):
             count = min(step, rows - row)
             raw = self.opened.part(name, row * width, count * width).view(count, width)
             scales = self.opened.at(codes.scales, row * groups, count * groups).view(count, groups)
-            values = four_bits.dequantised(codes.code, raw, scales).bfloat16()
-            yield values.mT if codes.turned else values
+            values = four_bits.dequantize(codes.code, raw, scales).bfloat16()
+            yield values.mT if codes.transposed else values
 
-    def _of_fp8(self, name: str, place: TensorLocation) -> Iterator[torch.Tensor]:
+    def _fp8_chunks(self, name: str, place: TensorLocation) -> Iterator[torch.Tensor]:
         rows, columns = place.shape
         blocks = self.files.places[name + FP8_SCALE].shape[1]
         step = max(1, AT_ONCE // (FP8_BLOCK * columns)) * FP8_BLOCK
@@ -95,10 +95,10 @@ class Conversion:
             raw = self.opened.part(name, row * columns, count * columns).view(count, columns)
             first, last = row // FP8_BLOCK, -(-(row + count) // FP8_BLOCK)
             scales = self.opened.part(name + FP8_SCALE, first * blocks, (last - first) * blocks).view(-1, blocks)
-            yield dequantised(raw, scales, 0, 0).bfloat16()
+            yield dequantize(raw, scales, 0, 0).bfloat16()
 
     def write(self, names: list[str], path: Path) -> None:
-        """Write weights to a file, which is there when all of it is on disk. Raises OSError."""
+        """Write weights to a file, which appears only when it is complete and on disk. Raises OSError."""
         header, end = {}, 0
         for name in names:
             dtype, shape, size = self.entry(name)
@@ -110,32 +110,30 @@ class Conversion:
         with partial.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                for part in self.numbers(name):
-                    file.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
+                for chunk in self.chunks(name):
+                    file.write(chunk.contiguous().flatten().view(torch.uint8).numpy().data)
             os.fsync(file.fileno())
         durable.rename(partial, path)
 
 
 def convert(source: Path, out: Path) -> None:
-    """Write a model in bfloat16 to `out`, which must not exist.
+    """Convert a model and write it to `out`, which must not exist.
 
-    Raises:
-        OSError: a file cannot be read or written, or there is no room for what is missing.
-        ValueError: the model's files are damaged, or none of its weights is in a format that is read.
+    Raises OSError, and ValueError if the model's files are damaged or have no weight in a supported format.
     """
     files = TensorFiles.read(source)
     fp8 = files.fp8_names()
     if not files.four_bits and not fp8:
         raise ValueError(f"{source}: no weight is stored in INT4, MXFP4 or block-scale FP8")
     if stacks := [name for name in fp8 if len(files.places[name].shape) != 2]:
-        raise ValueError(f"{source}: {min(stacks)} is in FP8 and no matrix")
-    partial = _begun(source, out)
+        raise ValueError(f"{source}: {min(stacks)} is stored in FP8 but is no matrix")
+    partial = _partial_directory(source, out)
     with OpenFiles(files) as opened:
         conversion = Conversion(files, opened, fp8)
         names = conversion.names()
         missing = [file for file in names if not (partial / file).exists()]
-        _make_room(partial, sum(conversion.entry(name)[2] for file in missing for name in names[file]))
-        with ThreadPoolExecutor(threads_of_a_rank(), "converting") as threads:
+        _check_free_space(partial, sum(conversion.entry(name)[2] for file in missing for name in names[file]))
+        with ThreadPoolExecutor(io_threads(), "converting") as threads:
             written = [threads.submit(conversion.write, names[file], partial / file) for file in missing]
             try:
                 for number, done in enumerate(as_completed(written), len(names) - len(missing) + 1):
@@ -144,9 +142,9 @@ def convert(source: Path, out: Path) -> None:
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
-    index = {name: file for file, of_file in names.items() for name in of_file}
+    index = {name: file for file, names_in_file in names.items() for name in names_in_file}
     total_size = sum(conversion.entry(name)[2] for name in index)
-    huggingface.write_companions(source, partial, index, total_size, "bfloat16")
+    model_directory.write_companions(source, partial, index, total_size, "bfloat16")
     for code in source.glob(_CODE):
         shutil.copyfile(code, partial / code.name)
     (partial / _RECORD).unlink()
@@ -154,28 +152,28 @@ def convert(source: Path, out: Path) -> None:
     durable.rename(partial, out)
 
 
-def _begun(source: Path, out: Path) -> Path:
-    """The partial directory of this conversion, with the files that an earlier attempt has completed."""
+def _partial_directory(source: Path, out: Path) -> Path:
+    """Return the partial directory of this conversion, with the complete files of an earlier attempt."""
     partial = out.with_name(f".{out.name}.partial")
     sizes = {file.name: file.stat().st_size for file in sorted(source.glob("*.safetensors"))}
     record = json.dumps({"source": str(source), "sizes": sizes})
     if partial.exists() and (not (partial / _RECORD).exists() or (partial / _RECORD).read_text() != record):
         shutil.rmtree(partial)
     partial.mkdir(exist_ok=True)
-    for left in partial.glob(".*"):  # what a killed attempt was writing
-        left.unlink()
+    for incomplete in partial.glob(".*"):  # files that a killed attempt was writing
+        incomplete.unlink()
     durable.write(partial / _RECORD, record)
     return partial
 
 
-def _make_room(directory: Path, size: int) -> None:
+def _check_free_space(directory: Path, size: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < size:
-        raise OSError(f"{directory.parent}: {size / 1e9:.1f} GB are missing, and {free / 1e9:.1f} GB are free")
+        raise OSError(f"{directory.parent}: the conversion needs {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
 
 
 def main() -> int:
-    """The command line. Exit code 1 with one line on stderr if it fails."""
+    """Run the command line. A failure is exit code 1 with one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.weights.convert", description=__doc__)
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

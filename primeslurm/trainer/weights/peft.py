@@ -1,8 +1,8 @@
-"""Adapters in the format of Hugging Face's PEFT, which transformers and vLLM load.
+"""Write LoRA adapters in the format of Hugging Face's PEFT, which transformers and vLLM load.
 
-Tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. Experts are named one
-by one, or, in families whose checkpoints may stack them, stacked: gate and up have an adapter together, below
-`<experts>.base_layer`, and down has one below `<experts>`; A is [experts * rank, in], B [out, rank * experts].
+Tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. Experts have one
+adapter each. In families whose checkpoints may stack experts, adapters are stacked, too, with A [experts * rank, in]
+and B [out, rank * experts]: one of gate and up together at `<experts>.base_layer`, and one of down at `<experts>`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from primeslurm.base import files
 from primeslurm.nn.adapters import DOWN, GATE_UP, stacked_adapter
 from primeslurm.recipe.sections.trainer import Lora
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import lora as adapters
+from primeslurm.trainer.policy.policy_model import PolicyModel
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
 _STACKS = f"experts.{GATE_UP}", f"experts.{DOWN}"
@@ -27,7 +27,7 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the policy's adapters under PEFT's names, on CPU, on every rank. A collective."""
+    """Return the policy's adapters by PEFT name, on the CPU of every rank. A collective."""
     return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy)}
 
 
@@ -64,7 +64,7 @@ def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         if name + adapters.A not in state:
             continue
         if stacks and name.endswith(adapters.EXPERT_WEIGHTS):
-            yield from _of_stack(policy, state, name, stacks.experts.format(name.split(".")[1]))
+            yield from _stacked_adapter(policy, state, name, stacks.experts.format(name.split(".")[1]))
             continue
         a, b = _factors(policy, state, name)
         for hf_name, part in policy.adapter.to_hf({name: b}).items():
@@ -76,22 +76,22 @@ def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
                 yield _name(hf_name, "A"), part
 
 
-def _of_stack(
+def _stacked_adapter(
     policy: PolicyModel, state: dict[str, torch.Tensor], name: str, module: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The adapter that a weight of stacked experts is named under; that of up is in the one of gate."""
+    """Yield the stacked adapter of a weight of experts. The adapter of up is part of that of gate."""
     if name.endswith(_UP):
         return
     a, b = _factors(policy, state, name)
     if name.endswith(_GATE):
         module += ".base_layer"
-        a, b = _side_by_side((a, b), _factors(policy, state, name.removesuffix(_GATE) + _UP))
+        a, b = _combined((a, b), _factors(policy, state, name.removesuffix(_GATE) + _UP))
     yield _name(module, "A"), a.mT.flatten(0, 1)
     yield _name(module, "B"), b.permute(1, 2, 0).flatten(1)
 
 
-def _side_by_side(first: Factors, second: Factors) -> Factors:
-    """One adapter of twice the rank for two weights with the same input, whose outputs follow one another."""
+def _combined(first: Factors, second: Factors) -> Factors:
+    """Combine the adapters of two weights with the same input into one of twice the rank, with concatenated outputs."""
     rank = first[0].shape[-1]
     outputs = F.pad(first[1], (0, rank)), F.pad(second[1], (rank, 0))
     return torch.cat([first[0], second[0]], -1), torch.cat(outputs, -2)

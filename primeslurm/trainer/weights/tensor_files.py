@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory: where each weight is, and reading parts of it by their place."""
+"""The safetensors files of a model directory: location of each weight, and reads of byte ranges."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from primeslurm.base import files
 from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.four_bits import FourBits, unpacked
-from primeslurm.trainer.weights.headers import TensorLocation, read_header
+from primeslurm.trainer.weights.safetensors_header import TensorLocation, read_header
 from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
-_AT_ONCE = 8
-"""Headers that are read side by side: each is a wait for the file system, and hardly any work."""
+_PARALLEL_HEADERS = 8
+"""Number of headers that are read in parallel. Each mostly waits for the file system."""
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """What of an index is read."""
+    """The part of a model's index file that is used."""
 
     weight_map: dict[str, str]
     """Tensor name to file name."""
@@ -35,54 +35,44 @@ class _Index(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The tensors of a model directory, by name."""
+    """Locations of the weights of a model directory."""
 
     directory: Path
     places: dict[str, TensorLocation]
-    """Of a weight in four bits, where its codes are: bytes, under the name of the weight."""
+    """Locations by weight name. For a four-bit weight, the location of its codes as bytes."""
     four_bits: dict[str, FourBits] = field(default_factory=dict)
-    """What else there is of these weights."""
+    """Formats of the four-bit weights."""
 
     @classmethod
     def read(cls, directory: Path) -> TensorFiles:
-        """Read the header of each file once: of those that the index names, of all where there is none.
-
-        Raises:
-            OSError: a file is missing or cannot be read.
-            ValueError: a file is no safetensors file, or is cut short.
-        """
+        """Read the headers of the files in the index, or of all files if there is no index. Raises as `read_header`."""
         names = _file_names(directory)
-        with ThreadPoolExecutor(_AT_ONCE, "headers") as threads:
+        with ThreadPoolExecutor(_PARALLEL_HEADERS, "headers") as threads:
             headers = list(threads.map(lambda name: read_header(directory / name), names))
         return cls(directory, *unpacked({name: place for header in headers for name, place in header.items()}))
 
     @classmethod
     def shared(cls, directory: Path, world: World) -> TensorFiles:
-        """The same on every rank, read by the first. A collective.
-
-        Raises:
-            OSError: on every rank, as for `read`.
-            ValueError: likewise.
-        """
-        found: TensorFiles | Exception | None = None
+        """Read the headers on rank 0, and return them on every rank. A collective. Every rank raises as `read`."""
+        result: TensorFiles | Exception | None = None
         if world.is_main:
             try:
-                found = cls.read(directory)
+                result = cls.read(directory)
             except (OSError, ValueError) as error:
-                found = error
-        found = world.share(found)
-        if isinstance(found, Exception):
-            raise found
-        assert found is not None
-        return found
+                result = error
+        result = world.share(result)
+        if isinstance(result, Exception):
+            raise result
+        assert result is not None
+        return result
 
     def fp8_names(self) -> frozenset[str]:
-        """The names of the weights that are stored in FP8 with scales."""
+        """Return the names of the weights that are stored in FP8 with scales."""
         return frozenset(name for name in self.places if name + FP8_SCALE in self.places)
 
 
 class OpenFiles:
-    """Reads parts of tensors, from several threads if need be; each file is opened once, when it is first read."""
+    """Thread-safe reads of byte ranges of tensors. Each file is opened at its first read."""
 
     def __init__(self, files: TensorFiles) -> None:
         self._files = files
@@ -90,40 +80,28 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def __enter__(self) -> OpenFiles:
-        """Return it: it closes at the end of the body."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close what was opened."""
         for file in self._open.values():
             os.close(file)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor as it is stored. Raises OSError."""
+        """Read a whole tensor in its stored dtype. Raises OSError."""
         shape = self._files.places[name].shape
         return self.part(name, 0, math.prod(shape)).view(shape)
 
     def part(self, name: str, first: int, count: int, space: NDArray[np.uint8] | None = None) -> torch.Tensor:
-        """Read elements of a tensor that follow one another.
+        """Read `count` elements of a tensor from flat index `first`, in the stored dtype. Raises OSError.
 
-        Args:
-            name: of the tensor.
-            first: number of the first element, in C order.
-            count: how many.
-            space: where they are put, if they fit; the next that is put there replaces them.
-
-        Returns:
-            [count], in the dtype that they are stored in.
-
-        Raises:
-            OSError: the file cannot be read, or ends too early.
+        The result is in `space` if that is large enough.
         """
         return self.at(self._files.places[name], first, count, space)
 
     def at(self, place: TensorLocation, first: int, count: int, space: NDArray[np.uint8] | None = None) -> torch.Tensor:
-        """As `part`, of what is in a place. Raises OSError."""
+        """Read consecutive elements at a location, as `part` does."""
         if not count:
-            return torch.empty(0, dtype=place.torch_dtype)  # numpy's empty arrays have strides that torch refuses
+            return torch.empty(0, dtype=place.torch_dtype)  # torch rejects the strides of numpy's empty arrays
         width = place.torch_dtype.itemsize
         data = np.empty(count * width, np.uint8) if space is None or len(space) < count * width else space
         data = data[: count * width]
@@ -136,10 +114,10 @@ class OpenFiles:
             while left:
                 done = os.preadv(self._descriptor(file), [left], offset)
                 if not done:
-                    raise OSError(f"{self._files.directory / file}: ends {len(left)} bytes too early")
+                    raise OSError(f"{self._files.directory / file}: truncated by {len(left)} bytes")
                 offset, left = offset + done, left[done:]
         except OSError as error:
-            if files.is_transient(error):  # the descriptor of a stale file stays stale
+            if files.is_transient(error):  # the descriptor of a stale NFS file stays stale, so open it again
                 with self._lock:
                     self._open.pop(file, None)
             raise

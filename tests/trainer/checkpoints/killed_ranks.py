@@ -1,12 +1,11 @@
-"""Ranks that save, prune and resume, and are killed: a program of its own, which has torch once and forks the ranks.
+"""Ranks that save, prune and resume, and are killed at random points. The program forks the ranks.
 
     python -m tests.trainer.checkpoints.killed_ranks DIRECTORY SEED ROUNDS
 
-In each round three ranks resume and go on. One dies at some byte of what it writes or reads, or at some file that it
-opens, renames or deletes; the others are then killed, too, as the end of an attempt does. What is committed by then
-must be sound, of the values of its step, and no older than what a rank was told of; and the next round must resume
-from the newest. What the victim was doing is counted. In every other pair of rounds ranks have copies on their nodes,
-which are replaced or torn between two rounds.
+In each round three ranks resume and continue. One of them kills itself at a random byte or file, and the others are
+killed then. Committed checkpoints must be undamaged, have the values of their step, and include all reported commits.
+The next round must resume from the newest one. In every other pair of rounds ranks have local copies, which are lost or
+truncated between rounds.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints import checkpoint, local_copies, shards
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from primeslurm.wire.stored import checkpoints
 
@@ -43,7 +42,7 @@ ROWS, WIDTH = 3 * 1024, 64
 
 
 class Weights(torch.nn.Module):
-    """One matrix that all ranks share, of the number of its step everywhere."""
+    """A sharded matrix whose elements all equal the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +50,6 @@ class Weights(torch.nn.Module):
         self.matrix = torch.nn.Parameter(distribute_tensor(torch.zeros(ROWS, WIDTH), mesh, [Shard(0)]))
 
     def values(self) -> set[float]:
-        """What is in this rank's part."""
         return set(self.matrix.detach().to_local().unique().tolist())  # type: ignore[attr-defined]
 
 
@@ -59,17 +57,17 @@ WORK = {
     "prune": "pruning",
     "commit": "committing",
     "_load": "reading",
-    "_fill": "reading",
+    "_read_checked": "reading",
     "_move": "copying from node to node",
-    "_newest_whole": "looking for the newest",
+    "_newest_undamaged": "looking for the newest",
     "_write": "writing",
     "_begin": "beginning",
 }
-"""What functions do, the innermost first that says it."""
+"""Activity by function name. The innermost function on the stack counts."""
 
 
 def die(told: int) -> None:
-    """Be killed, and tell before what this thread does."""
+    """Report what this thread does, and kill this process."""
     frame, names = sys._getframe(), []
     while frame is not None:
         names.append(frame.f_code.co_name)
@@ -80,27 +78,27 @@ def die(told: int) -> None:
 
 
 def die_at_byte(fatal: int, told: int) -> None:
-    """Be killed when so many bytes have been written and read."""
+    """Kill this process when it has written and read `fatal` bytes."""
     seen = [0]
 
-    class Counted(shards.Moved):
+    class Counted(shards.ByteCounter):
         def __setattr__(self, name: str, value: int) -> None:
             seen[0] += value - getattr(self, "bytes", 0)
             if seen[0] >= fatal:
                 die(told)
             super().__setattr__(name, value)
 
-    checkpoint.Moved = local_copies.Moved = Counted  # type: ignore[misc]
+    checkpoint.ByteCounter = local_copies.ByteCounter = Counted  # type: ignore[misc]
 
 
 def die_at_file(fatal: int, root: Path, told: int) -> None:
-    """Be killed just before the so manieth time that a file of the checkpoints is opened, renamed or deleted."""
+    """Kill this process before it opens, renames or deletes the `fatal`-th checkpoint file."""
     left = [fatal]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.remove", "os.rmdir", "os.rename", "os.mkdir"):
             return
-        # Who deletes a tree names what is in it relative to a directory that is open.
+        # Deleting a tree names its entries relative to an open directory.
         relative = event in ("os.remove", "os.rmdir") and arguments[1] >= 0
         if str(root) in str(Path(f"/proc/self/fd/{arguments[1]}").readlink() if relative else arguments[0]):
             left[0] -= 1
@@ -111,7 +109,7 @@ def die_at_file(fatal: int, root: Path, told: int) -> None:
 
 
 def join(rank: int, store: Path, run: Path, config: Checkpoint) -> tuple[Weights, Any, Checkpoints, PhaseTimer]:
-    """Make a rank with a model, what learns it, and what saves it."""
+    """Return a rank's model, training state, checkpoints and timer."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=600))
     interrupt: Any = None
@@ -119,29 +117,29 @@ def join(rank: int, store: Path, run: Path, config: Checkpoint) -> tuple[Weights
     model = Weights()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    learner: Any = SimpleNamespace(policy=SimpleNamespace(model=model), optimizer=optimizer, scheduler=scheduler)
+    train_step: Any = SimpleNamespace(policy=SimpleNamespace(model=model), optimizer=optimizer, scheduler=scheduler)
     saver = Checkpoints(run, os.getppid(), config, world, None)
-    return model, learner, saver, PhaseTimer(Journal(store.parent, f"rank-{rank}"), record=False)
+    return model, train_step, saver, PhaseTimer(Journal(store.parent, f"rank-{rank}"), record=False)
 
 
 def rank_main(rank: int, store: Path, run: Path, newest: int, told: int, config: Checkpoint) -> None:
-    """Resume from the newest, and make some steps with a checkpoint each; rank 0 says which are committed."""
-    model, learner, saver, timer = join(rank, store, run, config)
-    step = saver.restore(learner)
+    """Resume, and save a checkpoint after each of some steps. Rank 0 reports the commits."""
+    model, train_step, saver, timer = join(rank, store, run, config)
+    step = saver.restore(train_step)
     assert step == newest and model.values() == {float(step)}, f"resumed at {step}, committed {newest}"
     for _ in range(STEPS):
         step += 1
         with torch.no_grad():
             model.matrix.fill_(step)
-        saver.after(step, learner, timer)
+        saver.after(step, train_step, timer)
         if rank == 0:
             os.write(told, f"{step - 1 if config.asynchronous else step}\n".encode())
-    saver.finish(step, learner, timer)
+    saver.finish(step, train_step, timer)
     os.write(told, f"{step}\n".encode())
 
 
 def lose_copies(nodes: Path, choose: random.Random) -> None:
-    """Replace a node by one that has no copies, or tear a copy, or neither."""
+    """Delete a node's copies, or truncate a copy, or do nothing."""
     what = choose.choice(("node", "file", "nothing"))
     copies = sorted(nodes.glob("*/rank-*/step_*/*"))
     if what == "node":
@@ -152,11 +150,7 @@ def lose_copies(nodes: Path, choose: random.Random) -> None:
 
 
 def attempt(number: int, run: Path, newest: int, choose: random.Random) -> tuple[int, str]:
-    """One attempt from the newest commit, with its kill.
-
-    Returns:
-        The newest step that is told to be committed, and what the victim did when it was killed.
-    """
+    """Run one attempt with its kill. Return the newest reported commit, and what the victim did."""
     directory = run.parent / f"attempt-{number}"
     directory.mkdir()
     reading, told = os.pipe()
@@ -202,7 +196,7 @@ def attempt(number: int, run: Path, newest: int, choose: random.Random) -> tuple
 
 
 def check(run: Path, told: int, before: int) -> int:
-    """Look at what is committed. Returns the newest step."""
+    """Check the committed checkpoints. Return the newest step."""
     committed = checkpoints.committed(run)
     newest = committed[-1] if committed else 0
     assert newest >= max(told, before), f"a commit is lost: {committed}, told {told}, before {before}"
@@ -211,17 +205,16 @@ def check(run: Path, told: int, before: int) -> int:
         directory = checkpoints.step_dir(run, step)
         assert checkpoints.damage(directory) == []
         found = {"model": {"matrix": torch.full((ROWS, WIDTH), -1.0)}}
-        reader = shards.ShardReader(directory / "trainer", shards.Moved(), 1)
+        reader = shards.ShardReader(directory / "trainer", shards.ByteCounter(), 1)
         dcp.load(found, storage_reader=reader, no_dist=True)
         assert found["model"]["matrix"].unique().tolist() == [float(step)], f"step {step} has other values"
     return newest
 
 
 def main() -> None:
-    """So many rounds, one after the other in one run directory."""
     root, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    shards.PIECE = 1 << 12
+    shards.CHUNK_BYTES = 1 << 12
     shards.FILE_BYTES = 1 << 17
     choose, newest, began, kills = random.Random(seed), 0, time.monotonic(), Counter[str]()
     (run := root / "run").mkdir()

@@ -1,9 +1,9 @@
-"""Ranks that start again with copies of their checkpoint on their nodes: a program of its own, which forks the ranks.
+"""Restarted ranks with local copies of their checkpoint. The program forks the ranks.
 
     python -m tests.trainer.checkpoints.restarted_ranks DIRECTORY
 
-Each of three ranks is a node. In each round all resume, save two more steps, and are killed. Between two rounds nodes
-are replaced and copies torn. Printed is what share of its bytes each rank has read from copies on its node.
+Each of three ranks is a node. In each round all ranks resume, save two steps, and are killed. Between rounds, nodes are
+replaced and copies truncated. Prints the fraction of bytes that each rank read from copies.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from tests.trainer.checkpoints.killed_ranks import RANKS, join
 
 
 def rank_main(rank: int, root: Path, number: int, told: int) -> None:
-    """Resume, save two steps, tell, and wait to be killed."""
+    """Resume, save two steps, report, and wait to be killed."""
     readers: list[shards.ShardReader] = []
-    moved = shards.Moved()
+    moved = shards.ByteCounter()
 
     class Kept(shards.ShardReader):
-        def __init__(self, directory: Path, _: shards.Moved, threads: int, copies: dict[str, Path]) -> None:
+        def __init__(self, directory: Path, _: shards.ByteCounter, threads: int, copies: dict[str, Path]) -> None:
             super().__init__(directory, moved, threads, copies)
             readers.append(self)
 
     checkpoint.ShardReader = Kept  # type: ignore[misc]
     os.environ[LOCAL_CHECKPOINTS] = str(root / "nodes" / str(rank))
     config = Checkpoint(interval=1, asynchronous=bool(number % 2), local=str(root))
-    model, learner, saver, timer = join(rank, root / f"store-{number}", root / "run", config)
-    resumed = saver.restore(learner)
+    model, train_step, saver, timer = join(rank, root / f"store-{number}", root / "run", config)
+    resumed = saver.restore(train_step)
     assert resumed == 2 * number and model.values() == {float(resumed)}, f"resumed at {resumed}: {model.values()}"
     for step in (resumed + 1, resumed + 2):
         with torch.no_grad():
             model.matrix.fill_(step)
-        saver.after(step, learner, timer)
-    saver._conclude(timer)
+        saver.after(step, train_step, timer)
+    saver._commit_pending(timer)
     assert saver._copies is not None
-    saver._copies.settle()
-    near = sum(reader.bytes_of_copies for reader in readers)
+    saver._copies.wait()
+    near = sum(reader.bytes_from_copies for reader in readers)
     os.write(told, f"{rank} {near / moved.bytes if moved.bytes else 0.0}\n".encode())
     signal.pause()
 
 
 def run_round(root: Path, number: int) -> list[float]:
-    """Run the ranks until all have saved, and kill them. Returns what share each has read from copies."""
+    """Run the ranks until all have saved, and kill them. Return the fraction that each read from copies."""
     reading, told = os.pipe()
     children = []
     for rank in range(RANKS):
@@ -76,12 +76,10 @@ def run_round(root: Path, number: int) -> list[float]:
 
 
 def copy_of(root: Path, rank: int, step: int, keeper: int) -> Path:
-    """Where a node keeps the file that a rank has written."""
     return root / "nodes" / str(keeper) / f"rank-{keeper}" / f"step_{step:06d}" / f"__{rank}_0.distcp"
 
 
 def main() -> None:
-    """All rounds, one after the other."""
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
     (root / "run").mkdir()

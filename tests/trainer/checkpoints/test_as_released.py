@@ -1,4 +1,4 @@
-"""Checkpoints as they are released: in block-scale FP8, with layers that predict further ahead, under other names."""
+"""Released checkpoints: block-scale FP8, multi-token-prediction layers, and other names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.models import model_types
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantize
 from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints import export as checkpoint_export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, export, published
 from primeslurm.wire.stored import checkpoints
@@ -29,12 +29,11 @@ from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 from tests.trainer.families import CASES, Case, write
 
 RELEASED = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2")
-"""Families whose publishers release them in FP8."""
+"""Families that are released in FP8."""
 BY_NAME = {case.name: case for case in CASES}
 
 
 def exported(policy: PolicyModel) -> dict[str, torch.Tensor]:
-    """All tensors of a policy."""
     return {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
 
 
@@ -43,7 +42,7 @@ def loads_in_fp8(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if loads_in_fp8(c) and "-" not in c.name], ids=lambda c: c.name)
-def test_fp8_blocks_are_dequantised(case: Case, world: World, tmp_path: Path) -> None:
+def test_fp8_blocks_are_dequantized(case: Case, world: World, tmp_path: Path) -> None:
     # More rows than a block has, and not a multiple of them.
     wider = Case(case.name, lambda: _wider(case.config()))
     meant = to_fp8(write(wider, tmp_path))
@@ -61,7 +60,7 @@ def _wider(config: Any) -> Any:
     return config
 
 
-def test_stacked_experts_load_and_leave_one_by_one(world: World, tmp_path: Path) -> None:
+def test_stacked_experts_are_loaded_and_exported_separately(world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["qwen3_5_moe"], tmp_path)
     before = stack_experts(source)
     assert len(tensors(source)) < len(before)
@@ -71,7 +70,7 @@ def test_stacked_experts_load_and_leave_one_by_one(world: World, tmp_path: Path)
         assert torch.equal(found[name], tensor), name
 
 
-def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path: Path) -> None:
+def test_policy_from_fp8_is_published_in_compute_dtype(world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["qwen3"], tmp_path / "source")
     meant = to_fp8(source)
     path = Publisher(build(make_recipe(source), world), tmp_path, Encoding(torch.float32), 1, world).publish(1)
@@ -80,7 +79,7 @@ def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in RELEASED], ids=lambda c: c.name)
-def test_a_policy_from_fp8_goes_to_engines_as_it_came_to_them(case: Case, world: World, tmp_path: Path) -> None:
+def test_unchanged_policy_is_published_as_its_fp8_checkpoint(case: Case, world: World, tmp_path: Path) -> None:
     source = write(Case(case.name, lambda: _wider(case.config())), tmp_path / "source")
     to_fp8(source)
     policy = build(make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}), world)
@@ -95,7 +94,7 @@ def test_a_policy_from_fp8_goes_to_engines_as_it_came_to_them(case: Case, world:
 
 
 def _unquantised(released: dict[str, torch.Tensor]) -> set[str]:
-    """What is published in the compute dtype: neither FP8, nor scales, nor a router's bias."""
+    """Names published in the compute dtype: neither FP8, nor scales, nor a router's bias."""
     return {
         name
         for name, tensor in released.items()
@@ -103,17 +102,17 @@ def _unquantised(released: dict[str, torch.Tensor]) -> set[str]:
     }
 
 
-def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tmp_path: Path) -> None:
+def test_exported_checkpoint_matches_published_fp8_policy(world: World, tmp_path: Path) -> None:
     source = write(Case("wide", lambda: _wider(BY_NAME["qwen3_moe"].config())), tmp_path / "source")
     to_fp8(source)
     run, out = tmp_path / "run", tmp_path / "out"
     recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     timer = make_timer(run)
-    learner.train(make_batch(1), timer)
+    train_step.train(make_batch(1), timer)
     path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
-    Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, learner, timer)
+    Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, train_step, timer)
     checkpoint_export.export(recipe, checkpoints.step_dir(run, 1), out)
     found, expected = tensors(out), tensors(path)
     assert set(found) == set(expected) == set(tensors(source))
@@ -128,7 +127,7 @@ def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tm
 def test_trainer_and_engines_multiply_by_the_same_numbers(
     family: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, values are those of the checkpoint, and scales are as near as bfloat16 is."""
+    """Before the first step, values equal the checkpoint's, and scales are within bfloat16 rounding."""
     source = write(Case("wide", lambda: _wider(BY_NAME[family].config())), tmp_path / "source")
     to_fp8(source)
     model = {"path": str(source), "dtype": "bfloat16"}
@@ -136,21 +135,21 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
         source, model=model, trainer={"fp8": True, "optimizer": {"lr": 1e-3}}, checkpoint={"interval": 1}
     )
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     publisher = Publisher(policy, tmp_path, published(recipe, policy.stored_fp8), 2, world)
 
     def of_engines(version: int) -> dict[str, torch.Tensor]:
         return tensors(publisher.publish(version))
 
     def of_trainer() -> set[bytes]:
-        """Values and scales of every weight that is multiplied in FP8."""
+        """Return values and scales of every weight that is multiplied in FP8."""
         seen: set[bytes] = set()
         for name in ("linear_product", "grouped_product"):
             multiply = getattr(fp8, name)
 
             def noting(rows: torch.Tensor, weight: torch.Tensor, *more: Any, multiply: Any = multiply) -> torch.Tensor:
                 for matrix in weight.detach().reshape(-1, *weight.shape[-2:]):
-                    quantised = quantise(matrix, BLOCKS)
+                    quantised = quantize(matrix, BLOCKS)
                     seen.add(_bytes(quantised.data, quantised.scales))
                 return multiply(rows, weight, *more)
 
@@ -167,14 +166,14 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
             torch.testing.assert_close(first[name], tensor, rtol=2**-8, atol=0, msg=name)
         elif tensor.dtype == torch.float8_e4m3fn:
             assert torch.equal(first[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    learner.train(make_batch(1), make_timer(tmp_path))
+    train_step.train(make_batch(1), make_timer(tmp_path))
     second = of_engines(2)
     stored = {name for name in second if name + "_scale_inv" in second}
     assert {_bytes(second[name], second[name + "_scale_inv"]) for name in stored} == of_trainer()
     assert any(not torch.equal(second[name].view(torch.uint8), first[name].view(torch.uint8)) for name in stored)
 
     timer = make_timer(tmp_path)
-    Checkpoints(tmp_path, 1, recipe.checkpoint, world, None).after(1, learner, timer)
+    Checkpoints(tmp_path, 1, recipe.checkpoint, world, None).after(1, train_step, timer)
     checkpoint_export.export(recipe, checkpoints.step_dir(tmp_path, 1), tmp_path / "out")
     exported_again = tensors(tmp_path / "out")
     for name in stored:
@@ -187,14 +186,14 @@ def _bytes(*tensors: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("change", [{"weight_block_size": None}, {"quant_method": "mxfp4"}, {"fmt": "e5m2"}])
-def test_other_quantisations_are_refused(change: dict[str, Any], world: World, tmp_path: Path) -> None:
+def test_other_quantizations_are_rejected(change: dict[str, Any], world: World, tmp_path: Path) -> None:
     path = write(BY_NAME["qwen3"], tmp_path)
     change_config(path, quantization_config=FP8 | change)
     with pytest.raises(ValueError, match="convert them to bfloat16 first"):
         build(make_recipe(path), world)
 
 
-def test_layers_that_predict_further_ahead_are_left_out(world: World, tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(world: World, tmp_path: Path) -> None:
     path = write(BY_NAME["glm_moe_dsa"], tmp_path)
     tensors = load_file(path / "model.safetensors")
     beyond = {f"model.layers.{number}.eh_proj.weight": torch.zeros(2, 2) for number in (4, 5)}
@@ -207,7 +206,7 @@ def test_layers_that_predict_further_ahead_are_left_out(world: World, tmp_path: 
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
-def test_modules_that_draft_are_left_out(family: str, world: World, tmp_path: Path) -> None:
+def test_draft_modules_are_ignored(family: str, world: World, tmp_path: Path) -> None:
     path = write(BY_NAME[family], tmp_path)
     tensors = load_file(path / "model.safetensors")
     draft = {"mtp.layers.0.eh_proj.weight": torch.zeros(2, 2)}
@@ -226,7 +225,7 @@ def test_kimi_k2_is_deepseek_v3(trainer: dict[str, Any], world: World, tmp_path:
 
 
 def same_model(one: PolicyModel, other: PolicyModel) -> None:
-    """Layers of the same kinds, the same trained parameters and the same logits."""
+    """Assert equal layer types, trained parameters and logits."""
     for mine, theirs in zip(one.model.named_modules(), other.model.named_modules(), strict=True):
         assert (mine[0], type(mine[1])) == (theirs[0], type(theirs[1]))
     for name, parameter in other.model.named_parameters():
@@ -237,7 +236,7 @@ def same_model(one: PolicyModel, other: PolicyModel) -> None:
         assert torch.equal(one.logits(tokens, positions)[0], other.logits(tokens, positions)[0])
 
 
-def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
+def test_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
     plain = write(BY_NAME["deepseek_v3"], tmp_path / "plain")
     stored = load_file(plain / "model.safetensors")
     kimi = tmp_path / "kimi"
@@ -258,7 +257,7 @@ def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("family", "impl"), [("deepseek_v3", "custom"), ("glm4_moe", "hf")])
-def test_the_selection_bias_is_published_exactly(family: str, impl: str, world: World, tmp_path: Path) -> None:
+def test_router_bias_is_published_exactly(family: str, impl: str, world: World, tmp_path: Path) -> None:
     path = write(BY_NAME[family], tmp_path)
     policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16", "impl": impl}), world)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -1,4 +1,4 @@
-"""Copies of the newest checkpoint on the nodes: whoever starts again reads them, if they are what was written."""
+"""Local copies of the newest checkpoint: restarted ranks read them if their digests match."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from primeslurm.trainer.checkpoints.local_files import CopyFile
 
-from primeslurm.trainer.checkpoints.local_copies import Transfer, keepers_of, missing
-
-
-def test_the_next_node_keeps_copies() -> None:
-    assert keepers_of(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
-    assert keepers_of(["a", "b", "b"]) == [1, 0, 0], "nodes of unlike size"
-    assert keepers_of(["a", "a"]) == [None, None], "there is no other"
+from primeslurm.trainer.checkpoints.local_copies import Transfer, missing, replica_ranks
+from primeslurm.trainer.checkpoints.shards import CopyFile
 
 
-def test_what_a_node_has_lost_comes_from_its_keeper() -> None:
+def test_next_node_keeps_copies() -> None:
+    assert replica_ranks(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
+    assert replica_ranks(["a", "b", "b"]) == [1, 0, 0], "nodes of unlike size"
+    assert replica_ranks(["a", "a"]) == [None, None], "there is no other"
+
+
+def test_lost_copies_come_from_the_replica() -> None:
     nodes, shards = ["a", "a", "b", "b"], {"__0_0.distcp": 7, "__1_0.distcp": 8, "__2_0.distcp": 9, "__9_0.distcp": 1}
     kept = [{"__2_0.distcp": 9}, {}, {"__2_0.distcp": 9, "__0_0.distcp": 7}, {"__1_0.distcp": 5}]
     assert missing(nodes, kept, shards) == [Transfer(2, 0, "__0_0.distcp", 7)], "rank 1's is not whole, 9 is gone"
@@ -29,7 +29,7 @@ def test_what_a_node_has_lost_comes_from_its_keeper() -> None:
     assert missing(nodes, [{}, {}, {}, {}], shards) == []
 
 
-def test_a_copy_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
+def test_failed_copy_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with CopyFile(tmp_path / "file" / "copy") as copy:
         copy.write(b"data")
@@ -49,8 +49,8 @@ def test_a_copy_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_ranks_that_start_again_read_copies_that_are_right(tmp_path: Path) -> None:
-    """Three ranks on nodes of their own: same nodes, a replaced node, a torn copy, two replaced nodes."""
+def test_restarted_ranks_read_valid_copies(tmp_path: Path) -> None:
+    """Three ranks on three nodes: same nodes, a replaced node, a truncated copy, two replaced nodes."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.restarted_ranks", str(tmp_path)]
     root = Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
@@ -58,7 +58,7 @@ def test_ranks_that_start_again_read_copies_that_are_right(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["first"] == [0, 0, 0], "there is no checkpoint"
-    # What all have alike (no tensors here) is in one rank's file. Each rank's own tensor is nearly all that it reads.
+    # Replicated state is in one rank's file. Each rank's own tensor is nearly everything that it reads.
     near = {name: [share > 0.9 for share in shares] for name, shares in found.items()}
     assert near["same nodes"] == [True, True, True], found
     assert near["node 1 is another"] == [True, True, True], "rank 1's comes from node 2"

@@ -1,4 +1,4 @@
-"""Checkpoints whose digests are made while they are written: damage, kills, and what release 0.1.0 has left."""
+"""Digests of checkpoint shards: damage, storage faults, and kills at any moment."""
 
 from __future__ import annotations
 
@@ -15,42 +15,39 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from primeslurm.base import durable
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints import checkpoint, shards
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
 from tests.support.faulty_storage import FaultyStorage, once
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
-def trained(model: Path, directory: Path, world: World, steps: int, attempt: int = 1) -> tuple[Learner, Checkpoints]:
-    """A learner that has made so many steps, each with a checkpoint."""
+def trained(model: Path, directory: Path, world: World, steps: int, attempt: int = 1) -> tuple[TrainStep, Checkpoints]:
+    """Train `steps` steps, each with a checkpoint."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 1, "keep": 3})
-    learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
     saver, timer = Checkpoints(directory, attempt, recipe.checkpoint, world, None), make_timer(directory)
     for step in range(1, steps + 1):
-        learner.train(make_batch(step), timer)
-        saver.after(step, learner, timer)
-    return learner, saver
+        train_step.train(make_batch(step), timer)
+        saver.after(step, train_step, timer)
+    return train_step, saver
 
 
-def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    """Copies of all parameters."""
-    return {name: tensor.detach().clone() for name, tensor in learner.policy.model.named_parameters()}
+def weights(train_step: TrainStep) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in train_step.policy.model.named_parameters()}
 
 
 def flip(path: Path) -> None:
-    """Change one byte in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_in_a_shard_is_found_while_it_is_read(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_flipped_bit_in_a_shard_is_detected_during_the_read(moe_model: Path, world: World, tmp_path: Path) -> None:
     first, _ = trained(moe_model, tmp_path, world, 1)
     at_one = weights(first)
     trained(moe_model, tmp_path, world, 2)
@@ -60,22 +57,22 @@ def test_a_flipped_bit_in_a_shard_is_found_while_it_is_read(moe_model: Path, wor
     flip(shard)
     assert checkpoints.damage_at_sight(directory) == [], "nobody has read it"
     assert checkpoints.damage(directory) == [f"{shard}: differs from its record"]
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
-    assert saver.restore(learner) == 1
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    assert saver.restore(train_step) == 1
     assert (tmp_path / "checkpoints" / "step_000002.damaged-2").is_dir()
     assert [(each.step, each.reason) for each in saver.damaged] == [(2, f"{shard}: differs from its record")]
-    assert all(torch.equal(tensor, at_one[name]) for name, tensor in weights(learner).items())
+    assert all(torch.equal(tensor, at_one[name]) for name, tensor in weights(train_step).items())
 
     (shard,) = (checkpoints.step_dir(tmp_path, 1) / "trainer").glob("*.distcp")
     flip(shard)
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=3)
-    with pytest.raises(RankError, match="a part is loaded: start anew"):
-        saver.restore(learner)
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=4)
-    assert saver.restore(learner) == 0, "the next attempt is at the beginning"
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=3)
+    with pytest.raises(RankError, match="loaded in part"):
+        saver.restore(train_step)
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=4)
+    assert saver.restore(train_step) == 0, "the next attempt is at the beginning"
 
 
-def test_what_cannot_be_read_is_not_damaged(
+def test_unreadable_checkpoint_is_not_damaged(
     moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(moe_model, tmp_path, world, 1)
@@ -84,99 +81,78 @@ def test_what_cannot_be_read_is_not_damaged(
         raise OSError("stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "_fill", fail)
-        learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+        patch.setattr(shards, "_read_checked", fail)
+        train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
         with pytest.raises(RankError, match="stale file handle"):
-            saver.restore(learner)
+            saver.restore(train_step)
     assert checkpoints.committed(tmp_path) == [1]
-    assert saver.restore(learner) == 1
+    assert saver.restore(train_step) == 1
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-def test_every_call_of_saving_and_restoring_may_fail_once(
-    number: int, moe_model: Path, world: World, tmp_path: Path
-) -> None:
-    """Flushes, too: a file whose flush has failed is written again."""
+def test_every_storage_call_may_fail_once(number: int, moe_model: Path, world: World, tmp_path: Path) -> None:
+    """Includes fsync: a file whose fsync failed is rewritten."""
     with FaultyStorage(tmp_path, once(number)).installed():
-        learner, _ = trained(moe_model, tmp_path, world, 2)
+        train_step, _ = trained(moe_model, tmp_path, world, 2)
     assert checkpoints.committed(tmp_path) == [1, 2]
     assert checkpoints.damage(checkpoints.step_dir(tmp_path, 2)) == []
-    before = weights(learner)
+    before = weights(train_step)
     with FaultyStorage(tmp_path, once(number)).installed():
-        learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
-        assert saver.restore(learner) == 2 and saver.damaged == []
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+        train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+        assert saver.restore(train_step) == 2 and saver.damaged == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(train_step).items())
 
 
 @pytest.mark.parametrize("name", ["step_000002", "trainer", ".metadata", "__0_0.distcp", "COMMITTED"])
-def test_a_checkpoint_that_is_not_seen_ends_the_attempt_and_the_next_one_resumes_from_it(
+def test_invisible_checkpoint_ends_the_attempt_and_the_next_resumes_from_it(
     name: str, moe_model: Path, world: World, tmp_path: Path
 ) -> None:
     trained(moe_model, tmp_path, world, 2)
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
     with (
         FaultyStorage(tmp_path, hidden={name}).installed(),
         pytest.raises(RankError, match="not visible from this node"),
     ):
-        saver.restore(learner)
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=3)
-    assert saver.restore(learner) == 2
+        saver.restore(train_step)
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=3)
+    assert saver.restore(train_step) == 2
 
 
-def test_a_shard_that_is_read_wrongly_once_is_read_again(
+def test_stale_shard_is_read_again(
     moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(moe_model, tmp_path, world, 2)
-    real, failures = shards._fill, [1]
+    real, failures = shards._read_checked, [1]
 
     def stale(path: Path, *arguments: Any) -> None:
         if failures and failures.pop():
             raise shards.DamagedShardError(str(path))
         real(path, *arguments)
 
-    monkeypatch.setattr(shards, "_fill", stale)
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
-    assert saver.restore(learner) == 2 and saver.damaged == []
+    monkeypatch.setattr(shards, "_read_checked", stale)
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    assert saver.restore(train_step) == 2 and saver.damaged == []
 
 
-def test_a_resume_reads_each_byte_once(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_restore_reads_each_byte_once(moe_model: Path, world: World, tmp_path: Path) -> None:
     trained(moe_model, tmp_path, world, 1)
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
-    seen: list[shards.Moved] = []
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    seen: list[shards.ByteCounter] = []
 
-    class Counted(shards.Moved):
+    class Counted(shards.ByteCounter):
         def __init__(self) -> None:
             super().__init__()
             seen.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "Moved", Counted)
-        assert saver.restore(learner) == 1
+        patch.setattr(checkpoint, "ByteCounter", Counted)
+        assert saver.restore(train_step) == 1
     files = (checkpoints.step_dir(tmp_path, 1) / "trainer").glob("*.distcp")
     assert [moved.bytes for moved in seen] == [sum(path.stat().st_size for path in files)]
 
 
-@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
-def test_a_checkpoint_as_release_0_1_0_wrote_it(damaged: bool, moe_model: Path, world: World, tmp_path: Path) -> None:
-    learner, saver = trained(moe_model, tmp_path, world, 1)
-    before = weights(learner)
-    directory = checkpoints.step_dir(tmp_path, 1)
-    durable.remove(directory / checkpoints.COMMITTED)
-    state = {name: part.state_dict() for name, part in checkpoint._state(learner).items()}
-    for path in (directory / "trainer").iterdir():
-        path.unlink()
-    dcp.save(state, checkpoint_id=directory / "trainer", process_group=world.control)
-    checkpoints.commit(directory, 1, 1)  # digests of what it reads
-    if damaged:
-        flip(next((directory / "trainer").glob("*.distcp")))
-    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
-    assert saver.restore(learner) == (0 if damaged else 1)
-    if not damaged:
-        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
-
-
 def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_path: Path) -> None:
-    """Those on the device, and those in host memory, written from a copy."""
+    """Moments on the device, and offloaded moments that are written from a copy."""
     sizes = {}
     for moments, host in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         run_dir = tmp_path / f"{moments}-{host}"
@@ -187,17 +163,17 @@ def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_pa
         )
         found = []
         for attempt in (1, 2):
-            learner = Learner(
+            train_step = TrainStep(
                 build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
             )
             saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
             if attempt == 1:
                 timer = make_timer(tmp_path)
-                learner.train(make_batch(1), timer)
-                saver.finish(1, learner, timer)
+                train_step.train(make_batch(1), timer)
+                saver.finish(1, train_step, timer)
             else:
-                assert saver.restore(learner) == 1
-            found.append((weights(learner), learner.optimizer.state_dict()))
+                assert saver.restore(train_step) == 1
+            found.append((weights(train_step), train_step.optimizer.state_dict()))
         (weights_before, before), (weights_after, after) = found
         assert all(torch.equal(tensor, weights_after[name]) for name, tensor in weights_before.items())
         rounded = [name for name in before if name.endswith((".exp_avg", ".exp_avg_sq"))]
@@ -221,33 +197,33 @@ def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_pa
         assert saved == pytest.approx(2 * 2 * elements, rel=0.02), "two bytes of each moment"
 
 
-def test_torch_alone_reads_what_was_written(moe_model: Path, world: World, tmp_path: Path) -> None:
-    learner, _ = trained(moe_model, tmp_path, world, 1)
-    state = checkpoint._Trained(learner.policy.model).state_dict()
+def test_stock_dcp_reads_the_checkpoint(moe_model: Path, world: World, tmp_path: Path) -> None:
+    train_step, _ = trained(moe_model, tmp_path, world, 1)
+    state = checkpoint._TrainedState(train_step.policy.model).state_dict()
     empty = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
     dcp.load({"model": empty}, checkpoint_id=checkpoints.step_dir(tmp_path, 1) / "trainer", no_dist=True)
     whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in empty.items())
 
 
-def test_several_files_of_a_rank_and_parts_that_others_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "FILE_BYTES", 1 << 12)
     state = {f"t{number}": torch.randn(100 + number, 7) for number in range(40)} | {"step": torch.tensor(3.0), "x": 5}
     (tmp_path / "trainer").mkdir()
-    writer = shards.ShardWriter(tmp_path / "trainer", shards.Moved(), 4)
+    writer = shards.ShardWriter(tmp_path / "trainer", shards.ByteCounter(), 4)
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert len(writer.files) == 4 and all(record.digest.startswith("xxh3:") for record in writer.files)
     checkpoints.commit(tmp_path, 1, 1, writer.files)
     assert checkpoints.damage(tmp_path) == []
     found = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
-    dcp.load(found, storage_reader=shards.ShardReader(tmp_path / "trainer", shards.Moved(), 4), no_dist=True)
+    dcp.load(found, storage_reader=shards.ShardReader(tmp_path / "trainer", shards.ByteCounter(), 4), no_dist=True)
     assert found["x"] == 5
     assert all(torch.equal(found[n], v) for n, v in state.items() if isinstance(v, torch.Tensor))
 
 
-def test_nothing_is_committed_that_is_not_there(tmp_path: Path) -> None:
+def test_incomplete_files_are_not_committed(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
-    writer = shards.ShardWriter(tmp_path / "trainer", shards.Moved(), 1)
+    writer = shards.ShardWriter(tmp_path / "trainer", shards.ByteCounter(), 1)
     dcp.save({"t": torch.ones(8)}, storage_writer=writer, no_dist=True)
     (tmp_path / writer.files[0].name).write_bytes(b"short")
     with pytest.raises(OSError, match="differs from its record"):
@@ -266,20 +242,19 @@ run, step = Path(sys.argv[1]), int(sys.argv[2])
 while True:
     directory = checkpoints.step_dir(run, step) / "trainer"
     directory.mkdir(parents=True, exist_ok=True)
-    writer = shards.ShardWriter(directory, shards.Moved(), 4)
+    writer = shards.ShardWriter(directory, shards.ByteCounter(), 4)
     dcp.save({f"t{n}": torch.full((1 << 18,), float(step)) for n in range(8)}, storage_writer=writer, no_dist=True)
     checkpoints.commit(directory.parent, step, 1, writer.files)
     print(step, flush=True)
     checkpoints.prune(run, 2)
     found = {f"t{n}": torch.zeros(1 << 18) for n in range(8)}
-    dcp.load(found, storage_reader=shards.ShardReader(directory, shards.Moved(), 4), no_dist=True)
+    dcp.load(found, storage_reader=shards.ShardReader(directory, shards.ByteCounter(), 4), no_dist=True)
     step += 1
 """
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_kills_at_any_moment_lose_no_commit(seed: int, tmp_path: Path) -> None:
-    """Writing, committing, pruning and reading, killed after a random number of commits and bytes."""
+def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
     rounds, choose, told = 2, random.Random(seed), 0
     for _ in range(rounds):
         command = [sys.executable, "-W", "ignore", "-c", WRITE_FOR_EVER, str(tmp_path), str(told + 1)]
@@ -299,13 +274,15 @@ def test_kills_at_any_moment_lose_no_commit(seed: int, tmp_path: Path) -> None:
             directory = checkpoints.step_dir(tmp_path, step)
             assert checkpoints.damage(directory) == []
             found = {f"t{number}": torch.zeros(1 << 18) for number in range(8)}
-            dcp.load(found, storage_reader=shards.ShardReader(directory / "trainer", shards.Moved(), 2), no_dist=True)
+            dcp.load(
+                found, storage_reader=shards.ShardReader(directory / "trainer", shards.ByteCounter(), 2), no_dist=True
+            )
             assert all(bool((tensor == step).all()) for tensor in found.values())
         told = committed[-1]
 
 
-def test_kills_of_any_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
-    """Three ranks, one of them killed at some byte or file while they write, read, commit and prune, in each round."""
+def test_kills_of_one_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
+    """In each round, one of three ranks is killed at a random byte or file."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "5"]
     root = Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}

@@ -1,4 +1,4 @@
-"""GRPO-clip, GSPO and CISPO against their papers' formulas in float64: values, and gradients by autograd."""
+"""GRPO-clip, GSPO and CISPO against the formulas of their papers in float64: values and gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOCUMENTS, LENGTH = 60, 12
 
 
 def sample(seed: int = 0) -> tuple[torch.Tensor, Targets]:
-    """Trained tokens of many documents, some with none; ratios of 0.3 to 3, advantages even within a document."""
+    """Return trained tokens of many documents, with ratios of 0.3 to 3."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, LENGTH, (DOCUMENTS,), generator=generator)
     index = torch.arange(DOCUMENTS).repeat_interleave(lengths)
@@ -47,7 +47,7 @@ def sample(seed: int = 0) -> tuple[torch.Tensor, Targets]:
 
 
 def grpo_clip(config: GrpoClipLoss, logp: torch.Tensor, engine: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """Of one sequence: eq. 8 of DAPO (arXiv 2503.14476), summed; eq. 5 of arXiv 1912.09729 where it is asked for."""
+    """One sequence: sum of eq. 8 of DAPO (arXiv 2503.14476), or with dual_clip eq. 5 of arXiv 1912.09729."""
     ratio = torch.exp(logp - engine)
     clipped = torch.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
     objective = torch.minimum(ratio * advantage, clipped * advantage)
@@ -57,14 +57,14 @@ def grpo_clip(config: GrpoClipLoss, logp: torch.Tensor, engine: torch.Tensor, ad
 
 
 def gspo(config: GspoLoss, logp: torch.Tensor, engine: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """Of one sequence: eq. 5 and 7 of arXiv 2507.18071, once for each of its tokens."""
+    """One sequence: eq. 5 and 7 of arXiv 2507.18071, times its number of tokens."""
     ratio = torch.exp((logp - engine).mean())
     clipped = torch.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
     return -len(logp) * torch.minimum(ratio * advantage, clipped * advantage)
 
 
 def cispo(config: CispoLoss, logp: torch.Tensor, engine: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """Of one sequence: eq. 4 and 5 of arXiv 2506.13585, summed."""
+    """One sequence: sum of eq. 4 and 5 of arXiv 2506.13585."""
     weight = torch.clip(torch.exp(logp - engine), config.min_ratio, config.max_ratio).detach()
     return -(weight * advantage * logp).sum()
 
@@ -84,7 +84,7 @@ def of_document(targets: Targets, number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("config", "formula"), CASES)
-def test_losses_are_their_papers_formulas(config: Config, formula: Formula) -> None:
+def test_losses_match_the_formulas_of_their_papers(config: Config, formula: Formula) -> None:
     logp, targets = sample()
     exact = torch.zeros((), dtype=torch.float64)
     for number in range(DOCUMENTS):
@@ -109,8 +109,8 @@ def test_losses_are_their_papers_formulas(config: Config, formula: Formula) -> N
 
 
 @pytest.mark.parametrize("config", [GrpoClipLoss(ref_kl=0.3), GspoLoss(ref_kl=0.3), CispoLoss(ref_kl=0.3)])
-def test_the_kl_to_a_teacher_pulls_like_an_advantage(config: Config) -> None:
-    """Its gradient is that of the loss itself, with the teacher's log-probability minus the trainer's as advantages."""
+def test_gradient_of_teacher_kl_equals_that_of_an_advantage(config: Config) -> None:
+    """The gradient is that of the loss with teacher minus trainer log-probabilities as advantages."""
     logp, targets = sample()
     alone = from_recipe(config.model_copy(update={"ref_kl": None}))
     towards = (targets.ref_logprobs - logp).detach()
@@ -121,8 +121,8 @@ def test_the_kl_to_a_teacher_pulls_like_an_advantage(config: Config) -> None:
     torch.testing.assert_close(found, 0.3 * gradient, rtol=1e-10, atol=1e-12)
 
 
-def test_gspo_of_packed_rows_is_the_papers_mean_over_sequences() -> None:
-    """From groups to the loss: 1/n of the sum over sequences, however long they are and however they are packed."""
+def test_gspo_of_packed_rows_matches_the_paper() -> None:
+    """From groups to the loss: the mean over sequences, for any lengths and packing."""
     rng = np.random.default_rng(0)
     rewards = [[1.0, 0.0, 0.25], [0.5, 0.0, 0.0]]
     groups = [
@@ -163,7 +163,7 @@ def sequence(rng: np.random.Generator, reward: float) -> Rollout:
 def packed_loss(
     config: Config, arrays: dict[str, torch.Tensor], docs: list[Any], current: dict[bytes, torch.Tensor]
 ) -> torch.Tensor:
-    """The loss of packed rows whose tokens have the `current` log-probabilities."""
+    """Return the loss of packed rows with `current` log-probabilities."""
     mask = arrays["mask"]
     by_tokens = {doc.token_ids.tobytes(): doc for doc in docs}
     rows = []
@@ -191,7 +191,6 @@ def packed_loss(
     return from_recipe(config)(logp, torch.zeros_like(logp), trained).loss
 
 
-def test_ranks_that_share_rows_see_whole_sequences() -> None:
-    """Two groups of two ranks, then one of four: `loss_ranks` compares each with one rank that has all tokens."""
+def test_gspo_sees_whole_sequences_across_context_parallel_ranks() -> None:
     outputs = finish(start_ranks(4, "tests.trainer.loss_ranks"))
     assert all("EQUAL 2 4" in output for output in outputs), outputs

@@ -1,4 +1,4 @@
-"""What stands beside the sampled tokens, from the batch to the metrics: observed tokens, and the teacher's part."""
+"""Observed tokens and teacher log-probabilities, from the batch to the metrics."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from primeslurm.recipe.sections.losses import DppoLoss
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.batch import Batch
 from tests.trainer.conftest import make_batch, make_recipe
 
 
-def test_observed_tokens_are_trained_too(dense_model: Path, world: World, tmp_path: Path) -> None:
+def test_observed_tokens_are_trained(dense_model: Path, world: World, tmp_path: Path) -> None:
     recipe = make_recipe(dense_model)
     policy = build(recipe, world)
     plain = make_batch(1)
@@ -38,14 +38,14 @@ def test_observed_tokens_are_trained_too(dense_model: Path, world: World, tmp_pa
         trained = row.positions[1:] > 0  # a document's first token never is
         expected += float((row.echo_weights[1:] * nll)[trained].sum())
 
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
-    metrics = learner.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
+    metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     assert metrics["echo_loss"] == pytest.approx(expected / plain.info.loss_tokens, rel=1e-4)
     assert metrics["entropy"] > 1, "of sampled tokens alone"
 
 
-def test_the_teacher_s_log_probabilities_meet_their_tokens(dense_model: Path, world: World, tmp_path: Path) -> None:
-    """A teacher that finds every token half as likely as the policy gives terms of known size."""
+def test_teacher_logprobs_are_aligned_with_their_tokens(dense_model: Path, world: World, tmp_path: Path) -> None:
+    """A teacher with half the policy's probability gives terms of known size."""
     recipe = make_recipe(dense_model)
     policy = build(recipe, world)
     plain = make_batch(1)
@@ -59,7 +59,7 @@ def test_the_teacher_s_log_probabilities_meet_their_tokens(dense_model: Path, wo
         rows.append(replace(row, ref_logprobs=np.where(row.mask, own - np.float32(np.log(2)), 0).astype(np.float32)))
         ratios.append(np.exp(own - row.logprobs)[row.mask & (row.positions > 0)])
     loss = from_recipe(DppoLoss(ref_kl=0.5))
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world)
-    metrics = learner.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world)
+    metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     expected = np.concatenate(ratios).sum() * (0.5 - 1 + np.log(2)) / plain.info.loss_tokens
     assert metrics["ref_kl"] == pytest.approx(expected, rel=1e-3)

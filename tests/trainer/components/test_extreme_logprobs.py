@@ -1,4 +1,4 @@
-"""Log-probabilities far apart: what cannot be trained is left out, and one token never has the pull of a batch."""
+"""Extreme log-probabilities: impossible tokens are not trained, and gradients of single tokens are bounded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from primeslurm.trainer.components.loss import Sums, Targets, from_recipe
 from primeslurm.wire.batches.rollout import MIN_LOGPROB, Rollout, RolloutInfo
 
 TOKENS, ODD = 12, 5
-"""Tokens of two sequences of six, and which of them is out of the ordinary."""
+"""Number of tokens (two sequences of six), and the index of the extreme one."""
 
 
 def ratio_of_ones_own(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-    """A user's loss, with what overflows: an unbounded ratio, and where()."""
+    """A custom loss that overflows: an unbounded ratio, and where()."""
     ratio = (logprobs - targets.logprobs).exp()
     return Sums(-torch.where(ratio < 2, ratio * targets.advantages, 2 * targets.advantages).sum(), {})
 
@@ -42,7 +42,6 @@ LOSSES: list[Loss] = [
 
 
 def sample(sign: float) -> tuple[torch.Tensor, Targets]:
-    """Ordinary tokens, with advantages of this sign."""
     generator = torch.Generator().manual_seed(0)
     engine = -0.1 - 3 * torch.rand(TOKENS, generator=generator)
     targets = Targets(
@@ -73,7 +72,7 @@ def gradient(config: Loss, logprobs: torch.Tensor, targets: Targets) -> tuple[to
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("value", [-60.0, -89.0, -104.0, -9999.0, -1e30, -math.inf, math.nan, 5.0, 1e30, math.inf])
 @pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.type)
-def test_a_token_that_no_engine_can_have_sampled_is_not_trained(config: Loss, value: float, sign: float) -> None:
+def test_token_with_impossible_logprob_is_not_trained(config: Loss, value: float, sign: float) -> None:
     logprobs, targets = sample(sign)
     found, metrics = gradient(config, logprobs, replace(targets, logprobs=changed(targets.logprobs, value)))
     assert found[ODD] == 0
@@ -90,7 +89,7 @@ def test_a_token_that_no_engine_can_have_sampled_is_not_trained(config: Loss, va
 
 @pytest.mark.parametrize("value", [-12.0, -20.0, -39.9])
 @pytest.mark.parametrize("config", [DppoLoss(), IpoLoss(), GrpoClipLoss(), CispoLoss()], ids=lambda config: config.type)
-def test_an_unlikely_token_pulls_no_more_than_the_cap(config: Any, value: float) -> None:
+def test_ratio_cap_limits_the_gradient_of_a_token(config: Any, value: float) -> None:
     logprobs, targets = sample(-1.0)
     # The trainer finds it unlikely as well: no trust region of probabilities drops it.
     logprobs = changed(logprobs, -5.0)
@@ -105,7 +104,7 @@ def test_an_unlikely_token_pulls_no_more_than_the_cap(config: Any, value: float)
     assert torch.equal(found[others], expected[others])
 
 
-def test_a_sequence_pulls_no_more_than_the_cap() -> None:
+def test_ratio_cap_limits_the_gradient_of_a_sequence() -> None:
     logprobs, targets = sample(-1.0)
     first = torch.arange(TOKENS) < 6
     found, metrics = gradient(
@@ -118,8 +117,8 @@ def test_a_sequence_pulls_no_more_than_the_cap() -> None:
 @pytest.mark.parametrize("teacher", [0.0, -30.0, -9999.0])
 @pytest.mark.parametrize("trainer", [-1.0, -30.0, -200.0, -9999.0])
 @pytest.mark.parametrize("engine", [-1.0, -30.0])
-def test_the_pull_towards_a_teacher_is_bounded(teacher: float, trainer: float, engine: float) -> None:
-    """Its gradient is -r * u, with r and u bounded."""
+def test_gradient_of_teacher_kl_is_bounded(teacher: float, trainer: float, engine: float) -> None:
+    """The gradient is -r * u, with r and u bounded."""
     logprobs, targets = sample(0.0)
     targets = replace(
         targets,
@@ -137,7 +136,7 @@ def test_the_pull_towards_a_teacher_is_bounded(teacher: float, trainer: float, e
 @pytest.mark.parametrize(
     ("teacher", "engine", "gap"), [(-9999.0, -1.0, -39.0), (-2.0, -9999.0, 38.0), (-3.0, -1.0, -2.0)]
 )
-def test_distillation_bounds_what_a_teacher_says(teacher: float, engine: float, gap: float) -> None:
+def test_distillation_bounds_teacher_logprobs(teacher: float, engine: float, gap: float) -> None:
     info = RolloutInfo(
         id="r", group="g", environment="e", opened_version=0, reward=0.0, metrics={}, turns=1, finish_reason="stop",
         seconds=1.0,

@@ -1,4 +1,4 @@
-"""Block-scaled FP8: the quantiser, products and gradients against float64, and models that compute in it."""
+"""Block-scaled FP8: quantization, products and gradients against float64, and models in FP8."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from primeslurm.models import capabilities
 from primeslurm.nn.kernels.fp8.backend import Emulated
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantise, quantise_groups, quantise_groups_transposed
-from primeslurm.nn.kernels.fp8.last_result import LastResult
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantize, quantize_groups, quantize_groups_transposed
+from primeslurm.nn.kernels.fp8.quantized_cache import QuantizedCache
 from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.fp8 import adapt
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe
@@ -35,8 +35,8 @@ RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10
 
 
 def rounding(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest error of each quantised value."""
-    scales = replace(quantise(values, block), data=torch.ones_like(values).to(torch.float8_e4m3fn))
+    """Return the maximum rounding error of each quantized value."""
+    scales = replace(quantize(values, block), data=torch.ones_like(values).to(torch.float8_e4m3fn))
     return torch.maximum(values.double().abs() * RELATIVE, scales.values(torch.float64) * ABSOLUTE)
 
 
@@ -55,7 +55,7 @@ SIZES = {"hidden_size": 160, "intermediate_size": 200, "moe_intermediate_size": 
 def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape: tuple[int, int]) -> None:
     values = matrix(*shape)
     values[:128, :128] = 0
-    found = quantise(values, block)
+    found = quantize(values, block)
     assert found.scales.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     for i in range(found.scales.shape[0]):
         for j in range(found.scales.shape[1]):
@@ -66,17 +66,17 @@ def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape
                 found.data[part].float(), (values[part].float() * (1 / scale)).to(found.data.dtype).float()
             )
     assert ((found.values(torch.float64) - values.double()).abs() <= rounding(values, block)).all()
-    view = quantise(values.T.contiguous().T, block)
+    view = quantize(values.T.contiguous().T, block)
     assert view.data.is_contiguous() and torch.equal(view.values(), found.values())
 
 
-def test_gradients_that_are_tiny_keep_their_precision() -> None:
+def test_tiny_gradients_keep_their_precision() -> None:
     values = matrix(128, 128)
-    small = quantise(values.float() * 2.0**-40, ROWS)
-    assert torch.equal(small.values() * 2.0**40, quantise(values, ROWS).values())
+    small = quantize(values.float() * 2.0**-40, ROWS)
+    assert torch.equal(small.values() * 2.0**40, quantize(values, ROWS).values())
 
 
-def test_emulated_products_are_those_of_the_quantised_operands() -> None:
+def test_emulated_products_match_dequantized_operands() -> None:
     rows, weight, left, right = exact.operands("cpu")
     product = Emulated().product(rows, weight)
     assert relative_error(product, rows.values(torch.float64) @ weight.values(torch.float64).T) < 1e-6
@@ -96,15 +96,15 @@ def test_groups_are_padded_to_whole_blocks() -> None:
     assert groups.owners[groups.places].tolist() == [0] * 5 + [2] * 200 + [4] * 256
 
 
-def test_groups_are_quantised_one_by_one() -> None:
+def test_groups_are_quantized_separately() -> None:
     groups, rows = exact.groups_and_rows(200, "cpu")
-    straight, flat = quantise_groups(rows, groups), quantise_groups_transposed(rows, groups)
-    assert torch.equal(straight.values()[groups.places], quantise(rows, ROWS).values())
+    straight, flat = quantize_groups(rows, groups), quantize_groups_transposed(rows, groups)
+    assert torch.equal(straight.values()[groups.places], quantize(rows, ROWS).values())
     assert not straight.values()[groups.owners < 0].any()
     data, blocks = flat.data.float(), flat.scales
     for part in (rows[:5], rows[5:205], rows[205:]):
         padded = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 128))
-        expected = quantise(padded.T.contiguous(), ROWS)
+        expected = quantize(padded.T.contiguous(), ROWS)
         assert torch.equal(data[: padded.numel()], expected.data.float().flatten())
         assert torch.equal(blocks[:, : len(padded) // 128], expected.scales)
         data, blocks = data[padded.numel() :], blocks[:, len(padded) // 128 :]
@@ -113,17 +113,17 @@ def test_groups_are_quantised_one_by_one() -> None:
 
 def test_emulated_grouped_products_with_uneven_and_empty_groups() -> None:
     groups, rows = exact.groups_and_rows(256, "cpu")
-    a, b = quantise_groups(rows, groups), quantise(matrix(5, 128, 256, seed=1), BLOCKS)
+    a, b = quantize_groups(rows, groups), quantize(matrix(5, 128, 256, seed=1), BLOCKS)
     product = Emulated().grouped_product(a, b, groups)[groups.places]
     assert relative_error(product, exact.exact_grouped_product(a, b, groups)) < 1e-6
     upstream = matrix(OFFSETS[-1], 128, seed=2)
-    left, right = (quantise_groups_transposed(t, groups) for t in (upstream, rows))
+    left, right = (quantize_groups_transposed(t, groups) for t in (upstream, rows))
     outer = Emulated().grouped_outer(left, right, groups)
     assert relative_error(outer, exact.exact_grouped_outer(upstream, rows, groups)) < 1e-6
     assert not outer[1].any() and not outer[3].any()
 
 
-def test_rows_of_no_group_at_all() -> None:
+def test_no_rows() -> None:
     groups = Groups.of(torch.zeros(3, dtype=torch.int32))
     rows = torch.empty(0, 128, requires_grad=True)
     weight = torch.ones(3, 128, 128, requires_grad=True)
@@ -131,7 +131,7 @@ def test_rows_of_no_group_at_all() -> None:
     assert groups.sizes == [0, 0, 0] and weight.grad is not None and not weight.grad.any()
 
 
-def test_a_linear_layer_and_its_gradients_are_within_the_rounding_of_their_operands() -> None:
+def test_linear_layer_and_gradients_are_within_rounding() -> None:
     x, w = matrix(2, 100, 256).float().requires_grad_(), matrix(128, 256, seed=1).float().requires_grad_()
     gradient = matrix(2, 100, 128, seed=2).float()
     out = fp8.linear_product(x, w)
@@ -151,7 +151,7 @@ def test_a_linear_layer_and_its_gradients_are_within_the_rounding_of_their_opera
         assert relative_error(found, a @ b.T) < 0.05
 
 
-def test_grouped_rows_and_their_gradients_are_near_those_of_float32() -> None:
+def test_grouped_products_and_gradients_are_near_float32() -> None:
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     found, expected = [], []
     for product, results in ((fp8.grouped_product, found), (_grouped, expected)):
@@ -169,7 +169,7 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) ->
 
 
 def widened(case: Case) -> Case:
-    """The case with blocks that are cut off at the edge of its matrices, and weights too small to magnify rounding."""
+    """Return the case with partial blocks at the matrix edges, and weights too small to magnify rounding."""
 
     def config() -> Any:
         made = case.config()
@@ -184,7 +184,7 @@ def widened(case: Case) -> Case:
 
 
 def run(policy: PolicyModel, routed: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of a row, and the gradients of something of them."""
+    """Return the logits of a row, and gradients of a function of them."""
     logits = policy.logits(TOKENS, POSITIONS, routed=routed)[0]
     logits.logsumexp(-1).sum().backward()
     reached = ((name, p.grad) for name, p in policy.model.named_parameters() if p.grad is not None)
@@ -192,7 +192,7 @@ def run(policy: PolicyModel, routed: torch.Tensor | None) -> tuple[torch.Tensor,
 
 
 def routes(policy: PolicyModel) -> torch.Tensor:
-    """The experts that a policy chooses, as `Policy.logits` takes them."""
+    """Return the experts that a policy chooses, as `logits` takes them."""
     taken = torch.zeros(1, SEQ_LEN, len(policy.model.layers), 2, dtype=torch.uint8)
 
     def note(router: Any, _: Any, output: tuple[torch.Tensor, ...]) -> None:
@@ -207,8 +207,8 @@ def routes(policy: PolicyModel) -> torch.Tensor:
 
 
 def is_exact(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    """After a linear layer's forward pass: it is the product of what FP8 makes of its operands."""
-    rows, weight = (quantise(t, block) for t, block in ((inputs[0].detach(), ROWS), (module.weight.detach(), BLOCKS)))
+    """Forward hook: assert that the output is the product of the quantized operands."""
+    rows, weight = (quantize(t, block) for t, block in ((inputs[0].detach(), ROWS), (module.weight.detach(), BLOCKS)))
     exactly = rows.values(torch.float64) @ weight.values(torch.float64).T
     if module.bias is not None:
         exactly = exactly + module.bias.detach().double()
@@ -216,7 +216,7 @@ def is_exact(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
 
 
 class Grouped:
-    """Stands between experts and `fp8.grouped_product`: each product is that of what FP8 makes of its operands."""
+    """Wraps `fp8.grouped_product`, and asserts that each result is the product of the quantized operands."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.products = 0
@@ -225,7 +225,7 @@ class Grouped:
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         product = self._real(rows, weight, offsets)
-        a, b = quantise(rows.detach(), ROWS).values(torch.float64), quantise(weight.detach(), BLOCKS)
+        a, b = quantize(rows.detach(), ROWS).values(torch.float64), quantize(weight.detach(), BLOCKS)
         parts = zip(a.tensor_split(offsets[:-1].tolist()), b.values(torch.float64), strict=True)
         exactly = torch.cat([part @ matrix.T for part, matrix in parts])
         assert relative_error(product.detach(), exactly) < 1e-6
@@ -234,7 +234,7 @@ class Grouped:
 
 
 @pytest.mark.parametrize("case", IN_FP8, ids=lambda case: case.name)
-def test_a_model_computes_in_fp8_what_engines_do(
+def test_model_computes_the_same_layers_in_fp8_as_engines(
     case: Case, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write(widened(case), tmp_path)
@@ -261,16 +261,16 @@ def test_a_model_computes_in_fp8_what_engines_do(
         assert torch.cosine_similarity(theirs[name].flatten(), gradient.flatten(), dim=0) > 0.95, name
 
 
-def test_what_attention_absorbs_is_rounded_and_has_the_weights_gradient() -> None:
+def test_absorbed_weight_is_rounded_with_straight_through_gradient() -> None:
     weight = matrix(200, 160).float().requires_grad_()
     gradient = matrix(200, 160, seed=1).float()
     found = fp8.rounded(weight)
     found.backward(gradient)
-    assert torch.equal(found, quantise(weight.detach(), BLOCKS).values())
+    assert torch.equal(found, quantize(weight.detach(), BLOCKS).values())
     assert torch.equal(weight.grad, gradient)
 
 
-def test_only_what_a_checkpoint_stores_in_fp8_computes_in_it(world: World, tmp_path: Path) -> None:
+def test_only_weights_stored_in_fp8_compute_in_fp8(world: World, tmp_path: Path) -> None:
     policy = build(make_recipe(write(next(case for case in CASES if case.name == "qwen3"), tmp_path)), world)
     adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
     names = [name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)]
@@ -278,7 +278,7 @@ def test_only_what_a_checkpoint_stores_in_fp8_computes_in_it(world: World, tmp_p
 
 
 class Layer(torch.nn.Module):
-    """Projections of one input, and experts whose gate and up projections share theirs."""
+    """Projections of a common input, and experts with gate and up projections of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,17 +286,16 @@ class Layer(torch.nn.Module):
         self.experts = torch.nn.ParameterList(matrix(2, 128, 128, seed=i).float() for i in range(2))
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Of rows [rows, 128]: [rows, 128]."""
         q, k, v = (fp8.linear_product(x, weight) for weight in self.qkv)
         gate, up = (fp8.grouped_product(x, weight, offsets) for weight in self.experts)
         return q * k + v + gate * up
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_inputs_are_quantized_once(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[str] = Counter()
-    names = ("quantise_both_ways", "quantise_groups_both_ways")
-    for name in (*names, "_quantised", "quantise_transposed", "quantise_groups", "quantise_groups_transposed"):
+    names = ("quantize_both_ways", "quantize_groups_both_ways")
+    for name in (*names, "_quantize_rows", "quantize_transposed", "quantize_groups", "quantize_groups_transposed"):
         real = getattr(fp8, name)
         monkeypatch.setattr(fp8, name, lambda *a, _name=name, _real=real: (made.update([_name]), _real(*a))[1])
     module, offsets = Layer(), torch.tensor([30, 100], dtype=torch.int32)
@@ -309,15 +308,15 @@ def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: py
         forward = Counter(made)
         out.sum().backward()
         # Input once for all that take it, and each product's gradient by rows and by columns at once.
-        assert forward == {"_quantised": 1, "quantise_groups": 1}
+        assert forward == {"_quantize_rows": 1, "quantize_groups": 1}
         again = 1 if recomputed else 0
-        assert made["_quantised"] <= 1 + again and made["quantise_groups"] <= 1 + again
-        assert made["quantise_transposed"] == made["quantise_groups_transposed"] == 1
-        assert made["quantise_both_ways"] == 3 and made["quantise_groups_both_ways"] == 2
+        assert made["_quantize_rows"] <= 1 + again and made["quantize_groups"] <= 1 + again
+        assert made["quantize_transposed"] == made["quantize_groups_transposed"] == 1
+        assert made["quantize_both_ways"] == 3 and made["quantize_groups_both_ways"] == 2
         results.append((out.detach(), x.grad, [p.grad.clone() for p in module.parameters()]))
         module.zero_grad()
         del x, inside, out
-    monkeypatch.setattr(fp8.LastResult, "of", lambda self, tensor, make, beside=None: make(tensor))
+    monkeypatch.setattr(fp8.QuantizedCache, "of", lambda self, tensor, make, beside=None: make(tensor))
     for seed, (out, for_x, for_weights) in zip((5, 6), results, strict=True):
         x = matrix(100, 128, seed=seed).float().requires_grad_()
         expected = module(x * 1, offsets)
@@ -327,8 +326,8 @@ def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: py
         module.zero_grad()
 
 
-def test_a_result_is_made_anew_for_other_values() -> None:
-    last, calls = LastResult[float](), []
+def test_cache_recomputes_for_changed_values() -> None:
+    last, calls = QuantizedCache[float](), []
 
     def of(tensor: torch.Tensor, beside: object = None) -> float:
         return last.of(tensor, lambda t: calls.append(1) or float(t.sum()), beside)
@@ -345,16 +344,16 @@ def test_a_result_is_made_anew_for_other_values() -> None:
         assert of(torch.full((4, 4), float(value))) == 16 * value
 
 
-def test_a_result_does_not_keep_its_source() -> None:
-    last, source = LastResult[int](), torch.ones(4)
+def test_cache_does_not_keep_its_source_alive() -> None:
+    last, source = QuantizedCache[int](), torch.ones(4)
     storage = StorageWeakRef(source.untyped_storage())
     last.of(source, len)
     del source
     assert storage.expired()
 
 
-def test_a_result_goes_once_its_source_is_gone_and_somebody_asks() -> None:
-    last, other = LastResult[torch.Tensor](), LastResult[int]()
+def test_cached_result_is_freed_after_its_source() -> None:
+    last, other = QuantizedCache[torch.Tensor](), QuantizedCache[int]()
     source, asked = torch.ones(4), torch.ones(5)
     result = StorageWeakRef(last.of(source, torch.neg).untyped_storage())
     other.of(asked, len)

@@ -1,4 +1,4 @@
-"""What training leaves as the checkpoint has it: a router's selection bias, and the indexers of sparse attention."""
+"""Frozen weights: router biases and the indexers of sparse attention."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from transformers import AutoModelForCausalLM
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints import export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import make_batch, make_recipe
 from tests.trainer.families import CASES, write
 
 
-def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
+def test_glm5_training_keeps_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
     path = write(next(case for case in CASES if case.name == "glm_moe_dsa"), tmp_path / "model")
     recipe = make_recipe(path)
 
-    def learner() -> Learner:
+    def train_step() -> TrainStep:
         policy = build(recipe, world)
-        return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+        return TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
 
     saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
     timer = PhaseTimer(Journal(tmp_path, "trainer"), record=False)
-    mine = learner()
+    mine = train_step()
     before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
     mine.train(make_batch(1), timer)
     saver.finish(1, mine, timer)
@@ -47,6 +47,6 @@ def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: W
     assert exported and all(".indexer." in name for name in exported)
     AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
-    resumed = learner()
+    resumed = train_step()
     assert saver.restore(resumed) == 1
     assert resumed.train(make_batch(2), timer)["loss"] == mine.train(make_batch(2), timer)["loss"]

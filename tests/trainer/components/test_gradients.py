@@ -1,4 +1,4 @@
-"""Every layout of ranks computes the gradients of one process."""
+"""Every parallel layout computes the gradients of one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.trainer.gradients import Layout, compare, gradients, worst
 
 TOLERANCE = 5e-6
 DELTA_NETS = 2e-5
-"""Of gated delta nets over several ranks: 8.5e-6 on CPUs with AMX, where sums are in yet another order."""
+"""Tolerance of gated delta nets over several ranks. Measured: 8.5e-6 on CPUs with AMX."""
 ROUNDED = 2e-2
-"""Of gradients that are summed in bfloat16: a few roundings of 2^-9, of parts that may be larger than their sum."""
+"""Tolerance of gradients summed in bfloat16: a few roundings of 2^-9."""
 
 # All cases of a size share one set of processes; a case more costs about a second.
 TWO_RANKS = [
@@ -95,7 +95,7 @@ FOUR_RANKS = [
 
 @pytest.fixture(scope="module")
 def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the model of every case, and the gradients that one process computes."""
+    """Write the model of every case, and the gradients of one process."""
     directory = tmp_path_factory.mktemp("gradients")
     used = {layout.case for layout in TWO_RANKS + FOUR_RANKS}
     for case in (*CASES, *VISION_CASES, *UNEVEN_CASES):
@@ -109,28 +109,26 @@ def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(references: Path) -> dict[str, float]:
-    """The worst difference of each layout of two ranks."""
     return dict(zip(map(str, TWO_RANKS), compare(2, TWO_RANKS, references), strict=True))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(references: Path) -> dict[str, float]:
-    """The worst difference of each layout of four ranks."""
     return dict(zip(map(str, FOUR_RANKS), compare(4, FOUR_RANKS, references), strict=True))
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS, ids=str)
-def test_two_ranks_equal_one(layout: Layout, two_ranks: dict[str, float]) -> None:
+def test_two_ranks_match_one(layout: Layout, two_ranks: dict[str, float]) -> None:
     check(layout, two_ranks[str(layout)])
 
 
 @pytest.mark.parametrize("layout", FOUR_RANKS, ids=str)
-def test_four_ranks_equal_one(layout: Layout, four_ranks: dict[str, float]) -> None:
+def test_four_ranks_match_one(layout: Layout, four_ranks: dict[str, float]) -> None:
     check(layout, four_ranks[str(layout)])
 
 
 def check(layout: Layout, difference: float) -> None:
-    """Whether a difference is of rounding alone; in bfloat16 there is one."""
+    """Return whether a difference is within rounding (and not 0 in bfloat16)."""
     if layout.parallelism.get("gradient_dtype") == "bfloat16":
         assert 1e-4 < difference < ROUNDED
     else:
@@ -138,12 +136,12 @@ def check(layout: Layout, difference: float) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3_5_text", "nemotron_h", "glm_moe_dsa"])
-def test_what_selective_checkpointing_computes_anew_is_the_same(case: str, references: Path, world: World) -> None:
+def test_selective_checkpointing_does_not_change_gradients(case: str, references: Path, world: World) -> None:
     selective = gradients(Layout(case, {"activation_checkpointing": "selective"}), references, world)
     assert worst(selective, torch.load(references / f"{case}.pt"), torch.inf) < TOLERANCE
 
 
-def test_keys_are_selected_once_whatever_else_is_computed_anew(
+def test_keys_are_selected_once_with_any_checkpointing(
     references: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []

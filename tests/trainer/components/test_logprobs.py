@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks against those from whole logits: values, gradients, and through the sharded model."""
+"""Chunked log-probabilities against whole logits: values, gradients, and in the sharded model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.logprobs import token_logprobs
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 from tests.trainer.families import CASES, write
 
@@ -19,7 +19,7 @@ ROWS, LENGTH, DIM, VOCABULARY = 2, 30, 8, 17
 
 
 def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[torch.Tensor]:
-    """Log-probs, entropies, and the gradients of hidden states and head, for a loss that weighs every token anew."""
+    """Return log-probs, entropies, and gradients of hidden states and head for a weighted loss."""
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS, LENGTH)
     hidden = torch.randn(*shape, DIM, generator=generator).to(dtype).requires_grad_()
@@ -37,31 +37,33 @@ def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_chunks_equal_whole_logits(chunk: int) -> None:
+def test_chunks_match_whole_logits(chunk: int) -> None:
     for mine, expected in zip(scores(chunk, torch.float32), scores(None, torch.float32), strict=True):
         torch.testing.assert_close(mine, expected, atol=5e-6, rtol=1e-5)
 
 
-def test_chunks_in_bfloat16_round_like_whole_logits() -> None:
+def test_bfloat16_chunks_round_like_whole_logits() -> None:
     for mine, expected in zip(scores(7, torch.bfloat16), scores(None, torch.bfloat16), strict=True):
         assert mine.dtype == expected.dtype
         torch.testing.assert_close(mine, expected, atol=3e-2, rtol=2e-2)
 
 
-def test_no_trained_token_is_no_gradient() -> None:
+def test_no_trained_token_gives_no_gradient() -> None:
     logprobs, entropy, *gradients = scores(7, torch.float32, trained=0.0)
     assert logprobs.shape == entropy.shape == (0,)
     assert all((gradient == 0).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3_moe"])
-def test_a_step_is_the_same_in_chunks(name: str, world: World, tmp_path: Path) -> None:
+def test_step_with_chunks_matches_step_without(name: str, world: World, tmp_path: Path) -> None:
     model = write(next(case for case in CASES if case.name == name), tmp_path / "model")
     metrics = []
     for chunk in (None, 13):
         trainer = {"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}
         recipe = make_recipe(model, trainer=trainer)
-        learner = Learner(build(recipe, world), recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
-        steps = [learner.train(make_batch(step), make_timer(tmp_path)) for step in (1, 2)]
+        train_step = TrainStep(
+            build(recipe, world), recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world
+        )
+        steps = [train_step.train(make_batch(step), make_timer(tmp_path)) for step in (1, 2)]
         metrics.append([step[name] for step in steps for name in ("loss", "entropy", "grad_norm")])
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Adapters: only they are trained and saved, engines get them merged, and other tools can load them alone."""
+"""LoRA: only adapters are trained and saved, policies have them merged, and PEFT can load them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
@@ -37,24 +37,23 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def recipe_of(model: Path, **options: Any) -> Recipe:
-    """Adapters with a learning rate at which two steps change a lot."""
+    """Return a LoRA recipe with a high learning rate."""
     return make_recipe(model, trainer={"optimizer": {"lr": 2e-2}, "lora": {"rank": 8, "alpha": 16.0, **options}})
 
 
-def learner_of(recipe: Recipe, world: World) -> Learner:
-    return Learner(
+def learner_of(recipe: Recipe, world: World) -> TrainStep:
+    return TrainStep(
         build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
     )
 
 
-def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
-    """The loss of each step."""
+def train(train_step: TrainStep, directory: Path, *steps: int) -> list[float]:
     timer = PhaseTimer(Journal(directory, "rank-0"), record=False)
-    return [learner.train(make_batch(step), timer)["loss"] for step in steps]
+    return [train_step.train(make_batch(step), timer)["loss"] for step in steps]
 
 
-def state_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: lora.whole(t).clone() for name, t in learner.policy.model.state_dict().items()}
+def state_of(train_step: TrainStep) -> dict[str, torch.Tensor]:
+    return {name: lora.whole(t).clone() for name, t in train_step.policy.model.state_dict().items()}
 
 
 def whole_logits(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -65,21 +64,20 @@ def whole_logits(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(params=["dense", "moe"])
 def model(request: pytest.FixtureRequest, dense_model: Path, moe_model: Path) -> Path:
-    """A model directory of each family."""
     return dense_model if request.param == "dense" else moe_model
 
 
 def test_only_adapters_are_trained(moe_model: Path, world: World, tmp_path: Path) -> None:
-    learner = learner_of(recipe_of(moe_model), world)
-    before = state_of(learner)
-    train(learner, tmp_path, 1, 2)
-    after = state_of(learner)
+    train_step = learner_of(recipe_of(moe_model), world)
+    before = state_of(train_step)
+    train(train_step, tmp_path, 1, 2)
+    after = state_of(train_step)
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor) != lora.is_adapter(name), name
 
 
 @pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
-def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp_path: Path) -> None:
+def test_published_weights_have_adapters_merged(case: Case, world: World, tmp_path: Path) -> None:
     model = write(case, tmp_path / "model")
     policy = build(recipe_of(model), world)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
@@ -100,14 +98,12 @@ def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp
     assert not (directory / "adapter").exists()
 
 
-def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
-    moe_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_checkpoint_holds_only_adapters_and_resumes(moe_model: Path, world: World, tmp_path: Path) -> None:
     recipe = recipe_of(moe_model)
-    learner = learner_of(recipe, world)
-    train(learner, tmp_path, 1)
+    train_step = learner_of(recipe, world)
+    train(train_step, tmp_path, 1)
     timer = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
-    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, timer)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, train_step, timer)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
     assert saved and all("_lora_" in name or "param_groups" in name for name in saved)
@@ -115,13 +111,13 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
 
     resumed = learner_of(recipe, world)
     assert Checkpoints(tmp_path, 2, Checkpoint(), world, None).restore(resumed) == 1
-    assert train(resumed, tmp_path, 2, 3) == train(learner, tmp_path, 2, 3)
+    assert train(resumed, tmp_path, 2, 3) == train(train_step, tmp_path, 2, 3)
 
 
-def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp_path: Path) -> None:
-    learner = learner_of(recipe_of(moe_model, save_adapter=True), world)
-    train(learner, tmp_path, 1)
-    directory = Publisher(learner.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
+def test_adapter_is_saved_in_peft_format(moe_model: Path, world: World, tmp_path: Path) -> None:
+    train_step = learner_of(recipe_of(moe_model, save_adapter=True), world)
+    train(train_step, tmp_path, 1)
+    directory = Publisher(train_step.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
     config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16.0)
     assert set(config["target_modules"]) == ATTENTION | {"gate_proj", "up_proj", "down_proj"}
@@ -143,12 +139,12 @@ def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_experts_that_checkpoints_stack_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
+def test_stacked_experts_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     model = write(case, tmp_path / "model")
-    learner = learner_of(recipe_of(model, save_adapter=True), world)
-    train(learner, tmp_path, 1)
-    directory = Publisher(learner.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
+    train_step = learner_of(recipe_of(model, save_adapter=True), world)
+    train(train_step, tmp_path, 1)
+    directory = Publisher(train_step.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
     config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
     assert "o_proj" in config["target_modules"] and not {"experts", "base_layer"} & set(config["target_modules"])
@@ -170,23 +166,23 @@ def test_experts_that_checkpoints_stack_have_stacked_adapters(name: str, world: 
     assert not [name for name in adapter if ".experts." in name]
 
 
-def test_only_named_targets_get_an_adapter(moe_model: Path, world: World) -> None:
+def test_only_targets_get_an_adapter(moe_model: Path, world: World) -> None:
     adapted = {
         name for name in build(recipe_of(moe_model, targets=["o_proj"]), world).model.state_dict() if "lora" in name
     }
     assert adapted == {f"layers.{i}.attention.wo.weight_lora_{x}" for i in (0, 1) for x in "ab"}
 
 
-def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Path, world: World) -> None:
-    with pytest.raises(ValueError, match="experts: this model has no such") as caught:
+def test_unknown_targets_are_rejected_together(dense_model: Path, world: World) -> None:
+    with pytest.raises(ValueError, match="experts: this model has no layers") as caught:
         build(recipe_of(dense_model, targets=["experts", "q_prj", "o_proj"]), world)
-    assert "targets = q_prj: this model has no such layers (did you mean q_proj? valid: down_proj, gate" in str(
+    assert "targets = q_prj: this model has no layers of that name (did you mean q_proj? valid: down_proj, gate" in str(
         caught.value
     )
     assert "lm_head" not in str(caught.value)
 
 
-def test_families_name_the_layers_that_they_have() -> None:
+def test_families_declare_their_lora_targets() -> None:
     built: dict[str, set[str]] = {}
     for case in ADAPTED:
         spec = model_builder.spec(case.config(), SEQ_LEN, "flex")
@@ -202,14 +198,14 @@ def test_families_name_the_layers_that_they_have() -> None:
         assert next(f for f in bundled() if f.name == name).lora_targets <= layers, name
 
 
-def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
+def test_planned_adapter_parameters_match_the_model(model: Path, world: World) -> None:
     policy = build(recipe_of(model), world)
     shape = shape_of(json.loads((model / "config.json").read_text()))
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     assert trained == lora_parameters(shape, 8)
 
 
-def test_adapters_are_drawn_from_the_recipes_seed(moe_model: Path, world: World) -> None:
+def test_adapters_are_initialized_from_the_seed(moe_model: Path, world: World) -> None:
     first, again = (state_of(learner_of(recipe_of(moe_model), world)) for _ in range(2))
     other = make_recipe(moe_model, seed=1, trainer={"lora": {"rank": 8}})
     different = {n: lora.whole(t) for n, t in build(other, world).model.state_dict().items()}

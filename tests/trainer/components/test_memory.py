@@ -1,4 +1,4 @@
-"""What saves memory changes no number. How much it saves is measured on a GPU: tests/gpu/test_memory.py."""
+"""Memory savings do not change results. tests/gpu/test_memory.py measures the savings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import activation_offload
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weights.export import export
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 
@@ -20,18 +20,17 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
-    """Losses and gradient norms of two steps of two micro batches, and the weights after them."""
+    """Return losses, gradient norms and final weights of two steps of two micro batches."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 2 * SEQ_LEN, **trainer})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
-    metrics = [learner.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    metrics = [train_step.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
     tensors = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
     return [m[name] for m in metrics for name in ("loss", "grad_norm")], tensors
 
 
 @pytest.fixture(scope="module")
 def plain(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Nothing saved."""
     return train(moe_model, tmp_path_factory.mktemp("plain"), world)
 
 
@@ -49,7 +48,7 @@ def plain(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactor
     ],
     ids=str,
 )
-def test_the_numbers_stay(
+def test_offload_does_not_change_results(
     trainer: dict[str, Any], moe_model: Path, plain: Result, world: World, tmp_path: Path
 ) -> None:
     metrics, tensors = train(moe_model, tmp_path, world, **trainer)
@@ -60,7 +59,9 @@ def test_the_numbers_stay(
         torch.testing.assert_close(tensor, plain[1][name], atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_activations_leave_and_weights_stay(moe_model: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_offloaded_and_weights_are_not(
+    moe_model: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[tuple[int, ...]] = []
     real = activation_offload._Saved.__init__
 

@@ -1,4 +1,4 @@
-"""Optimizers: one step of each against its formula, and every layout of ranks and every resume against one process."""
+"""Optimizers against their formulas, and layouts and resumes against one process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ STEPS = 3
 
 
 class Pair(torch.nn.Module):
-    """A matrix in a layer, and a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 4, bias=False)])
@@ -39,7 +37,7 @@ class Pair(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "sign_sgd"])
-def test_two_steps_follow_the_formula(kind: str) -> None:
+def test_two_steps_match_the_formula(kind: str) -> None:
     model = Pair()
     config = Optimizer(type=kind, lr=0.1, momentum=0.5, weight_decay=0.01)
     optimizer = optimizers.build(config, model, torch.float32)
@@ -59,7 +57,7 @@ def test_two_steps_follow_the_formula(kind: str) -> None:
         torch.testing.assert_close(p.detach().double(), expected[name], atol=1e-6, rtol=1e-6)
 
 
-def test_orthogonal_means_singular_values_near_one() -> None:
+def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
     matrices = torch.randn(3, 24, 8, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalize(matrices))
     assert values.min() > 0.5 and values.max() < 1.3
@@ -68,7 +66,7 @@ def test_orthogonal_means_singular_values_near_one() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
-def test_muon_equals_that_of_torch_but_for_its_rounding(shape: tuple[int, int], world: World) -> None:
+def test_muon_matches_torch_up_to_rounding(shape: tuple[int, int], world: World) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(shape, generator=generator), torch.randn((3, *shape), generator=generator)
@@ -98,7 +96,7 @@ OF_MUON = {
     *(f"mlp.{m}.weight" for m in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")),
     *(f"mlp.experts.{m}" for m in ("gate_up_proj", "down_proj")),
 }
-"""Parameters of layers that are matrices, in all families, named within their layer."""
+"""Matrices within layers of all families."""
 OF_ADAMW = {
     "delta_net.conv_weight",
     "mamba.conv_weight",
@@ -107,11 +105,11 @@ OF_ADAMW = {
     "moe.shared_experts.gate.weight",
     *(f"moe.routed_experts.inner_experts.{m}" for m in ("gate_up_bias_EG", "down_bias_ED")),
 }
-"""Parameters of layers that have several dimensions but are no matrices: convolutions, routers, biases, a vector."""
+"""Parameters within layers with several dimensions that Muon does not train."""
 
 
 def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]:
-    """Names of the parameters of a family that Muon trains, and of the others."""
+    """Return the names of the parameters that Muon trains, and of the others."""
     config, path = case.config(), Path("/nowhere")
     sees = hasattr(config, "vision_config") and case is not OTHER_VISION_CASE
     named = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": False} if sees else None}
@@ -125,7 +123,7 @@ def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]
     return found
 
 
-def test_muon_trains_the_matrices_of_every_familys_layers_and_nothing_else(world: World) -> None:
+def test_muon_trains_exactly_the_matrices_of_layers(world: World) -> None:
     ours, others = set(), set()
     for case in (*CASES, *GENERIC_CASES, *VISION_CASES, OTHER_VISION_CASE):
         for names, whole in zip((ours, others), muons(case, world), strict=True):
@@ -142,7 +140,7 @@ def test_muon_trains_adapters(world: World) -> None:
 
 
 def rates(schedule: str, floor: float, steps: int = 10) -> Iterator[float]:
-    """The learning rates of ten steps, two of them warm-up; or of some steps more."""
+    """Return the learning rates of the first steps, with two steps of warm-up."""
     config = Optimizer(type="sgd", lr=2.0, schedule=schedule, warmup_steps=2, min_lr_ratio=floor)
     optimizer = optimizers.build(config, Pair(), torch.float32)
     scheduler = optimizers.schedule(config, 10, optimizer)
@@ -152,7 +150,7 @@ def rates(schedule: str, floor: float, steps: int = 10) -> Iterator[float]:
         scheduler.step()
 
 
-def test_the_step_after_the_last_one_would_have_the_floor() -> None:
+def test_decay_reaches_the_minimum_one_step_after_the_last() -> None:
     for schedule in ("linear", "cosine"):
         found = list(rates(schedule, 0.25, steps=11))
         assert found[9] > found[10] == pytest.approx(0.25 * 2.0)
@@ -174,14 +172,13 @@ Weights = dict[str, torch.Tensor]
 
 
 def trained(directory: Path) -> Weights:
-    """What was published after the last step."""
     files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
 def runs(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every optimizer: by `one` process, by `two` expert-parallel ranks, and by one and then the other."""
+    """Run every optimizer with one process, two expert-parallel ranks, and with a resume in between."""
     root = tmp_path_factory.mktemp("optimizers")
     for kind in TYPES:
         train(root / "one" / kind, moe_model, kind, 1, world)
@@ -194,7 +191,7 @@ def runs(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("layout", ["two", "two-one", "one-two"])
-def test_ranks_and_resumes_equal_one_process(layout: str, kind: str, runs: Path) -> None:
+def test_ranks_and_resumes_match_one_process(layout: str, kind: str, runs: Path) -> None:
     expected, found = trained(runs / "one" / kind), trained(runs / layout / kind)
     assert set(found) == set(expected)
     differ = torch.cat([((found[name] - expected[name]).abs() > 1e-5).flatten() for name in expected])
@@ -203,7 +200,7 @@ def test_ranks_and_resumes_equal_one_process(layout: str, kind: str, runs: Path)
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, runs: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(kind: str, runs: Path) -> None:
     expected, found = trained(runs / "one" / kind), trained(runs / "one-one" / kind)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
@@ -216,8 +213,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, runs: Path) -> Non
         *[(layout, kind) for layout in ("two-then-host", "host-then-two") for kind in ("adamw", "muon")],
     ],
 )
-def test_states_in_host_memory_change_nothing(layout: str, kind: str, runs: Path) -> None:
-    """Neither of a run, nor of one that goes on in the other mode."""
+def test_state_offload_does_not_change_results(layout: str, kind: str, runs: Path) -> None:
+    """Also for a run that resumes in the other mode."""
     expected, found = trained(runs / "two" / kind), trained(runs / layout / kind)
     assert set(found) == set(expected)
     for name, tensor in found.items():
@@ -225,13 +222,12 @@ def test_states_in_host_memory_change_nothing(layout: str, kind: str, runs: Path
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_checkpoint_of_states_in_host_memory_is_that_of_any_run(kind: str, runs: Path) -> None:
+def test_checkpoint_of_offloaded_state_loads_without_offload(kind: str, runs: Path) -> None:
     plain, host = (runs / layout / kind / "checkpoints" for layout in ("two", "two-host"))
     assert described(plain) == described(host)
 
 
 def described(directory: Path) -> dict[str, object]:
-    """Name, kind, shape and dtype of everything in the checkpoint of step 2."""
     (trainer,) = directory.glob("*2/trainer")
     found = dcp.FileSystemReader(trainer).read_metadata().state_dict_metadata
     return {

@@ -1,4 +1,4 @@
-"""Router replay: given choices are followed, in value and gradient, and nothing else changes."""
+"""Router replay follows given choices in values and gradients, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from primeslurm.models import model_types
 from primeslurm.models.hf_config import shape_of
 from primeslurm.nn.layers.common import linear
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from tests.trainer.conftest import SEQ_LEN, make_choices, make_recipe
 from tests.trainer.families import CASES, Case, write
 
@@ -27,13 +27,12 @@ POSITIONS = torch.arange(SEQ_LEN)[None]
 
 
 def policy_of(path: Path, world: World, checkpointing: str = "none") -> PolicyModel:
-    """A policy that replays."""
     parallelism = {"activation_checkpointing": checkpointing}
     return build(make_recipe(path, trainer={"router_replay": True, "parallelism": parallelism}), world)
 
 
 def run(policy: PolicyModel, routed: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Logits, and the experts [1, len, top_k] of each layer that has any."""
+    """Return logits, and the experts [1, len, top_k] of each MoE layer."""
     taken: dict[int, torch.Tensor] = {}
 
     def note(router: Any, _: Any, output: tuple[torch.Tensor, ...]) -> None:
@@ -49,7 +48,7 @@ def run(policy: PolicyModel, routed: torch.Tensor | None = None) -> tuple[torch.
 
 
 @pytest.mark.parametrize("case", REPLAYING, ids=lambda case: case.name)
-def test_own_choices_change_nothing_and_others_are_followed(case: Case, world: World, tmp_path: Path) -> None:
+def test_replayed_own_choices_change_nothing_and_others_are_followed(case: Case, world: World, tmp_path: Path) -> None:
     policy = policy_of(write(case, tmp_path), world)
     logits, own = run(policy)
     routers = [module for module in policy.model.modules() if isinstance(module, ReplayRouter)]
@@ -75,8 +74,8 @@ def test_own_choices_change_nothing_and_others_are_followed(case: Case, world: W
 
 
 @pytest.mark.parametrize("wrong", [(0, 0), (3, 3), (9, 1), (255, 1), (1, 255)])
-def test_experts_of_no_possible_choice_are_not_replayed(wrong: tuple[int, int], moe_model: Path, world: World) -> None:
-    """Each token is a document of its own, so that no token reads another one."""
+def test_invalid_experts_are_not_replayed(wrong: tuple[int, int], moe_model: Path, world: World) -> None:
+    """Each token is its own document, so that tokens are independent."""
     policy = policy_of(moe_model, world)
     positions = torch.zeros_like(POSITIONS)
     routed = torch.rand(1, SEQ_LEN, 2, 8, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :2]
@@ -90,7 +89,7 @@ def test_experts_of_no_possible_choice_are_not_replayed(wrong: tuple[int, int], 
     assert torch.equal(found[:, others], replayed[:, others])
 
 
-def test_a_router_of_one_expert_replays_expert_0(world: World) -> None:
+def test_router_with_top_k_1_replays_expert_0(world: World) -> None:
     config = ReplayRouter.Config(num_experts=4, top_k=1, gate=linear(8, 4), layer=0)
     router = ReplayRouter(config)
     torch.nn.init.normal_(router.gate.weight)
@@ -100,8 +99,8 @@ def test_a_router_of_one_expert_replays_expert_0(world: World) -> None:
     assert router(rows)[1].flatten().tolist() == [0, 3, int(own[0, 2, 0])]
 
 
-def test_replayed_experts_give_the_outputs_and_gate_gradients_of_transformers(moe_model: Path, world: World) -> None:
-    policy = policy_of(moe_model, world, "full")  # the backward pass routes anew
+def test_replay_matches_outputs_and_gate_gradients_of_transformers(moe_model: Path, world: World) -> None:
+    policy = policy_of(moe_model, world, "full")  # the backward pass recomputes the routing
     choices = make_choices(np.random.default_rng(0), SEQ_LEN)
     logits = policy.logits(TOKENS, POSITIONS, routed=torch.from_numpy(choices)[None])[0]
     logits.square().mean().backward()
@@ -120,7 +119,7 @@ def test_replayed_experts_give_the_outputs_and_gate_gradients_of_transformers(mo
 
 
 def force(gate: Any, choices: torch.Tensor) -> None:
-    """Have a gate of transformers choose these experts, where they are known."""
+    """Make a gate of transformers choose given experts where they are known."""
 
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.t()
@@ -133,7 +132,7 @@ def force(gate: Any, choices: torch.Tensor) -> None:
     gate.forward = forward
 
 
-def test_choices_of_another_model_are_refused(moe_model: Path, dense_model: Path, world: World) -> None:
+def test_choices_of_another_model_are_rejected(moe_model: Path, dense_model: Path, world: World) -> None:
     policy = policy_of(moe_model, world)
     for shape in ((1, SEQ_LEN, 1, 2), (1, SEQ_LEN, 2, 4)):
         with pytest.raises(ValueError, match=f"routed experts of {shape[2]} layers x {shape[3]}"):

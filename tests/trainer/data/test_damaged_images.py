@@ -1,4 +1,4 @@
-"""Images whose bytes were changed at random: an image, or the error that names it. A trainer meets no other."""
+"""Images with random damage are decoded, or raise an error with their name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from primeslurm.trainer.data.image_reader import KINDS, _decoded, _naming
+from primeslurm.trainer.data.image_reader import FORMATS, _decoded, _naming
 from tests.unit.fuzz.mutations import fuzzed, texts
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (33, 40, 3), dtype=np.uint8)
@@ -22,18 +22,18 @@ def stored(kind: str, mode: str = "RGB") -> bytes:
     return found.getvalue()
 
 
-SEEDS = [stored(kind) for kind in KINDS] + [stored("PNG", "RGBA"), stored("PNG", "P"), stored("WEBP", "RGBA")]
+SEEDS = [stored(kind) for kind in FORMATS] + [stored("PNG", "RGBA"), stored("PNG", "P"), stored("WEBP", "RGBA")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_read(kind: str) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_read(kind: str) -> None:
     assert _decoded(stored(kind)).mode == "RGB"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
 @fuzzed(20)
 @given(st.sampled_from(SEEDS).flatmap(texts))
-def test_damaged_images_are_images_or_an_error_that_names_them(data: bytes) -> None:
+def test_damaged_images_raise_errors_with_their_name(data: bytes) -> None:
     found = "image photo: "
     try:
         with _naming("photo"):
@@ -43,13 +43,13 @@ def test_damaged_images_are_images_or_an_error_that_names_them(data: bytes) -> N
     assert found in ("RGB", "image photo: ")
 
 
-def test_what_pillow_would_decode_by_another_program_is_no_image() -> None:
-    with pytest.raises(ValueError, match="no image of a known kind"), _naming("photo"):
+def test_formats_decoded_by_external_programs_are_rejected() -> None:
+    with pytest.raises(ValueError, match="not an image of a supported format"), _naming("photo"):
         _decoded(stored("EPS"))
 
 
-def test_a_decoder_that_gives_up_in_its_own_way_is_understood() -> None:
-    """Pillow's for AVIF raises a RuntimeError."""
+def test_errors_of_all_decoders_are_handled() -> None:
+    """Pillow's AVIF decoder raises RuntimeError."""
     found, whole = [], stored("AVIF")
     for place in range(0, len(whole) - 8, 8):
         try:
@@ -60,7 +60,7 @@ def test_a_decoder_that_gives_up_in_its_own_way_is_understood() -> None:
     assert RuntimeError in found
 
 
-def test_a_bomb_is_refused_before_it_is_decoded() -> None:
+def test_decompression_bomb_is_rejected_before_decoding() -> None:
     header = stored("PNG")
     bomb = header[:16] + (60_000).to_bytes(4, "big") * 2 + header[24:]
     with pytest.raises(ValueError, match="image photo"), _naming("photo"):

@@ -1,4 +1,4 @@
-"""A step of RL on rollouts with images, from the environment's data URIs to new weights, against transformers."""
+"""An RL step on rollouts with images, from data URIs to new weights, against transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weights.export import export
 from primeslurm.wire.batches.batch import Batch
 from primeslurm.wire.batches.inline_images import ImageSpan
@@ -38,7 +38,7 @@ from tests.trainer.image_rows import MERGE, case_of, write_vision_model
 LR, TEMPERATURE, TRUST = 0.5, 0.8, 2e-3
 Size = tuple[int, int]
 Part = int | Size
-"""So many tokens of text, sampled if negative; or an image of this width and height."""
+"""Number of text tokens (negative: sampled), or width and height of an image."""
 ROLLOUTS: tuple[tuple[Part, ...], ...] = (
     # it ends between its images: the second would be cut
     (4, (24, 16), 3, -12, 5, (16, 16), 2, -20, (24, 24), 3, -6),
@@ -48,18 +48,16 @@ ROLLOUTS: tuple[tuple[Part, ...], ...] = (
     (4, -7),
 )
 CUT_AT = 62
-"""Tokens of the first rollout before its last image, of 9 tokens."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A rollout, and what transformers makes of it."""
+    """A rollout with inputs and results of the reference."""
 
     rollout: Rollout
     images: dict[str, torch.Tensor]
-    """Arguments of the reference."""
     trained: np.ndarray
-    """[n_tokens]: sampled, and within a row."""
+    """Whether a token is sampled and within a row [n_tokens]."""
 
 
 def noise(size: Size, rng: np.random.Generator) -> Image.Image:
@@ -77,11 +75,10 @@ def uri(image: Image.Image) -> str:
 
 
 PNG = png(noise((16, 8), np.random.default_rng(0)))
-"""An image of two tokens."""
 
 
 def make(number: int, parts: tuple[Part, ...], processor: Any) -> Seen:
-    """Random text, sampled text and images; the log-probabilities of the engine are not there yet."""
+    """Return random text, sampled text and images, without engine log-probabilities."""
     rng = np.random.default_rng(number)
     tokens: list[int] = []
     mask: list[bool] = []
@@ -111,7 +108,7 @@ def make(number: int, parts: tuple[Part, ...], processor: Any) -> Seen:
 
 
 def reference_logprobs(reference: Any, seen: Seen) -> torch.Tensor:
-    """Of each token of a whole rollout, alone; 0 for the first."""
+    """Return the reference's log-probability of each token; 0 for the first."""
     ids = torch.from_numpy(seen.rollout.token_ids).long()[None]
     kinds = {"mm_token_type_ids": (ids == IMAGES["image_token_id"]).int()} if seen.images else {}
     scores = (reference(ids, **seen.images, **kinds).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
@@ -119,7 +116,7 @@ def reference_logprobs(reference: Any, seen: Seen) -> torch.Tensor:
 
 
 def as_engines_sampled(seen: list[Seen], logprobs: list[torch.Tensor]) -> list[Seen]:
-    """With log-probabilities near those of the reference, as an older policy has them."""
+    """Return the rollout with log-probabilities of an older policy."""
     rng = np.random.default_rng(5)
     result = []
     for one, values in zip(seen, logprobs, strict=True):
@@ -131,7 +128,7 @@ def as_engines_sampled(seen: list[Seen], logprobs: list[torch.Tensor]) -> list[S
 
 
 def orchestrated(recipe: Recipe, rollouts: list[Rollout], directory: Path) -> Batch:
-    """As the orchestrator sends them to the trainer."""
+    """Return the batch that the orchestrator would send."""
     received = [Rollout.decode([bytes(f) for f in stored(rollout, directory).encode()]) for rollout in rollouts]
     group = RolloutGroup.from_bytes(RolloutGroup("g", "e", 0, 0, tuple((rollout,) for rollout in received)).to_bytes())
     batches = Batches(recipe, algorithms.from_recipe(recipe))
@@ -142,7 +139,7 @@ def orchestrated(recipe: Recipe, rollouts: list[Rollout], directory: Path) -> Ba
 
 
 def watched(function: LossFunction, seen: list[tuple[torch.Tensor, Targets]]) -> LossFunction:
-    """A loss that notes which log-probabilities it was given."""
+    """A loss that records its log-probabilities."""
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
         seen.append((logprobs.detach(), targets))
@@ -153,12 +150,10 @@ def watched(function: LossFunction, seen: list[tuple[torch.Tensor, Targets]]) ->
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-VL directory."""
     return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 def recipe_of(model: Path) -> Recipe:
-    """One step of plain gradient descent."""
     return make_recipe(
         model,
         model={"path": str(model), "dtype": "float32", "vlm": {}},
@@ -170,14 +165,14 @@ def recipe_of(model: Path) -> Recipe:
     )
 
 
-def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> Learner:
+def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> TrainStep:
     policy = build(recipe, world)
     reader = ImageReader(policy.source, IMAGES["image_token_id"])
-    return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, reader)
+    return TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, reader)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
-def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
+def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
     model = write_vision_model(name, tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(model)
     reference = reference_of(case_of(name)).from_pretrained(model, dtype=torch.float32)
@@ -204,8 +199,8 @@ def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: Worl
     loss.backward()
 
     given: list[tuple[torch.Tensor, Targets]] = []
-    learner = learner_of(recipe, world, watched(from_recipe(recipe.trainer.loss), given))
-    metrics = learner.train(batch, make_timer(tmp_path))
+    train_step = learner_of(recipe, world, watched(from_recipe(recipe.trainer.loss), given))
+    metrics = train_step.train(batch, make_timer(tmp_path))
 
     assert metrics["tokens"] == len(own) and metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert 0.1 < metrics["masked_fraction"] < 0.9
@@ -216,7 +211,7 @@ def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: Worl
     assert torch.equal(targets.logprobs[by_engine], engine.sort().values)
 
     before, after = load_file(model / "model.safetensors"), {}
-    for tensors in export(learner.policy, torch.float32):
+    for tensors in export(train_step.policy, torch.float32):
         after |= tensors
     gradients = released(reference)
     assert set(after) == set(before)
@@ -231,7 +226,7 @@ def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: Worl
 
 
 def released(reference: Any) -> dict[str, torch.Tensor]:
-    """The gradients of all but the encoder under the names of checkpoints."""
+    """Return the gradients outside of the encoder by checkpoint name."""
     found = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None and ".visual." not in name}
     return {name: grad.mT if ".experts." in name else grad for name, grad in found.items()}
 
@@ -248,7 +243,7 @@ def released(reference: Any) -> dict[str, torch.Tensor]:
     ],
     ids=["gone", "another", "cut off"],
 )
-def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
+def test_changed_image_ends_the_step(
     spoil: Callable[[Path], Any], why: str, model: Path, world: World, tmp_path: Path
 ) -> None:
     processor = AutoImageProcessor.from_pretrained(model)
@@ -257,24 +252,24 @@ def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
     batch = orchestrated(recipe, rollouts, tmp_path / "images")
     file = Path(batch.rows[0].images[0].source)
     spoil(file)
-    learner = learner_of(recipe, world, from_recipe(recipe.trainer.loss))
+    train_step = learner_of(recipe, world, from_recipe(recipe.trainer.loss))
     with pytest.raises(RankError, match=rf"reading images failed: rank 0: .*{why}") as caught:
-        learner.train(batch, make_timer(tmp_path))
+        train_step.train(batch, make_timer(tmp_path))
     assert file.name in str(caught.value)
-    assert all(parameter.grad is None for parameter in learner.policy.model.parameters())
+    assert all(parameter.grad is None for parameter in train_step.policy.model.parameters())
 
 
 @pytest.mark.parametrize(
     ("data", "tokens", "why"),
     [
-        (b"no image", 2, "no image of a known kind"),
+        (b"no image", 2, "not an image of a supported format"),
         (PNG[:100], 2, "truncated"),
         (PNG[:33] + bytes([0, 0, 0, 5]) + PNG[37:], 2, "broken PNG"),
-        (PNG, 3, "3 tokens stand for it, not 2"),
+        (PNG, 3, "2 tokens, expected 3"),
     ],
     ids=["text", "cut off", "damaged", "other tokens"],
 )
-def test_an_image_that_cannot_be_read_is_named(data: bytes, tokens: int, why: str, model: Path, tmp_path: Path) -> None:
+def test_unreadable_image_is_named(data: bytes, tokens: int, why: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(data)
     reader = ImageReader(model, IMAGES["image_token_id"])
     with pytest.raises(ValueError, match=rf"image {tmp_path}/a\.png: .*{why}"):

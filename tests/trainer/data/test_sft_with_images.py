@@ -1,4 +1,4 @@
-"""SFT on conversations with images: how they are read and cut, and that they are learned from."""
+"""SFT on conversations with images: reading, truncation and learning."""
 
 from __future__ import annotations
 
@@ -33,18 +33,16 @@ COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-VL directory."""
     return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 @pytest.fixture(scope="module")
 def reader(model: Path) -> ImageReader:
-    """What reads images for it."""
     return ImageReader(model, IMAGES["image_token_id"])
 
 
 def conversation(answer: str, *sources: str) -> dict[str, Any]:
-    """What colour? In another form for each image."""
+    """Conversations that ask for the colour of images in several forms."""
     images: list[dict[str, Any]] = [
         {"type": "image", "image": source} if index % 2 == 0 else {"type": "image_url", "image_url": {"url": source}}
         for index, source in enumerate(sources)
@@ -54,7 +52,7 @@ def conversation(answer: str, *sources: str) -> dict[str, Any]:
 
 
 def write_lines(directory: Path, *lines: dict[str, Any]) -> Path:
-    """Lines of a data file, and beside it an image of each colour, `r.png` and `b.png`."""
+    """Write a data file, and images `r.png` and `b.png` beside it."""
     for name, colour in COLOURS.items():
         Image.new("RGB", (16, 8), colour).save(directory / f"{name}.png")
     path = directory / "data.jsonl"
@@ -66,9 +64,7 @@ def load(path: Path, model: Path, reader: ImageReader | None, seq_len: int = SEQ
     return loaded(sft_data.Conversations(path, AutoTokenizer.from_pretrained(model), seq_len, reader))
 
 
-def test_placeholders_are_as_many_as_the_tokens_of_their_image(
-    model: Path, reader: ImageReader, tmp_path: Path
-) -> None:
+def test_placeholders_are_repeated_per_image_token(model: Path, reader: ImageReader, tmp_path: Path) -> None:
     path = write_lines(tmp_path)
     inline = "data:image/png;base64," + base64.b64encode((tmp_path / "b.png").read_bytes()).decode()
     path = write_lines(tmp_path, conversation("x", "r.png", inline), {"prompt": "ab", "completion": "cd"})
@@ -89,7 +85,7 @@ def test_placeholders_are_as_many_as_the_tokens_of_their_image(
         np.testing.assert_allclose(pixels.mean((0, 2)), np.array(COLOURS[colour]) / 127.5 - 1, atol=1e-5)
 
 
-def test_files_of_tokens_say_where_images_are(model: Path, reader: ImageReader, tmp_path: Path) -> None:
+def test_token_files_store_image_spans(model: Path, reader: ImageReader, tmp_path: Path) -> None:
     path = write_lines(tmp_path, conversation("x", "r.png", "b.png"), {"prompt": "ab", "completion": "cd"})
     conversations = sft_data.Conversations(path, AutoTokenizer.from_pretrained(model), SEQ_LEN, reader)
     parts = tuple(token_files.write_part(tmp_path, conversations, rank, 2) for rank in range(2))
@@ -99,7 +95,7 @@ def test_files_of_tokens_say_where_images_are(model: Path, reader: ImageReader, 
     assert [len(example.images) for example in wanted] == [2, 0]
 
 
-def test_an_image_is_whole_or_not_there(model: Path, reader: ImageReader, tmp_path: Path) -> None:
+def test_images_are_not_cut(model: Path, reader: ImageReader, tmp_path: Path) -> None:
     (example,) = load(write_lines(tmp_path, conversation("x", "r.png", "b.png", "r.png")), model, reader)
     assert len(example.images) == 3
     for length in range(len(example.token_ids) + 1):
@@ -110,7 +106,7 @@ def test_an_image_is_whole_or_not_there(model: Path, reader: ImageReader, tmp_pa
         assert len(shorter.mask) == len(shorter.token_ids)
 
 
-def test_what_has_nothing_left_to_train_is_left_out(model: Path, reader: ImageReader, tmp_path: Path) -> None:
+def test_truncated_example_without_trained_tokens_is_dropped(model: Path, reader: ImageReader, tmp_path: Path) -> None:
     path = write_lines(tmp_path, conversation("x" * 40, "r.png"), conversation("y", "r.png"))
     prompt = int((~load(path, model, reader)[0].mask).sum())
     assert [len(example.token_ids) for example in load(path, model, reader, prompt + 1)] == [prompt + 1] * 2
@@ -122,13 +118,13 @@ def test_what_has_nothing_left_to_train_is_left_out(model: Path, reader: ImageRe
     [
         (conversation("x", "r.png"), False, "model.vlm"),
         (conversation("x", "absent.png"), True, "absent.png"),
-        (conversation("x", "data:image/png;base64,***"), True, r"png;base64,\*\*\*: an image is no base64"),
-        (conversation("x", "data:image/png;base64,AAAA"), True, "image data:image/png;base64,AAAA: no image"),
+        (conversation("x", "data:image/png;base64,***"), True, r"png;base64,\*\*\*: an image has invalid base64"),
+        (conversation("x", "data:image/png;base64,AAAA"), True, "image data:image/png;base64,AAAA: not an image"),
         (conversation("x" + IMAGE, "r.png"), True, "1 images, but the chat template renders placeholders for 2"),
         ({"messages": [{"role": "user", "content": [{"type": "video", "video": "v"}]}]}, True, "'video'"),
     ],
 )
-def test_an_image_that_cannot_be_used_is_named(
+def test_unusable_image_is_named(
     line: dict[str, Any], sees: bool, why: str, model: Path, reader: ImageReader, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"line 1: .*{why}"):
@@ -136,7 +132,6 @@ def test_an_image_that_cannot_be_used_is_named(
 
 
 def colours_recipe(model: Path, path: Path, freeze: bool = True, **sections: Any) -> Recipe:
-    """Two questions that differ by nothing but their image."""
     vlm = {"path": str(model), "dtype": "float32", "vlm": {"freeze_vision_encoder": freeze}}
     trainer = {"optimizer": {"lr": 2e-2}}
     return sft_recipe(model, path, model=vlm, trainer=trainer, **sections)
@@ -144,11 +139,10 @@ def colours_recipe(model: Path, path: Path, freeze: bool = True, **sections: Any
 
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
-    """A question about each colour, four times."""
     return write_lines(tmp_path, *[conversation(name, f"{name}.png") for name in COLOURS] * 4)
 
 
-def test_colours_are_learned_with_the_encoder_as_it_was(
+def test_frozen_encoder_stays_unchanged(
     model: Path, reader: ImageReader, colours: Path, world: World, tmp_path: Path
 ) -> None:
     metrics = train(colours_recipe(model, colours, max_steps=12), tmp_path / "whole", world, reader=reader)
@@ -166,9 +160,7 @@ def test_colours_are_learned_with_the_encoder_as_it_was(
 
 
 @pytest.mark.parametrize("freeze", [True, False])
-def test_a_model_without_a_family_is_trained_on_images(
-    freeze: bool, colours: Path, world: World, tmp_path: Path
-) -> None:
+def test_generic_model_trains_on_images(freeze: bool, colours: Path, world: World, tmp_path: Path) -> None:
     model = write_vision_model("qwen2_5_vl", tmp_path / "model")
     reader = ImageReader(model, IMAGES["image_token_id"])
     (metrics,) = train(colours_recipe(model, colours, freeze, max_steps=1), tmp_path, world, reader=reader)
@@ -179,16 +171,16 @@ def test_a_model_without_a_family_is_trained_on_images(
     assert same == ({name for name in after if name.startswith("visual.")} if freeze else set())
 
 
-def test_an_encoder_that_is_not_frozen_is_trained(
+def test_unfrozen_encoder_is_trained(
     model: Path, reader: ImageReader, colours: Path, world: World, tmp_path: Path
 ) -> None:
     train(colours_recipe(model, colours, freeze=False, max_steps=1), tmp_path, world, reader=reader)
     before, after = load_file(model / "model.safetensors"), final_weights(tmp_path, 1)
-    # What is added to images after the last layer reaches no word.
+    # Additions to images after the last layer do not reach the logits.
     assert {name.split(".")[3] for name in after if torch.equal(after[name], before[name])} == {"0"}
     assert all("deepstack_merger_list" in name for name in after if torch.equal(after[name], before[name]))
 
 
-def test_images_need_a_model_that_sees(dense_model: Path, world: World) -> None:
+def test_images_need_a_vision_model(dense_model: Path, world: World) -> None:
     with pytest.raises(ValueError, match=r"model\.vlm: the model has no vision encoder"):
         build(make_recipe(dense_model, model={"path": str(dense_model), "dtype": "float32", "vlm": {}}), world)

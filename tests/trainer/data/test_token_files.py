@@ -1,4 +1,4 @@
-"""Tokenized conversations on a run's file system: the same examples from any number of ranks, made once."""
+"""Tokenized conversations in the run directory: made once, and the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.trainer.conftest import SEQ_LEN
 
 LONG = {"prompt": "x" * 2 * SEQ_LEN, "completion": "y"}
 SEPARATED = {"prompt": "a\u2028b", "completion": "cd"}
-"""A line separator of Unicode, which JSON need not escape, ends no line."""
+"""A Unicode line separator, which JSON does not escape, does not end a line."""
 
 
 class Untouched:
-    """Stands where nothing may be tokenized any more."""
+    """A tokenizer that must not be called."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"the tokenizer is asked for {name}")
@@ -59,7 +59,7 @@ def test_any_number_of_ranks_makes_the_same_examples(ranks: int, moe_model: Path
     assert same(token_files.TokenFiles(tmp_path, parts), wanted)
 
 
-def test_they_are_made_once_of_the_same(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_tokens_are_made_once_for_the_same_inputs(moe_model: Path, world: World, tmp_path: Path) -> None:
     it = conversations(tmp_path, moe_model, *lines(6))
     run = tmp_path / "run"
     run.mkdir()
@@ -76,7 +76,7 @@ def test_they_are_made_once_of_the_same(moe_model: Path, world: World, tmp_path:
 
 
 @pytest.mark.parametrize("harm", ["changed", "cut", "killed"])
-def test_what_is_not_whole_is_made_anew(harm: str, moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_incomplete_files_are_made_again(harm: str, moe_model: Path, world: World, tmp_path: Path) -> None:
     it = conversations(tmp_path, moe_model, *lines(6))
     run = tmp_path / "run"
     run.mkdir()
@@ -93,7 +93,7 @@ def test_what_is_not_whole_is_made_anew(harm: str, moe_model: Path, world: World
     assert list(run.iterdir()) == []
 
 
-def test_wrong_data_is_named(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_invalid_data_is_named(moe_model: Path, world: World, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     it = conversations(tmp_path, moe_model, *lines(2), {"text": "x"})

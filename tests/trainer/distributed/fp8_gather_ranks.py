@@ -1,4 +1,4 @@
-"""A rank that trains experts whose stacks are split over all ranks, with weights that travel in FP8 and as they are."""
+"""A rank that trains sharded experts, with and without the FP8 all-gather."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from primeslurm.nn.expert_splits import split_dimension
 from primeslurm.nn.layers.fp8 import with_fp8_products
-from primeslurm.trainer.distributed import fp8_gather
+from primeslurm.trainer.base.interrupt import Interrupt
+from primeslurm.trainer.components import fp8_gather
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 
 STEPS = 2
 SHAPES = {"experts": (6, 128, 256), "matrices": (4, 384, 384), "parts of blocks": (4, 384, 192)}
-"""Experts, their width and that of tokens. Three ranks share experts, whole blocks of every expert, or neither."""
+"""Experts, hidden size, token size. Three ranks can share experts, whole blocks of each expert, or neither."""
 
 
 class Model(nn.Module):
-    """Two layers of experts, and a head that is gathered as it is."""
+    """Two layers of experts, and a head that is not gathered in FP8."""
 
     def __init__(self, experts: int, width: int, dim: int) -> None:
         super().__init__()
@@ -35,13 +35,12 @@ class Model(nn.Module):
         self.head = nn.Linear(dim, 8)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Of rows [rows, dim], sorted by expert: [rows, 8]."""
         found: torch.Tensor = self.head(sum(layer(rows, counts) for layer in self.experts))
         return found
 
 
 def train(shape: tuple[int, int, int], in_fp8: bool, reshard: bool) -> tuple[list[torch.Tensor], int]:
-    """Losses, gradients and weights of some steps, and how many stacks travelled in FP8."""
+    """Return losses, gradients and weights of some steps, and the number of stacks gathered in FP8."""
     torch.manual_seed(5)
     model, ranks = Model(*shape), dist.get_world_size()
     for parameter in model.parameters():
@@ -67,13 +66,13 @@ def train(shape: tuple[int, int, int], in_fp8: bool, reshard: bool) -> tuple[lis
         local = [(p.detach().to_local().clone(), p.grad.to_local().clone()) for p in model.parameters()]  # type: ignore
         seen += [loss.detach(), *(tensor for pair in local for tensor in pair)]
         optimizer.zero_grad()
-    assert gather is None or len(gather._shared) == 2
+    assert gather is None or len(gather._by_group) == 2
     return seen, len(gather._stacks) if gather else 0
 
 
 def main() -> None:
-    """RANK and the like are in the environment. Prints how many stacks travelled in FP8 in each case."""
-    join(Interrupt(), patience_s=600)
+    """Print the number of stacks gathered in FP8 in each case."""
+    join(Interrupt(), timeout_s=600)
     for name, shape in SHAPES.items():
         for reshard in (True, False):
             found, stacks = train(shape, True, reshard)

@@ -1,4 +1,4 @@
-"""A rank that selects keys for its piece of rows, and counts those that it scored."""
+"""A rank that selects keys for its shard of rows, and counts the scored keys."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.nn.layers import sparse_attention
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 
 ROWS, HEADS, WIDTH, TOP_K = 2, 8, 16, 6
 PIECES = (32, 7)
-"""Tokens of a row that each rank has; not all come in halves."""
+"""Tokens per rank and row, including odd numbers."""
 
 
 def main() -> None:
-    """RANK and the like are in the environment. Prints for each length of a piece how many keys were scored."""
-    join(Interrupt(), patience_s=600)
+    """Print the number of scored keys for each shard length."""
+    join(Interrupt(), timeout_s=600)
     scores, scored = sparse_attention._scores, [0]
 
     def count(query: torch.Tensor, keys: torch.Tensor, *visible: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A rank that trains, publishes and saves for ever, in a layout of many groups. Whoever looks on stops one at times."""
+"""A rank that trains, publishes and saves in a loop, in a layout with many process groups. The test stops ranks."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from primeslurm.recipe import Recipe
 from primeslurm.records import heartbeats
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from tests.trainer.conftest import make_batch
 
 
 def main() -> None:
-    """Arguments: recipe, run directory, and where this rank's page for beats is in /proc."""
+    """Arguments: recipe, run directory, path of the heartbeat page in /proc."""
     recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
     run, pages = Path(sys.argv[2]), sys.argv[3].split(",")
     page = os.open(pages[int(os.environ["RANK"])], os.O_RDWR)
     os.environ[heartbeats.VARIABLE] = str(page)  # as an agent hands it down
     torch.set_num_threads(1)
-    world = join(Interrupt(), patience_s=1800)
+    world = join(Interrupt(), timeout_s=1800)
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
     timer = PhaseTimer(Journal(run, f"rank-{world.rank}"), record=False)
     saver = Checkpoints(run, 1, recipe.checkpoint, world, None)
     publisher = Publisher(policy, run, Encoding(torch.float32), 1, world)
@@ -40,10 +40,10 @@ def main() -> None:
         timer.step = step
         with timer.phase("wait"):
             world.decide(0)
-        learner.train(make_batch(step, policy.dp_rank, policy.dp_world, rows=8, seq_len=recipe.seq_len), timer)
+        train_step.train(make_batch(step, policy.dp_rank, policy.dp_world, rows=8, seq_len=recipe.seq_len), timer)
         with timer.phase("publish"):
             publisher.publish(step)
-        saver.after(step, learner, timer)
+        saver.after(step, train_step, timer)
     world.close()
 
 

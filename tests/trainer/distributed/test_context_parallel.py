@@ -1,4 +1,4 @@
-"""What a rank's queries see is what they see in whole rows."""
+"""With context parallelism, queries see the same keys as in whole rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from primeslurm.nn.layers.delta_net import DeltaScan
+from primeslurm.models.qwen3_5.delta_net import DeltaScan
 from primeslurm.trainer.components.varlen_attention import VarlenAttention, visible
 from primeslurm.trainer.distributed import context_parallel
 from primeslurm.trainer.distributed.world import World
@@ -25,7 +25,7 @@ POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengt
 
 @pytest.mark.parametrize("window", [(-1, 0), (3, 0)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_boundaries_of_a_piece_are_those_of_whole_rows(ranks: int, window: tuple[int, int]) -> None:
+def test_document_boundaries_of_a_shard_match_whole_rows(ranks: int, window: tuple[int, int]) -> None:
     documents = create_varlen_metadata_for_document(POSITIONS)
     whole = visible(documents, window)
     piece = SEQ_LEN // ranks
@@ -41,7 +41,7 @@ def test_boundaries_of_a_piece_are_those_of_whole_rows(ranks: int, window: tuple
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_block_mask_of_a_piece_is_that_of_whole_rows(ranks: int) -> None:
+def test_block_mask_of_a_shard_matches_whole_rows(ranks: int) -> None:
     document = (POSITIONS == 0).cumsum(1)
 
     def seen(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_a_block_mask_of_a_piece_is_that_of_whole_rows(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("style", ["ulysses", "allgather"])
-def test_what_is_made_of_outputs_and_scores_stays(style: context_parallel.Style, world: World) -> None:
+def test_out_transform_matches_one_rank(style: context_parallel.Style, world: World) -> None:
     documents = create_varlen_metadata_for_document(POSITIONS)
     alone, shared = (torch.nn.Sequential(VarlenAttention.Config().build()) for _ in range(2))
     group = context_parallel.ContextParallel(style, dist.group.WORLD)
@@ -78,7 +78,7 @@ def test_what_is_made_of_outputs_and_scores_stays(style: context_parallel.Style,
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_ranks_select_what_one_selects_and_score_equally_many_keys(ranks: int) -> None:
+def test_ranks_select_the_same_keys_with_balanced_scores(ranks: int) -> None:
     outputs = finish(start_ranks(ranks, "tests.trainer.distributed.selection_ranks"))
     counts = [[int(line.split()[1]) for line in output.splitlines() if line.startswith("SCORED")] for output in outputs]
     for piece, scored in zip(PIECES, zip(*counts, strict=True), strict=True):
@@ -94,7 +94,7 @@ def test_ranks_select_what_one_selects_and_score_equally_many_keys(ranks: int) -
         ("ulysses", 3, "cp: 3 does not divide the 4 heads of recurrent layers"),
     ],
 )
-def test_recurrent_layers_that_cannot_be_split_are_refused(
+def test_recurrent_layers_that_cannot_be_split_are_rejected(
     style: context_parallel.Style, ranks: int, problem: str
 ) -> None:
     group: Any = SimpleNamespace(size=lambda: ranks)  # torch's own needs as many processes
@@ -103,7 +103,7 @@ def test_recurrent_layers_that_cannot_be_split_are_refused(
 
 
 @pytest.mark.parametrize(("heads", "ranks", "copies"), [(8, 4, 1), (2, 4, 2), (1, 8, 8), (6, 4, 2), (4, 1, 1)])
-def test_every_rank_gets_equally_many_heads(heads: int, ranks: int, copies: int) -> None:
+def test_every_rank_gets_the_same_number_of_heads(heads: int, ranks: int, copies: int) -> None:
     keys = torch.arange(heads).reshape(1, 1, heads, 1)
     spread = context_parallel.replicated(keys, ranks)
     assert spread.shape[2] % ranks == 0

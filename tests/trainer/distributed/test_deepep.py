@@ -1,4 +1,4 @@
-"""DeepEP as the dispatcher of tokens, as far as machines without it can tell."""
+"""The DeepEP dispatcher, with a fake of DeepEP."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from primeslurm.models import model_builder
 from primeslurm.nn import compat
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.distributed.deepep import DeepEPDispatcher, convert, cut
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.distributed.deepep import DeepEPDispatcher, convert, split_into_chunks
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
@@ -28,17 +28,17 @@ def parallelism(**settings: Any) -> dict[str, Any]:
 
 
 class FakeDeepEp(ModuleType):
-    """Has the one name by which version 2 is known."""
+    """A module with the name that identifies version 2."""
 
     ElasticBuffer = object
 
 
-def test_without_the_package_the_trainer_says_what_is_missing(moe_model: Path, world: World) -> None:
+def test_missing_deepep_is_reported(moe_model: Path, world: World) -> None:
     with pytest.raises(ValueError, match=r"ep_backend = deepep: .* package deep_ep, 2\.0 or newer"):
         build(make_recipe(moe_model, trainer=parallelism()), world)
 
 
-def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_dispatches_with_deepep(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
@@ -55,7 +55,7 @@ def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.Mon
     assert deepep._resolve_dispatch_num_sms(None, 8, 2) == 24
 
 
-def test_compiled_layers_are_refused(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_are_rejected(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
     spec = model_builder.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
     with pytest.raises(ValueError, match=r"trainer\.compile: DeepEP's operations cannot be traced"):
@@ -63,17 +63,17 @@ def test_compiled_layers_are_refused(moe_model: Path, monkeypatch: pytest.Monkey
 
 
 class Alone:
-    """What `ElasticBuffer` does for a rank that has all experts: every token comes back as it went."""
+    """A fake `ElasticBuffer` for a rank with all experts, which returns every token."""
 
     num_max_tokens_per_rank = 2**20
 
     def __init__(self) -> None:
         self.strides: set[int] = set()
         self.sent: list[int] = []
-        """Tokens of each forward dispatch."""
+        """Number of tokens of each forward dispatch."""
 
     class Handle:
-        """What a dispatch leaves for its combine."""
+        """The handle of a dispatch."""
 
         num_sms = 2
 
@@ -81,14 +81,12 @@ class Alone:
             self.num_recv_tokens_per_expert_list = torch.bincount(experts.flatten(), minlength=count).tolist()
 
         def current_stream_wait(self) -> None:
-            """Nothing is under way."""
+            pass
 
     def get_theoretical_num_sms(self, *_: int) -> int:
-        """Some."""
         return 2
 
     def dispatch(self, x: torch.Tensor, **given: Any) -> tuple[Any, ...]:
-        """To oneself."""
         if "handle" not in given:
             self.strides.add(given["num_max_tokens_per_rank"])
             self.sent.append(len(x))
@@ -96,11 +94,10 @@ class Alone:
         return x.clone(), given.get("topk_idx"), given.get("topk_weights"), handle, None
 
     def combine(self, x: torch.Tensor, handle: Handle, **given: Any) -> tuple[Any, ...]:
-        """From oneself."""
         return x.clone(), given.get("topk_weights"), handle
 
 
-def test_a_layer_that_is_computed_anew_leaves_no_handle_and_short_rows_are_no_matter(
+def test_recomputed_layers_leave_no_handle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
@@ -133,11 +130,11 @@ def test_a_layer_that_is_computed_anew_leaves_no_handle_and_short_rows_are_no_ma
             assert len(deepep._handle_cache) <= 1
             gradients.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(*gradients)
-    assert buffer.strides == {3 * tokens}  # all ranks say the same, whatever the length of their rows
+    assert buffer.strides == {3 * tokens}  # the number is the same on all ranks, for any length of their rows
 
 
 def routed(chunk: int | None) -> RoutedExperts:
-    """Experts of a layer on a rank that has all of them, and may have 64 tokens at once."""
+    """Experts of a layer on one rank, with at most 64 tokens per dispatch."""
     dispatcher = DeepEPDispatcher.Config(num_experts=4, top_k=2, num_max_tokens_per_rank=64, chunk=chunk)
     experts = compat.AnyDtypeExperts.Config(dim=16, hidden_dim=24, num_experts=4)
     made: RoutedExperts = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher).build()
@@ -146,9 +143,7 @@ def routed(chunk: int | None) -> RoutedExperts:
 
 
 @pytest.mark.parametrize("length", [32, 25, 3])
-def test_tokens_travel_in_as_many_pieces_on_every_rank_and_none_is_larger_than_a_chunk(
-    length: int, moe_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_dispatched_in_chunks(length: int, moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
     from torchtitan.distributed.deepep import deepep
 
@@ -159,7 +154,7 @@ def test_tokens_travel_in_as_many_pieces_on_every_rank_and_none_is_larger_than_a
         for ours, theirs in zip(whole.parameters(), cut_up.parameters(), strict=True):
             theirs.copy_(ours.normal_(std=0.2))
     recipe = make_recipe(moe_model, trainer=parallelism(deepep_token_chunk=20))
-    cut(ModelDraft(recipe, None, model=torch.nn.Sequential(cut_up)))
+    split_into_chunks(ModelDraft(recipe, None, model=torch.nn.Sequential(cut_up)))
     x, scores = torch.randn(2, length, 16), torch.rand(2, length, 2)
     ids = torch.rand(2, length, 4).topk(2).indices
     results = []

@@ -1,4 +1,4 @@
-"""Every family trains on two ranks as on one, with experts and sequences split as its capabilities say."""
+"""Every family trains on two ranks as on one, with the parallelism that it supports."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ pytestmark = pytest.mark.usefixtures("unmeasured")
 COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
 FIRST = {case.config().model_type: case for case in reversed((*CASES, *GENERIC_CASES))}
 SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case in FIRST.values()]
-"""A case of every family."""
 
 
 def recipe(path: Path, case: Case, size: int) -> Recipe:
-    """One step on `size` ranks."""
     able = capabilities(case.config().model_type, "auto")
     assert able is not None
     parallelism = {
@@ -42,7 +40,7 @@ def recipe(path: Path, case: Case, size: int) -> Recipe:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, float], Path]]:
-    """By case: metrics of the step, and where the model and what was published are."""
+    """Return by case: metrics of the step, model directory and published directory."""
     root = tmp_path_factory.mktemp("families")
     arguments = []
     for case in SPLIT:
@@ -58,7 +56,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
-def test_two_ranks_equal_one(
+def test_two_ranks_match_one(
     case: Case, two_ranks: dict[str, tuple[dict[str, float], Path]], world: World, tmp_path: Path
 ) -> None:
     found, directory = two_ranks[case.name]

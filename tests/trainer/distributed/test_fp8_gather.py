@@ -1,4 +1,4 @@
-"""Weights that travel in FP8 train as those that are quantised where they arrive do, bit for bit."""
+"""Weights gathered in FP8 train bit for bit like weights quantized after the gather."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from primeslurm.nn.expert_splits import whole_blocks
-from primeslurm.nn.kernels.fp8 import hollow
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, Quantised, amax_of_blocks, encode_blocks, quantise, scales_of
+from primeslurm.nn.kernels.fp8 import placeholder_tensor
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, Quantized, amax_of_blocks, encode_blocks, quantize, scales_of
 from tests.support.block_fp8 import matrix
 from tests.trainer.conftest import finish, start_ranks
 from tests.trainer.distributed.fp8_gather_ranks import SHAPES
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_travels_in_fp8_trains_the_same(ranks: int) -> None:
+def test_fp8_gather_trains_the_same(ranks: int) -> None:
     outputs = finish(start_ranks(ranks, "tests.trainer.distributed.fp8_gather_ranks"))
     stacks = {"experts": 6, "matrices": 6, "parts of blocks": 0}
     for output in outputs:
@@ -25,10 +25,10 @@ def test_what_travels_in_fp8_trains_the_same(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_parts_quantised_by_scales_of_the_whole_are_the_whole_quantised(dtype: torch.dtype) -> None:
+def test_shards_quantized_with_common_scales_match_the_whole(dtype: torch.dtype) -> None:
     values = matrix(2, 256, 384).float()
     values[0, :128, :128] = 0
-    whole = quantise(values.to(dtype), BLOCKS)
+    whole = quantize(values.to(dtype), BLOCKS)
     for dimension in (0, 1, 2):
         parts = values.chunk(2 if dimension < 2 else 3, dimension)
         scales = torch.cat([scales_of(amax_of_blocks(part.contiguous(), dtype)) for part in parts], dimension)
@@ -38,9 +38,9 @@ def test_parts_quantised_by_scales_of_the_whole_are_the_whole_quantised(dtype: t
         assert torch.equal(torch.cat(data, dimension), whole.data.view(torch.uint8))
 
 
-def test_a_transposed_weight_is_quantised_as_the_weight_is() -> None:
+def test_transposed_weight_matches_its_quantization() -> None:
     values = matrix(2, 256, 384)
-    found, expected = quantise(values, BLOCKS).transposed(), quantise(values.mT, BLOCKS)
+    found, expected = quantize(values, BLOCKS).transposed(), quantize(values.mT, BLOCKS)
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(found.scales, expected.scales)
 
@@ -60,31 +60,33 @@ def test_whole_blocks(size: tuple[int, ...], dimension: int, ranks: int, whole: 
     assert whole_blocks(size, dimension, ranks, 128) == whole
 
 
-def stood_in(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
-    numbers = quantise(values, BLOCKS)
-    return hollow.stand_in(numbers, values.shape, values.dtype, values.device), numbers
+def stood_in(values: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
+    numbers = quantize(values, BLOCKS)
+    return placeholder_tensor.create(numbers, values.shape, values.dtype, values.device), numbers
 
 
 @pytest.mark.parametrize("view", [torch.detach, lambda t: t.view(2, 256, 128), lambda t: t.mT.mT])
-def test_views_of_a_hollow_tensor_stand_for_the_same(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_views_of_a_placeholder_have_its_contents(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor, numbers = stood_in(matrix(2, 256, 128))
-    assert quantise(view(tensor), BLOCKS) is numbers
+    assert quantize(view(tensor), BLOCKS) is numbers
     assert tensor.data_ptr() == 0 and tensor.shape == (2, 256, 128) and tensor.dtype == torch.bfloat16
-    assert quantise(view(tensor).mT, BLOCKS).data.shape == (2, 128, 256)
+    assert quantize(view(tensor).mT, BLOCKS).data.shape == (2, 128, 256)
 
 
-def test_a_part_of_a_hollow_tensor_is_refused() -> None:
+def test_slice_of_a_placeholder_is_rejected() -> None:
     tensor, _ = stood_in(matrix(2, 256, 128))
     with pytest.raises(AssertionError, match="a part of a weight"):
-        quantise(tensor[0], BLOCKS)
+        quantize(tensor[0], BLOCKS)
 
 
-def test_other_tensors_stand_for_nothing_also_where_a_hollow_one_was() -> None:
+def test_other_tensors_have_no_contents() -> None:
     tensor, _ = stood_in(matrix(2, 256, 128))
-    assert hollow.behind(torch.empty(3)) is None
+    assert placeholder_tensor.lookup(torch.empty(3)) is None
     address = tensor.untyped_storage()._cdata
     del tensor
     kept = [torch.empty(2, 256, 128, dtype=torch.bfloat16) for _ in range(100)]
-    assert all(other.untyped_storage()._cdata != address and hollow.behind(other) is None for other in kept)
+    assert all(other.untyped_storage()._cdata != address and placeholder_tensor.lookup(other) is None for other in kept)
     another, _ = stood_in(matrix(2, 256, 128))
-    assert hollow.behind(another) is not None and not any(known.expired() for known, _ in hollow._behind.values())
+    assert placeholder_tensor.lookup(another) is not None and not any(
+        known.expired() for known, _ in placeholder_tensor._behind.values()
+    )

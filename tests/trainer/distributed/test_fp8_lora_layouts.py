@@ -1,4 +1,4 @@
-"""FP8 and adapters with experts on two ranks train as one rank does."""
+"""FP8 and LoRA with expert parallelism match one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.trainer.families import write
 from tests.trainer.ranks import train
 
 STEPS = 2
-# what is asked of the trainer, and how it is spread over ranks
+# trainer settings, and parallel layout
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": ({"fp8": True}, {"ep": 2, "activation_checkpointing": "full"}),
     "lora": (
@@ -37,7 +37,7 @@ def published(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_two_ranks_equal_one(world: World, tmp_path: Path) -> None:
+def test_two_ranks_match_one(world: World, tmp_path: Path) -> None:
     qwen, glm = tmp_path / "qwen", tmp_path / "glm"
     tiny_model.write_model(qwen, "qwen3_moe", hidden=128)
     write(next(case for case in families.CASES if case.name == "glm_moe_dsa-short"), glm)

@@ -1,6 +1,6 @@
-"""Every layout of ranks trains the same model: same losses, same gradient norms, same weights.
+"""Every parallel layout trains the same model: same losses, gradient norms and weights.
 
-Three of four tokens go to experts that are given to the trainer, the others to those of its own choice.
+Three of four tokens have replayed experts, the others choose their own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
 SEQUENCES = {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1}
-"""Of the ratios, some are within these bounds and some are not."""
+"""Bounds that some ratios exceed."""
 
 
 def recipe_for(model: Path, loss: dict[str, Any] | None = None, **parallelism: Any) -> Recipe:
-    """Two steps of the model under a layout."""
     trainer = {
         "optimizer": {"lr": 1e-3},
         "parallelism": parallelism,
@@ -41,14 +40,12 @@ def recipe_for(model: Path, loss: dict[str, Any] | None = None, **parallelism: A
 
 
 def published(directory: Path) -> dict[str, torch.Tensor]:
-    """The weights after the last step."""
     files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
 def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """What a single rank computes, with either loss."""
     found = []
     for loss in (None, SEQUENCES):
         directory = tmp_path_factory.mktemp("one")
@@ -64,10 +61,10 @@ def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFac
         pytest.param({"dp_replicate": 2, "activation_checkpointing": "selective"}, id="hsdp"),
     ],
 )
-def test_two_ranks_equal_one(
+def test_two_ranks_match_one(
     parallelism: dict[str, Any], moe_model: Path, one_rank: list[Result], tmp_path: Path
 ) -> None:
-    """With the ratios of tokens, and with those of sequences, which context-parallel ranks have parts of."""
+    """With ratios of tokens, and of sequences that context-parallel ranks share."""
     arguments = []
     for number, loss in enumerate((None, SEQUENCES)):
         path = tmp_path / f"{number}.json"
@@ -84,10 +81,10 @@ def test_two_ranks_equal_one(
             torch.testing.assert_close(tensor, weights[name], atol=5e-4, rtol=1e-3, msg=name)
 
 
-def test_gradients_that_are_reduced_once_a_step_are_the_same_with_fewer_collectives(
+def test_reducing_gradients_once_per_step_saves_collectives(
     moe_model: Path, one_rank: list[Result], tmp_path: Path
 ) -> None:
-    """Two rows a rank, each a micro batch, of a model of four parts that FSDP gathers and reduces."""
+    """Two micro batches of one row per rank, of a model with four FSDP modules."""
     ways: list[dict[str, Any]] = [
         {},
         {"reduce_gradients": "step"},
@@ -116,7 +113,6 @@ def test_gradients_that_are_reduced_once_a_step_are_the_same_with_fewer_collecti
 
 
 def compare(metrics: list[list[dict[str, float]]], expected: list[dict[str, float]]) -> None:
-    """Metrics of two ranks, with those of one."""
     for name in COMPARED:
         assert [m[name] for m in metrics[1]] == [m[name] for m in metrics[0]], "ranks report the same metrics"
         for mine, one in zip(metrics[0], expected, strict=True):
@@ -124,7 +120,7 @@ def compare(metrics: list[list[dict[str, float]]], expected: list[dict[str, floa
 
 
 def test_bytes_of_eight_micro_batches(moe_model: Path) -> None:
-    """FSDP gives each gradient to a collective once a micro batch or once a step, in the dtype that is asked for."""
+    """FSDP reduces gradients once per micro batch or step, in the selected dtype."""
     outputs = finish(start_ranks(2, "tests.trainer.reduced_bytes", str(moe_model)))
     first, second = (
         [json.loads(line[8:]) for line in out.splitlines() if line.startswith("COUNTED ")] for out in outputs

@@ -1,4 +1,4 @@
-"""A trainer rank beside an engine keeps to its share of the GPU's memory."""
+"""Memory limit of a trainer rank that shares a GPU with an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(("total_gib", "share", "left_gib"), [(80, 0.6, 45.0), (24, 0.5, 9.0), (4, 0.5, 0.0)], ids=str)
-def test_torch_may_allocate_what_neither_the_engine_nor_cuda_contexts_need(
+def test_memory_limit_excludes_engine_and_cuda_contexts(
     total_gib: int, share: float, left_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CONTEXT_BYTES + ENGINE_CONTEXT_BYTES == 3 * GIB

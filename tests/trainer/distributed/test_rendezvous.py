@@ -1,4 +1,4 @@
-"""Strangers at the rendezvous of a trainer's ranks: torch's own store, and what stands in front of it."""
+"""Protection of the trainer's rendezvous against other users: torch's store and its gate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous, secret
 from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.collective import Store, TransferError
-from tests.support.port_messages import MESSAGES
 
 SOON = timedelta(seconds=5)
 ATTACK = """
@@ -35,15 +34,13 @@ for port in map(int, sys.argv[1:]):
 
 
 def attack(*ports: int) -> list[str]:
-    """What another user of the node does with ports that he finds in /proc/net/tcp; and what came of it."""
+    """Attack ports from /proc/net/tcp as another user of the node would. Return the result."""
     words = [sys.executable, "-c", ATTACK, *map(str, ports)]
     return subprocess.run(words, capture_output=True, text=True, timeout=300).stdout.splitlines()
 
 
 @dataclass
 class Meeting:
-    """A rank 0 with its store."""
-
     store: dist.TCPStore
     port: int
     way: int
@@ -57,7 +54,7 @@ def meeting() -> Meeting:
     return Meeting(store, port, rendezvous.tunnel("127.0.0.1", port, 10), store.port)
 
 
-def test_ranks_meet_through_their_passages(meeting: Meeting) -> None:
+def test_ranks_connect_through_their_gates(meeting: Meeting) -> None:
     meeting.store.set("key", "ours")
     meeting.store.set("count", "0")
     mine = dist.TCPStore("127.0.0.1", meeting.way, is_master=False, timeout=SOON)
@@ -67,11 +64,8 @@ def test_ranks_meet_through_their_passages(meeting: Meeting) -> None:
     assert len(meeting.store.get("large")) == 3_000_000
 
 
-def test_a_stranger_takes_over_torch_s_own_store_and_does_not_reach_one_behind_a_gate(meeting: Meeting) -> None:
-    """Neither at the rendezvous port, nor at the passage of a rank, nor at the port that torch itself listens at.
-
-    Should torch close its own one day, the gate can go.
-    """
+def test_gate_protects_the_store_from_strangers(meeting: Meeting) -> None:
+    """Neither at the rendezvous port, nor at a rank's gate, nor at torch's own port."""
     bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
     for store in (bare, meeting.store):
         store.set("key", "ours")
@@ -82,16 +76,7 @@ def test_a_stranger_takes_over_torch_s_own_store_and_does_not_reach_one_behind_a
     assert meeting.store.get("key") == b"ours" and meeting.store.check(["count"])
 
 
-def test_what_a_stranger_of_a_whole_run_says_is_understood_by_a_store_without_a_gate() -> None:
-    """`tests/emulated` says it to every port of a run."""
-    bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
-        stranger.sendall(MESSAGES["a store's client"])
-        assert int.from_bytes(stranger.recv(8, socket.MSG_WAITALL), "little") > 0, "how many keys there are"
-    assert bare.get("theirs") == b"theirs"
-
-
-def test_who_has_another_secret_gets_nothing(meeting: Meeting) -> None:
+def test_wrong_secret_is_rejected(meeting: Meeting) -> None:
     code = (
         "import sys; from primeslurm.wire.weight_transfer.collective import Store;"
         "Store(f'127.0.0.1:{sys.argv[1]}', 4).put_catalogue([])"
@@ -103,7 +88,7 @@ def test_who_has_another_secret_gets_nothing(meeting: Meeting) -> None:
     assert not meeting.store.check(["primeslurm/weights/catalogue"])
 
 
-def test_a_gate_says_nothing_before_it_was_shown_the_secret(meeting: Meeting) -> None:
+def test_gate_is_mute_before_the_secret(meeting: Meeting) -> None:
     before = psutil.Process().num_fds()
     strangers = []
     for sent in (b"", b"x" * 10, os.urandom(64), os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n" + bytes(64)):
@@ -128,12 +113,12 @@ def _received(at: socket.socket) -> bytes:
         return b""
 
 
-def test_without_a_gate_a_client_gives_up_in_time() -> None:
+def test_client_without_gate_times_out() -> None:
     with pytest.raises(TransferError):
         Store(f"127.0.0.1:{free_port()}", 2).catalogue()
 
 
-def test_who_was_at_the_store_before_its_gate_opened_is_found() -> None:
+def test_connection_before_the_gate_opened_is_detected() -> None:
     listening = rendezvous.reserve()
     listening.listen()
     at = listening.getsockname()
@@ -143,8 +128,8 @@ def test_who_was_at_the_store_before_its_gate_opened_is_found() -> None:
             rendezvous.open_gate("127.0.0.1", free_port(), listening)
 
 
-def test_a_store_goes_elsewhere_if_a_program_that_polls_a_port_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that waits for its own server at a port that was free a moment ago."""
+def test_store_uses_another_port_if_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a program waits for its own server at a port that was free before."""
     strangers: list[socket.socket] = []
     opened = rendezvous.open_gate
 
@@ -162,7 +147,7 @@ def test_a_store_goes_elsewhere_if_a_program_that_polls_a_port_is_there_first(mo
 
 
 def test_the_kernel_signs(meeting: Meeting) -> None:
-    """A kernel without TCP-MD5 would let users of rank 0's node reach the store."""
+    """Without TCP-MD5 in the kernel, users of rank 0's node could reach the store."""
     with socket.socket() as probe:
         probe.settimeout(1)
         with pytest.raises(TimeoutError):

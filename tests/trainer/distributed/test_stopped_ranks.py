@@ -1,7 +1,6 @@
-"""Real ranks of replicas, FSDP, context and expert parallelism, of which one stands still: the head names it alone.
+"""The head names the one rank that hangs, with replicas, FSDP, context and expert parallelism.
 
-What a rank's agent knows comes by the real way: its page, /proc, and the silence between looks. Their clock runs ten
-times as fast as the wall's.
+Agents use real heartbeat pages and /proc. Their clock runs ten times as fast as the wall clock.
 """
 
 from __future__ import annotations
@@ -35,52 +34,50 @@ LOOK_S, FASTER = 0.1, 10.0
 
 @dataclass
 class Ranks:
-    """All ranks, and the agent of each."""
-
     processes: Sequence[Forked | subprocess.Popen[str]]
     pages: Sequence[HeartbeatPage]
     agents: Sequence[LivenessMonitor]
     now: float = 0.0
 
     def heartbeats(self) -> list[Heartbeat]:
-        """What each said last."""
+        """Last heartbeat of each rank."""
         return [page.read() for page in self.pages]
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait; all ranks must live meanwhile."""
+        """Wait, and assert that all ranks are alive."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             dead = [process for process in self.processes if process.poll() is not None]
             assert not dead, dead[0].stdout.read() if dead[0].stdout else ""
-            assert time.monotonic() < deadline, f"{what}: {self.beats()}"
+            assert time.monotonic() < deadline, f"{what}: {self.heartbeats()}"
             time.sleep(0.02)
 
     def named(self) -> tuple[str, ...]:
-        """Have agents look, and say whom the head finds to blame."""
+        """Let the agents report, and return the rank that the head blames."""
         time.sleep(LOOK_S)
         self.now += LOOK_S * FASTER
         for agent in self.agents:
-            agent.look(self.now)
+            agent.check(self.now)
         found = unresponsive_ranks({str(rank): agent.of(str(rank)).report() for rank, agent in enumerate(self.agents)})
         return found.behind if found else ()
 
     def stop(self, rank: int) -> None:
-        """Have a rank stand still."""
+        """Stop a rank."""
         self.processes[rank].send_signal(signal.SIGSTOP)
 
-    def resume(self, rank: int) -> None:
-        """Let it run again, and wait until all do."""
+    def go_on(self, rank: int) -> None:
+        """Continue the rank, and wait until all ranks progress."""
         self.processes[rank].send_signal(signal.SIGCONT)
 
     def all_go_on(self) -> None:
-        """Wait until every rank beats again."""
+        """Wait for a heartbeat of every rank."""
         before = self.heartbeats()
         self.until(lambda: all(b.number > a.number for a, b in zip(before, self.heartbeats(), strict=True)), "no beats")
 
 
 @contextmanager
 def training(source: Path, directory: Path, size: int, /, **sections: Any) -> Iterator[Ranks]:
-    """So many ranks that train a model, from their second step on."""
+    """Start ranks that train a model, and wait for their second step."""
     recipe = make_recipe(source, max_steps=10**6, checkpoint={"interval": 2, "keep": 1}, **sections)
     (directory / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
     (directory / "run").mkdir()
@@ -114,34 +111,33 @@ def ranks(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def is_named_to_the_end(ranks: Ranks, victim: int) -> None:
-    """Others may still be on their way to where they wait for it; from then on it is named alone."""
+    """At first, others may still be on their way to the collective. After that, only the stopped rank is named."""
     ranks.until(lambda: ranks.named() == (str(victim),), f"rank {victim} is not named alone")
     assert [ranks.named() for _ in range(5)] == [(str(victim),)] * 5
 
 
 def is_named_when_stopped_in(phase: str, ranks: Ranks, victim: int) -> None:
-    """All go on afterwards."""
     ranks.until(lambda: ranks.pages[victim].read().phase == phase, f"no {phase}")
     ranks.stop(victim)
     is_named_to_the_end(ranks, victim)
-    ranks.resume(victim)
+    ranks.go_on(victim)
     ranks.all_go_on()
 
 
 @pytest.mark.parametrize("phase", ["forward_backward", "optimizer", "publish", "checkpoint"])
-def test_a_rank_that_stands_still_in_a_phase_is_named(ranks: Ranks, phase: str) -> None:
+def test_rank_that_hangs_in_a_phase_is_named(ranks: Ranks, phase: str) -> None:
     is_named_when_stopped_in(phase, ranks, random.Random(phase).randrange(RANKS))
 
 
-def test_a_rank_that_stands_still_in_a_collective_is_named(ranks: Ranks) -> None:
-    """It waits in one for a rank that comes late, and stands still when that comes: both have begun equally many."""
+def test_rank_that_hangs_in_a_collective_is_named(ranks: Ranks) -> None:
+    """The rank waits for a late rank and hangs when that arrives: both have started equally many collectives."""
     late, victim = 2, 5
     ranks.until(lambda: ranks.pages[late].read().phase == "forward_backward", "no step")
     ranks.stop(late)
     is_named_to_the_end(ranks, late)
     assert ranks.pages[victim].read().collectives > ranks.pages[late].read().collectives
     ranks.stop(victim)
-    ranks.resume(late)
+    ranks.go_on(late)
     is_named_to_the_end(ranks, victim)
-    ranks.resume(victim)
+    ranks.go_on(victim)
     ranks.all_go_on()

@@ -1,4 +1,4 @@
-"""Tokens reach the experts that were chosen for them, and come back: the benchmark's ranks, values and gradients."""
+"""Dispatch of tokens to experts and back, with the benchmark's ranks: values and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real ranks that wait in a collective tell who is not there, though their main threads can say nothing."""
+"""Ranks that wait in a collective report the missing rank, although their main threads are blocked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def report(page: HeartbeatPage, silent_s: float) -> HeartbeatReport:
     return HeartbeatReport(heartbeat.phase, heartbeat.step, heartbeat.number, heartbeat.collectives, silent_s, 300.0)
 
 
-def test_the_rank_that_does_not_come_is_named(ranks: list[tuple[subprocess.Popen[str], HeartbeatPage]]) -> None:
+def test_missing_rank_is_named(ranks: list[tuple[subprocess.Popen[str], HeartbeatPage]]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     pages = [page for _, page in ranks]
     while not all(page.read().phase == "optimizer" for page in pages) or (

@@ -1,4 +1,4 @@
-"""A rank of two that meet in collectives of several groups; rank 1 does not come to the last one, and sleeps."""
+"""One of two ranks with collectives in several groups. Rank 1 sleeps instead of joining the last one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.records.heartbeats import liveness
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 
 
 def main() -> None:
-    """RANK and the like are in the environment, and the descriptor of the page for beats."""
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     liveness().enter("forward_backward", 3)
     for _ in range(5):
         world.sum(torch.ones(1))

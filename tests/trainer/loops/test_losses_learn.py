@@ -1,4 +1,4 @@
-"""Losses of ratios learn: a small policy samples, is rewarded, and is rewarded more a few steps later."""
+"""Policy gradient losses learn: the reward of a small policy rises within a few steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from scripts.models import tiny_model
 from tests.support.batches import batch_of
@@ -35,7 +35,7 @@ STEPS, GROUPS, MEMBERS, PROMPT, SAMPLED = 7, 8, 16, 2, 6
     ids=lambda loss: "-".join(str(value) for value in loss.values()),
 )
 def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World, tmp_path: Path) -> None:
-    """The reward is the share of even tokens. Every other batch is a step old, so ratios are not 1."""
+    """The reward is the fraction of even tokens. Every other batch is one step old, so that ratios differ from 1."""
     recipe = make_recipe(
         dense_model,
         max_steps=STEPS,
@@ -44,7 +44,7 @@ def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World,
     )
     torch.set_num_threads(1)  # the model is far too small for more
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, STEPS, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, STEPS, from_recipe(recipe.trainer.loss), world)
     batches, timer = Batches(recipe, algorithms.from_recipe(recipe)), make_timer(tmp_path)
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
@@ -56,14 +56,14 @@ def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World,
         older = fresh
         batch = batch_of(batches, step)
         assert batch is not None
-        metrics.append(learner.train(batch, timer))
+        metrics.append(train_step.train(batch, timer))
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1, rewards
     assert metrics[0]["importance_ratio"] == pytest.approx(1, abs=1e-3), "what it sampled itself"
     assert abs(metrics[1]["importance_ratio"] - 1) > 1e-3 or metrics[1]["off_policy_kl"] > 1e-5, "what is a step old"
 
 
 def sample(policy: PolicyModel, rng: np.random.Generator) -> list[RolloutGroup]:
-    """Groups of answers to random prompts, sampled token by token."""
+    """Sample groups of answers to random prompts."""
     prompts = np.repeat(rng.integers(3, tiny_model.VOCABULARY, (GROUPS, PROMPT)), MEMBERS, axis=0)
     tokens, logprobs = torch.from_numpy(prompts), []
     with torch.no_grad():

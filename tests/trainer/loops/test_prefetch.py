@@ -1,4 +1,4 @@
-"""What is fetched ahead is what is trained, and nobody waits for a batch that is not formed."""
+"""Prefetching of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainer.conftest import make_batch
 
 
 class Link:
-    """Stands for a link: `answer` is what comes, as soon as `formed` is set."""
+    """A fake link that returns `answer` once `formed` is set."""
 
     def __init__(self, answer: Batch | Exception | None = None) -> None:
         self.answer = answer
@@ -49,7 +49,7 @@ def prefetch(link: Link) -> Prefetch:
     return Prefetch(link, RankShard(0, 1, 1, 2), 60)  # type: ignore[arg-type]
 
 
-def test_a_batch_that_is_coming_is_waited_for() -> None:
+def test_arriving_batch_is_waited_for() -> None:
     link = Link(batch := make_batch(2))
     ahead = prefetch(link)
     ahead.begin(2)
@@ -61,14 +61,14 @@ def test_a_batch_that_is_coming_is_waited_for() -> None:
     assert ahead.take(2) is None, "it is given once"
 
 
-def test_a_batch_that_is_not_formed_is_not_waited_for() -> None:
+def test_unformed_batch_is_not_waited_for() -> None:
     ahead = prefetch(link := Link(make_batch(2)))
     ahead.begin(2)
     assert ahead.take(2) is None
     assert link.closed.wait(60), "nor asked for any more"
 
 
-def test_a_batch_of_another_step_is_not_given() -> None:
+def test_batch_of_another_step_is_not_returned() -> None:
     ahead = prefetch(link := Link(make_batch(2)))
     link.formed.set()
     link.coming.set()
@@ -77,7 +77,7 @@ def test_a_batch_of_another_step_is_not_given() -> None:
     assert ahead.take(3) is None
 
 
-def test_engines_that_want_the_policy_are_told_of() -> None:
+def test_wanted_transfer_is_raised() -> None:
     ahead = prefetch(link := Link(TransferWanted()))
     link.formed.set()
     link.coming.set()

@@ -27,7 +27,7 @@ from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks,
 
 
 class FakeOrchestrator:
-    """Answers the trainer on a thread: synthetic batches up to `limit`, then "wait"; remembers every request."""
+    """A fake orchestrator on a thread: synthetic batches up to `limit`, then "wait". Records all requests."""
 
     def __init__(self) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
@@ -36,7 +36,7 @@ class FakeOrchestrator:
         self.requests: list[Request] = []
         self.refuse_save = False
         self.transfer_at: int | None = None
-        """Step before which engines want the current policy again."""
+        """Step before which engines request the current policy again."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -71,32 +71,28 @@ class FakeOrchestrator:
         return Answer("ok")
 
     def of(self, kind: type) -> list[Request]:
-        """The requests of one kind, in order."""
         return [request for request in self.requests if isinstance(request, kind)]
 
     def wait_for(self, request: Request) -> None:
-        """Until `request` has come."""
         deadline = time.monotonic() + 300
         while request not in self.requests:
             assert time.monotonic() < deadline, f"no {request} among {self.requests}"
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(timeout=60)
 
 
 @pytest.fixture
 def orchestrator() -> Iterator[FakeOrchestrator]:
-    """A running orchestrator end of the link."""
     fake = FakeOrchestrator()
     yield fake
     fake.close()
 
 
 class Run:
-    """A run directory, its recipe, and attempts started in it."""
+    """A run directory with its recipe and attempts."""
 
     def __init__(self, directory: Path, recipe: Recipe, orchestrator: FakeOrchestrator) -> None:
         self.directory = directory
@@ -106,13 +102,11 @@ class Run:
         self._attempt = 0
 
     def start(self, size: int = 1) -> list[Forked]:
-        """The next attempt's ranks."""
         self._attempt += 1
         address = self._orchestrator.address
         return start_ranks(size, *trainer_command(self._path, self.directory, self._attempt, address))
 
     def events(self, attempt: int, rank: int = 0) -> list[str]:
-        """Kinds of the events of one rank."""
         path = self.directory / "attempts" / str(attempt) / "events" / f"trainer-rank-{rank}.jsonl"
         return [json.loads(line)["kind"] for line in path.read_text().splitlines()]
 
@@ -156,7 +150,7 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     assert state["step"] == 5 and state["phase"] == "checkpoint"
 
 
-def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
+def test_interrupt_while_waiting_saves_and_resumes(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     recipe = make_recipe(
@@ -182,7 +176,7 @@ def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
     assert checkpoints.newest(tmp_path) == 4
 
 
-def test_a_killed_attempt_resumes_at_the_last_commit(
+def test_killed_attempt_resumes_at_the_last_commit(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     recipe = make_recipe(
@@ -211,14 +205,14 @@ def test_a_killed_attempt_resumes_at_the_last_commit(
     assert checkpoints.committed(tmp_path) == [1, 2, 3]
 
 
-def test_the_orchestrator_ends_the_run(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
+def test_orchestrator_ends_the_run(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
     run = Run(tmp_path, make_recipe(moe_model, max_steps=9, checkpoint={"interval": 100}), orchestrator)
     orchestrator.stop_at = 2
     finish(run.start())
     assert checkpoints.committed(tmp_path) == [1]
 
 
-def test_policies_are_sent_when_they_are_new_and_when_engines_come_late(
+def test_policies_are_sent_to_late_engines_again(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     recipe = make_recipe(moe_model, max_steps=2, checkpoint={"interval": 100}, weights={"transport": "nccl"})
@@ -230,7 +224,7 @@ def test_policies_are_sent_when_they_are_new_and_when_engines_come_late(
     assert filesystem.published(tmp_path) == [2], "only what the run has made is written"
 
 
-def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(
+def test_rejected_checkpoint_ends_the_attempt_without_a_commit(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, make_recipe(moe_model, max_steps=3, checkpoint={"interval": 1}), orchestrator)
@@ -240,9 +234,7 @@ def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(
     assert checkpoints.committed(tmp_path) == []
 
 
-def test_a_disk_that_cannot_be_written_is_a_clear_message(
-    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
-) -> None:
+def test_unwritable_disk_is_reported(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
     run = Run(tmp_path, make_recipe(moe_model, max_steps=2), orchestrator)
     (tmp_path / "weights").write_text("a file where a directory must be made")
     log = finish(run.start(), code=1)[0]

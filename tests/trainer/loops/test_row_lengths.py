@@ -1,4 +1,4 @@
-"""Rows that end where their documents do are trained as rows with padding are."""
+"""Rows without padding train like padded rows."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import pytest
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.batch import Batch, Row
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 def without_padding(row: Row) -> Row:
-    """`make_row` ends in a document that is not trained, as padding is one."""
+    """`make_row` ends with an untrained document, like padding."""
     end = int(np.flatnonzero(row.positions == 0)[-1])
     return replace(row, **{name: array[:end] for name, array in row.arrays().items()})
 
 
-def test_rows_of_several_lengths_are_trained_as_rows_with_padding(
-    moe_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_short_rows_train_like_padded_rows(moe_model: Path, world: World, tmp_path: Path) -> None:
     recipe = make_recipe(moe_model, trainer={"router_replay": True})
     found = []
     for shortened in (False, True):
         policy = build(recipe, world)
-        learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+        train_step = TrainStep(
+            policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
+        )
         plain = make_batch(1, routed=True)
         info = msgspec.structs.replace(plain.info, rows_at_once=1)
         rows = [without_padding(row) if shortened and i % 2 else row for i, row in enumerate(plain.rows)]
         assert len({len(row.token_ids) for row in rows}) == 1 + shortened
         again = Batch.decode([bytearray(frame) for frame in Batch(info, rows).encode()])
-        found.append(learner.train(again, make_timer(tmp_path)))
+        found.append(train_step.train(again, make_timer(tmp_path)))
     padded, short = found
     for name in ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm"):
         assert short[name] == pytest.approx(padded[name], rel=1e-5, abs=1e-7), name

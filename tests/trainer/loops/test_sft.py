@@ -1,4 +1,4 @@
-"""SFT: data, learning, checkpoints and what is published."""
+"""SFT: data, learning, checkpoints and published weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transformers import AutoTokenizer
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import cross_entropy
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.sft import SftTask
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
@@ -34,14 +34,13 @@ from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_fresh_ran
 
 @pytest.fixture(scope="module")
 def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise-free reverse-text conversations."""
     path = tmp_path_factory.mktemp("data") / "reverse.jsonl"
     path.write_text("".join(json.dumps(chat) + "\n" for chat in tiny_model.demonstrations(64, 0.0, 0)))
     return path
 
 
 def sft_recipe(model: Path, demonstrations: Path, /, **sections: Any) -> Recipe:
-    """Constant learning rate: a run in two parts is then the same as one."""
+    """The learning rate is constant, so that a resumed run matches an uninterrupted one."""
     sft = {"data": {"path": str(demonstrations)}, "batch_size": 8}
     base: dict[str, Any] = {"task": "sft", "sft": sft, "environments": [], "monitor": {"tensorboard": False}}
     return make_recipe(model, **(base | sections))
@@ -50,26 +49,26 @@ def sft_recipe(model: Path, demonstrations: Path, /, **sections: Any) -> Recipe:
 def train(
     recipe: Recipe, run_dir: Path, world: World, attempt: int = 1, reader: ImageReader | None = None
 ) -> list[dict[str, float]]:
-    """Run SFT in this process; returns metrics.jsonl."""
+    """Run SFT in this process. Return metrics.jsonl."""
     assert recipe.sft is not None
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
     publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     conversations = sft_data.Conversations(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
     examples = token_files.tokenized(run_dir, conversations, policy.source, world)
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
-    assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
+    assert SftTask(recipe, run_dir, train_step, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_trainer_whose_run_was_taken_over_writes_no_metrics(
+def test_superseded_trainer_writes_no_metrics(
     moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
 ) -> None:
     class TakenOver(Checkpoints):
-        def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-            super().after(step, learner, timer)
+        def after(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
+            super().after(step, train_step, timer)
             (tmp_path / "attempts" / "2").mkdir(exist_ok=True)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +80,6 @@ def test_a_trainer_whose_run_was_taken_over_writes_no_metrics(
 
 
 def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a published version."""
     tensors: dict[str, torch.Tensor] = {}
     for file in filesystem.version_dir(run_dir, version).glob("*.safetensors"):
         tensors |= load_file(file)
@@ -97,7 +95,7 @@ def test_only_the_completion_is_trained(moe_model: Path, demonstrations: Path) -
     assert tokenizer.decode(example.token_ids[~example.mask]) == prompt
 
 
-def test_prompt_and_completion_lines(moe_model: Path, tmp_path: Path) -> None:
+def test_prompt_and_completion_lines_are_read(moe_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n\n{"prompt": "' + "x" * 99 + '", "completion": "y"}\n')
     tokenizer = AutoTokenizer.from_pretrained(moe_model)
@@ -107,14 +105,14 @@ def test_prompt_and_completion_lines(moe_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["not json", '{"text": "x"}', "[]"])
-def test_a_bad_line_is_named(line: str, moe_model: Path, tmp_path: Path) -> None:
+def test_bad_line_is_named(line: str, moe_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"data\.jsonl, line 2"):
         loaded(sft_data.Conversations(path, AutoTokenizer.from_pretrained(moe_model), SEQ_LEN))
 
 
-def test_batches_cover_every_example_once_an_epoch_on_any_number_of_ranks() -> None:
+def test_batches_cover_every_example_once_per_epoch() -> None:
     examples = [
         sft_data.Example(np.full(5, i, np.int32), np.array([False, False, True, True, True])) for i in range(12)
     ]
@@ -131,7 +129,7 @@ def test_batches_cover_every_example_once_an_epoch_on_any_number_of_ranks() -> N
 
 
 def test_rows_are_full() -> None:
-    """Lengths of real conversations differ: in order of the file a third of the rows' places would be padding."""
+    """With lengths of real conversations, packing in file order would leave a third of the rows as padding."""
     lengths = np.random.default_rng(0).integers(1, 4096, 512)
     examples = [sft_data.Example(np.full(n, i, np.int32), np.ones(n, bool)) for i, n in enumerate(lengths)]
     rows = sft_data.batch(examples, 1, len(examples), 4096, 0, 0, 1).rows
@@ -149,7 +147,7 @@ def test_the_loss_falls(moe_model: Path, demonstrations: Path, world: World, tmp
     assert filesystem.published(tmp_path) == [20]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(
+def test_resumed_run_matches_uninterrupted_run(
     moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
 ) -> None:
     whole = train(sft_recipe(moe_model, demonstrations, max_steps=4), tmp_path / "whole", world)
@@ -166,7 +164,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+def test_damaged_checkpoint_falls_back_to_the_previous_one(
     moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
 ) -> None:
     recipe = sft_recipe(moe_model, demonstrations, max_steps=4, checkpoint={"interval": 2})
@@ -179,7 +177,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert (tmp_path / "checkpoints" / "step_000004.damaged-2").is_dir()
 
 
-def test_two_ranks_from_the_command_line(moe_model: Path, demonstrations: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_from_the_command_line(moe_model: Path, demonstrations: Path, tmp_path: Path) -> None:
     recipe = sft_recipe(moe_model, demonstrations, max_steps=2, monitor={"tensorboard": True})
     path = tmp_path / "recipe.json"
     path.write_text(recipe.model_dump_json(by_alias=True))

@@ -1,4 +1,4 @@
-"""A gradient that is not finite: the weights stay as they are, the run goes on, and three in a row end it."""
+"""A non-finite gradient skips the update; three in a row end the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.recipe.sections.losses import DppoLoss
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, cross_entropy, from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch
 from primeslurm.wire.batches.frames import Frame
@@ -26,30 +26,28 @@ LOSSES = [pytest.param(from_recipe(DppoLoss()), id="rl"), pytest.param(cross_ent
 
 
 def poisoned(batch: Batch) -> Batch:
-    """The same with one advantage that makes the gradient infinite."""
+    """Return the batch with an advantage that makes the gradient infinite."""
     row = batch.rows[0]
     token = np.flatnonzero(row.mask & (row.positions > 0))[0]
     row.advantages[token] = np.inf
     return batch
 
 
-def learner(model: Path, world: World, loss: LossFunction) -> Learner:
+def train_step(model: Path, world: World, loss: LossFunction) -> TrainStep:
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3, "schedule": "linear"}})
-    return Learner(build(recipe, world), recipe.trainer.optimizer, 8, loss, world)
+    return TrainStep(build(recipe, world), recipe.trainer.optimizer, 8, loss, world)
 
 
-def weights(made: Learner) -> dict[str, torch.Tensor]:
+def weights(made: TrainStep) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in made.policy.model.state_dict().items()}
 
 
-def same(before: dict[str, torch.Tensor], made: Learner) -> bool:
+def same(before: dict[str, torch.Tensor], made: TrainStep) -> bool:
     return all(torch.equal(before[name], value) for name, value in made.policy.model.state_dict().items())
 
 
-def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
-    moe_model: Path, world: World, tmp_path: Path
-) -> None:
-    made, timer = learner(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
+def test_step_without_finite_gradient_changes_only_the_schedule(moe_model: Path, world: World, tmp_path: Path) -> None:
+    made, timer = train_step(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
     before = weights(made)
     skipped = made.train(poisoned(make_batch(1)), timer)
     assert skipped["skipped"] == 1 and not math.isfinite(skipped["grad_norm"])
@@ -58,30 +56,28 @@ def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
     assert metrics["skipped"] == 0 and math.isfinite(metrics["grad_norm"])
     assert not same(before, made)
 
-    other = learner(moe_model, world, from_recipe(DppoLoss()))
+    other = train_step(moe_model, world, from_recipe(DppoLoss()))
     other.scheduler.step()
     expected = other.train(make_batch(2), timer)
     assert metrics["lr"] == expected["lr"] < skipped["lr"], "a skipped step counts as a step"
     assert same(weights(other), made), "nothing of the poisoned batch is left in gradients or states"
 
 
-def test_only_so_many_in_a_row_end_training(moe_model: Path, world: World, tmp_path: Path) -> None:
-    made, timer = learner(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
+def test_consecutive_skipped_steps_end_training(moe_model: Path, world: World, tmp_path: Path) -> None:
+    made, timer = train_step(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
     for step in (1, 2, 4, 5):
         assert made.train(poisoned(make_batch(step)), timer)["skipped"] == 1
         if step == 2:
             assert made.train(make_batch(3), timer)["skipped"] == 0
     before = weights(made)
-    with pytest.raises(FloatingPointError, match=r"the gradient norm is (nan|inf) in step 6: .* 3 steps in a row"):
+    with pytest.raises(FloatingPointError, match=r"the gradient norm is (nan|inf) in step 6: .* 3 consecutive steps"):
         made.train(poisoned(make_batch(6)), timer)
     assert same(before, made)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_weights_that_are_no_numbers_end_training(
-    loss: LossFunction, moe_model: Path, world: World, tmp_path: Path
-) -> None:
-    made, timer = learner(moe_model, world, loss), make_timer(tmp_path)
+def test_nan_weights_end_training(loss: LossFunction, moe_model: Path, world: World, tmp_path: Path) -> None:
+    made, timer = train_step(moe_model, world, loss), make_timer(tmp_path)
     with torch.no_grad():
         next(iter(made.policy.model.parameters())).fill_(math.nan)
     for step in (1, 2):
@@ -90,10 +86,8 @@ def test_weights_that_are_no_numbers_end_training(
         made.train(make_batch(3), timer)
 
 
-def test_all_ranks_skip_the_step_that_one_of_them_cannot_make(
-    moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second rank's part of steps 2, and 4 to 6, has no finite gradient."""
+def test_all_ranks_skip_a_step_together(moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank's rows of steps 2 and 4 to 6 have no finite gradient."""
 
     def encode(batch: Batch) -> list[Frame]:
         bad = batch.info.step in (2, 4, 5, 6) and batch.info.dp_rank == 1

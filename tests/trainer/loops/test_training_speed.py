@@ -1,4 +1,4 @@
-"""The benchmark of training steps, at a size that says nothing about speed; and the operations it counts."""
+"""The benchmark of training steps at a tiny size, and its operation counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_both_steps_are_timed(world: World) -> None:
     assert found["ours"]["tokens_per_s"] > 0 and found["torchtitan"]["tokens_per_s"] > 0
 
 
-def test_both_of_ours_are_timed(world: World) -> None:
+def test_compiled_and_eager_steps_are_timed(world: World) -> None:
     options = ["--layers", "1", "--seq", "64", "--documents", "3", "--steps", "1", "--vocab", "256"]
     found = measure(arguments([*options, "--against", "eager"]), world)
     assert found["speed_ratio"] > 0
@@ -47,12 +47,12 @@ def test_both_of_ours_are_timed(world: World) -> None:
     assert whole["flops_per_token"] - rest == pytest.approx(a_key * 32.5), "no key of another document is counted"
 
 
-def test_what_torchtitan_lacks_is_refused(world: World) -> None:
+def test_features_that_torchtitan_lacks_are_rejected(world: World) -> None:
     with pytest.raises(SystemExit, match="it has Qwen3's shapes"):
         measure(arguments(["--shape", "glm5", "--against", "torchtitan"]), world)
 
 
-def test_products_with_weights_are_as_many_as_torch_counts(world: World, tmp_path: Path) -> None:
+def test_counted_matrix_products_match_torch(world: World, tmp_path: Path) -> None:
     config = Qwen3Config(**SHAPES["qwen3_4b"].settings | SMALL | {"intermediate_size": 128})
     recipe = make_recipe(arguments(["--seq", "64", "--checkpointing", "none"]), on_cpu=True)
     first: dict[str, float] = {}
@@ -66,7 +66,7 @@ def test_products_with_weights_are_as_many_as_torch_counts(world: World, tmp_pat
 
 
 @pytest.mark.parametrize("length", [8, 40])
-def test_attention_counts_the_keys_that_are_seen(length: int) -> None:
+def test_attention_flops_count_visible_keys(length: int) -> None:
     sizes = {"index_topk": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "index_n_heads": 3, "index_head_dim": 8}
     config = SHAPES["glm5"].config(**SHAPES["glm5"].settings | SMALL | sizes)
     seen = [query + 1 for query in range(length)]
@@ -78,7 +78,7 @@ def test_attention_counts_the_keys_that_are_seen(length: int) -> None:
     assert attention_flops(config, length, causal=True) * length == 3 * 2 * 2 * 4 * 2 * 32 * sum(seen)
 
 
-def test_attention_counts_windows_and_heads_of_two_widths() -> None:
+def test_attention_flops_count_windows_and_two_head_sizes() -> None:
     config = SHAPES["gpt_oss_120b"].build(2, 4, 256)
     width = 3 * 2 * 64 * 2 * 64
     assert attention_flops(config, 8, causal=True) == 2 * width * 4.5, "no window is as long"
@@ -90,7 +90,7 @@ def test_attention_counts_windows_and_heads_of_two_widths() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_families_that_the_trainer_has_code_for(name: str) -> None:
+def test_benchmark_shapes_have_trainer_code(name: str) -> None:
     config = SHAPES[name].build(1, None if name in ("qwen3_4b", "llama3_8b") else 16, 256)
     assert family_of(config.model_type) is not None
     assert expert_count(config) == (0 if name in ("qwen3_4b", "llama3_8b") else 16)

@@ -12,8 +12,8 @@ from transformers import Qwen3NextConfig
 from primeslurm.models import model_types
 from primeslurm.plan.checks import model_files
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.generic.generic_model import GenericModel
 from primeslurm.trainer.weights.export import export
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write

@@ -12,10 +12,10 @@ import torch
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Vlm
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.data.image_positions import Images, vision_input
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.generic.generic_model import GenericModel
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Row
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, IMAGES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write

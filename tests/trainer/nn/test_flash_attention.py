@@ -1,4 +1,4 @@
-"""Which FlashAttention is chosen; what it computes is tested where there is a GPU (tests/gpu/test_parallel.py)."""
+"""Selection of FlashAttention. tests/gpu/test_parallel.py tests its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primeslurm.nn.kernels import flash_attention
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A fake of vLLM's kernels, which have more results than torch takes."""
+    """A fake of vLLM's kernels, which return more values than torch accepts."""
     fake = ModuleType(flash_attention.KERNELS)
     three = tuple(torch.full((1,), float(i)) for i in range(3))
     fake._flash_attn_fwd = lambda *args, **options: (*three[:2], None, None)  # type: ignore[attr-defined]
@@ -30,16 +30,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     flash_attention._kernels.cache_clear()
 
 
-def test_older_gpus_have_torchs_own() -> None:
+def test_older_gpus_use_torchs_flash_attention() -> None:
     assert flash_attention.best(lambda: None, pytest.fail) is None
 
 
-def test_a_missing_package_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attention, "KERNELS", "no_such_package.interface")
     assert flash_attention.best(lambda: "FA3", pytest.fail) is None
 
 
-def test_vllms_kernels_are_registered_as_torch_takes_them(kernels: ModuleType) -> None:
+def test_kernels_of_vllm_are_registered_for_torch(kernels: ModuleType) -> None:
     modules: list[str] = []
     assert flash_attention.best(lambda: "FA3", modules.append) == "FA4"
     assert not modules

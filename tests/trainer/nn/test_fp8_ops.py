@@ -1,4 +1,4 @@
-"""FP8's operations for compiled layers compute what eager ones do, and say the right shapes of their results."""
+"""FP8 operators for compiled layers match eager ones, in values and fake shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_gradients(product: torch.Tensor, inputs: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_linear_layers_are_the_same(transposed: bool) -> None:
+def test_compiled_linear_layers_match_eager(transposed: bool) -> None:
     inputs = leaves((2, 150, 256), (384, 256), transposed=transposed)
     mine = with_gradients(ops.linear_product(*inputs), inputs)
     for one, other in zip(mine, with_gradients(fp8.linear_product(*inputs), inputs), strict=True):
@@ -33,7 +33,7 @@ def test_linear_layers_are_the_same(transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("counts", [[100, 0, 200], [0, 0, 300], [1, 298, 1], [128, 128, 44]])
-def test_experts_are_the_same(counts: list[int]) -> None:
+def test_compiled_experts_match_eager(counts: list[int]) -> None:
     offsets = torch.tensor(counts).cumsum(0).int()
     inputs = leaves((300, 256), (3, 384, 256))
     mine = with_gradients(ops.grouped_product(*inputs, offsets), inputs)
@@ -49,7 +49,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert rows.grad is not None and weight.grad is None
 
 
-def test_compilers_are_told_the_truth_of_each_operation() -> None:
+def test_fake_operators_match_real_ones() -> None:
     rows, weight, stack = leaves((300, 256), (384, 256), (3, 384, 256))
     gradient = torch.randn(300, 384)
     layout = ops._layout(torch.tensor([100, 120, 300], dtype=torch.int32), 300)

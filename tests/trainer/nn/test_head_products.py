@@ -1,4 +1,4 @@
-"""Products head by head are einsum's, and come in the order of tokens."""
+"""Per-head products match einsum, in the order of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from primeslurm.nn.kernels.head_products import head_products
 
 @pytest.mark.parametrize("appending", [False, True])
 @pytest.mark.parametrize("sliced", [False, True])
-def test_products_and_gradients_are_those_of_einsum(appending: bool, sliced: bool) -> None:
+def test_products_and_gradients_match_einsum(appending: bool, sliced: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""What is asked of flash-linear-attention's kernels is what our plain recurrences compute.
+"""Calls of flash-linear-attention match our plain recurrences.
 
-Recurrences by the library's documentation stand in for it: tests/gpu has its own kernels.
+The documented recurrences stand in for the kernels, which tests/gpu tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def by_step(q: Any, k: Any, v: Any, g: Any, state: Any, scale: float, beta: Any = None) -> Any:
-    """Position by position: the state decays, with `beta` forgets what it holds for k, and learns v for k."""
+    """The recurrence position by position: decay the state, then update the value of k by `beta`."""
     dtype = v.dtype
     q, k, v = (part.float().repeat_interleave(v.shape[2] // part.shape[2], dim=2) for part in (q, k, v))
     outs = []
@@ -111,7 +111,7 @@ def _space_inputs() -> list[torch.Tensor]:
 def test_outputs_states_and_gradients(
     kernel: Function, plain: Function, make: Callable[[], list[torch.Tensor]]
 ) -> None:
-    """Rows begin in the midst of a document, whose state an earlier part has left; others begin and end in them."""
+    """Rows start in the middle of a document with an earlier state. Other documents begin and end in them."""
     positions = POSITIONS + torch.tensor([[0], [7]])
     positions[:, 64:] = POSITIONS[:, 64:]
     begun = torch.randn(2, HEADS, KEYS, VALUES, generator=torch.Generator().manual_seed(3))
@@ -126,7 +126,7 @@ def test_outputs_states_and_gradients(
         assert (mine - expected).abs().max() < 1e-4 * expected.abs().max(), index
 
 
-def test_a_document_sees_nothing_of_the_one_before() -> None:
+def test_documents_do_not_see_earlier_documents() -> None:
     outs = []
     for factor in (1.0, 1000.0):
         q, k, v, g, beta = _delta_inputs()
@@ -136,7 +136,7 @@ def test_a_document_sees_nothing_of_the_one_before() -> None:
     assert torch.equal(outs[0][1][1], outs[1][1][1])
 
 
-def test_on_the_cpu_recurrences_are_plain() -> None:
+def test_cpu_uses_plain_recurrences() -> None:
     assert not linear_attention.fits([torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)])
 
 
@@ -144,7 +144,7 @@ def test_on_the_cpu_recurrences_are_plain() -> None:
     ("dtype", "size", "reason"),
     [(torch.float32, 64, "bfloat16"), (torch.bfloat16, 24, "multiples of 16"), (torch.bfloat16, 512, "up to 256")],
 )
-def test_what_the_kernels_do_not_take(dtype: torch.dtype, size: int, reason: str) -> None:
+def test_unsupported_inputs_of_the_kernels(dtype: torch.dtype, size: int, reason: str) -> None:
     found = linear_attention._unfit(((dtype, size),))
     assert found is not None
     assert reason in found

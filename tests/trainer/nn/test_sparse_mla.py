@@ -1,4 +1,4 @@
-"""Attention over selected keys: gathered equals dense equals a plain loop, forward and backward."""
+"""Attention over selected keys: gathered and dense variants match a plain loop, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS, QUERIES, KEYS, HEADS, RANK, ROPE, TOP_K, SCALE = 2, 12, 20, 3, 8, 4, 5, 0.
 
 
 def make_inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Float64 inputs that want gradients, and selections with as few as one key."""
+    """Return float64 inputs with gradients, and selections with as few as one key."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((ROWS, QUERIES, HEADS, RANK + ROPE), (ROWS, KEYS, RANK + ROPE))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -24,7 +24,6 @@ def make_inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def plain(tensors: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
-    """One query and head after the other."""
     queries, keys = tensors
     rows = []
     for row in range(ROWS):
@@ -36,7 +35,7 @@ def plain(tensors: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attend", [dense_mla, sparse_mla.sparse_mla])
-def test_outputs_and_gradients_equal_a_plain_loop(attend: sparse_mla.Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_and_gradients_match_a_plain_loop(attend: sparse_mla.Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_mla, "CHUNK", 7)  # not a divisor of the number of queries
     tensors, indices = make_inputs()
     expected, out = plain(tensors, indices), attend(*tensors, indices, RANK, SCALE)
@@ -50,7 +49,7 @@ def test_outputs_and_gradients_equal_a_plain_loop(attend: sparse_mla.Attend, mon
 
 
 @pytest.mark.parametrize("at_once", [100, 7])
-def test_the_best_visible_keys_are_selected(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_visible_keys_are_selected(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "QUERIES", at_once)
     generator = torch.Generator().manual_seed(0)
     heads, length, top_k = 6, 24, 4
@@ -74,11 +73,11 @@ def test_the_best_visible_keys_are_selected(at_once: int, monkeypatch: pytest.Mo
             assert set(chosen) <= set(seen) and len(set(chosen)) == len(best)
 
 
-def test_the_indexers_rows_are_rounded_to_powers_of_two_and_exact_in_bfloat16() -> None:
+def test_indexer_rounding_uses_power_of_two_scales() -> None:
     rows = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows[3] = 0
     rows[4] *= 1e-3
-    data, scales = index_rounding.quantise(rows)
+    data, scales = index_rounding.quantize(rows)
     assert torch.equal(scales, scales.log2().round().exp2())
     assert data.float().abs().amax(-1)[5:].ge(224).all(), "no scale is larger than it must be"
     found = index_rounding.rounded(rows)

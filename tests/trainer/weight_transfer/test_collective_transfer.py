@@ -1,4 +1,4 @@
-"""Sending tensors from several ranks to several others, in threads of this process."""
+"""Tensor transfer between several ranks, as threads of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERT = "layers.0.mlp.experts.{}.up_proj.weight"
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Odd sizes and mixed dtypes: every message needs padding."""
+    """Odd sizes and mixed dtypes, so that every message needs padding."""
     generator = torch.Generator().manual_seed(0)  # its own: threads draw at the same time
     draw = partial(torch.randn, generator=generator)
     found = {EXPERT.format(i): draw(3, 5).bfloat16() for i in range(4)}
@@ -33,12 +33,11 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def share(sender: int, senders: int) -> list[Named]:
-    """What a sender has. They take turns, so that a receiver has to bring experts in order again."""
+    """Return a sender's tensors. Experts alternate between senders, so that receivers have to reorder them."""
     return list(stacked(list(tensors().items())[sender::senders]))
 
 
 def catalogue(senders: int) -> list[list[TensorInfo]]:
-    """Two layers."""
     infos = [
         TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), sender, experts)
         for sender in range(senders)
@@ -49,7 +48,6 @@ def catalogue(senders: int) -> list[list[TensorInfo]]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Start a trainer's store, and give its address."""
     port = free_port()
     store = serve_store("127.0.0.1", port)
     yield f"127.0.0.1:{port}"
@@ -87,7 +85,7 @@ def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
         return [pool.submit(call) for call in calls]
 
 
-def test_each_receiver_gets_what_it_needs(address: str) -> None:
+def test_each_receiver_gets_the_tensors_it_needs(address: str) -> None:
     session = TransferSession("each", senders=2, size=4)
     Store(address, 10).put_catalogue(catalogue(2))
     one, other = frozenset({0, 3}), None
@@ -107,7 +105,7 @@ def test_each_receiver_gets_what_it_needs(address: str) -> None:
         assert torch.equal(tensor.view(torch.uint8), everything[name].view(torch.uint8)), name
 
 
-def test_a_rank_that_fails_takes_the_others_along(address: str) -> None:
+def test_failed_rank_fails_the_others(address: str) -> None:
     session = TransferSession("fails", senders=1, size=3)
     Store(address, 10).put_catalogue(catalogue(1))
 
@@ -121,13 +119,13 @@ def test_a_rank_that_fails_takes_the_others_along(address: str) -> None:
     assert time.monotonic() - begun < 10, "nobody waited for the time-out"
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_longer_than_said(address: str) -> None:
+def test_wait_for_missing_rank_times_out(address: str) -> None:
     with pytest.raises(TransferError, match="waiting for 2 ranks"):
         Channel(TransferSession("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for_long(came: bool, address: str) -> None:
+def test_rank_killed_while_connecting_does_not_block_the_others(came: bool, address: str) -> None:
     session = TransferSession(f"killed-{came}", senders=1, size=2)
     if came:
         dist.PrefixStore(session.id, Store(address, 10).store).set("experts/1", msgspec.msgpack.encode(None))
@@ -135,8 +133,8 @@ def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for
         Channel(session, 0, Store(address, 10), CPU, 600, arrive_s=0.5)
 
 
-def test_a_rank_that_a_sender_knows_to_be_gone_is_waited_for_by_nobody(address: str) -> None:
-    """Before it has come, and once it has: others would wait for the time-out."""
+def test_no_rank_waits_for_a_rank_reported_lost(address: str) -> None:
+    """Before and after it has connected. Otherwise the others would wait for the timeout."""
     for came in (False, True):
         session = TransferSession(f"gone-{came}", senders=2, size=4)
         if came:
@@ -153,6 +151,6 @@ def test_a_rank_that_a_sender_knows_to_be_gone_is_waited_for_by_nobody(address: 
                 end.result()
 
 
-def test_a_trainer_that_is_not_there_is_named_and_not_waited_for_for_long() -> None:
+def test_missing_trainer_is_named_and_times_out() -> None:
     with pytest.raises(TransferError, match=r"127\.0\.0\.1:1:"):
         Store("127.0.0.1:1", 600, arrive_s=0.5)

@@ -1,4 +1,4 @@
-"""Published and sent policies are exact in every layout, and no rank gathers what it need not."""
+"""Published and sent policies are exact in every layout, with no unnecessary gathers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def take(place: messages.SessionPlace, worker: int, experts: Experts) -> dict[str, torch.Tensor]:
-    """An engine's worker."""
     session = messages.TransferSession(place.session, place.senders, place.size)
     store, cpu = collective.Store(place.store, 60), torch.device("cpu")
     channel = collective.Channel(session, place.first_rank + worker, store, cpu, 60, experts)
@@ -48,7 +47,7 @@ def take(place: messages.SessionPlace, worker: int, experts: Experts) -> dict[st
 
 
 class Orchestrator:
-    """Answers the trainer's ranks, and sends two workers into each session: each holds half of the experts."""
+    """A fake orchestrator with two workers per session, each with half of the experts."""
 
     def __init__(self, experts: list[int]) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
@@ -58,7 +57,6 @@ class Orchestrator:
         self._wanting = 0
 
     async def run(self, command: list[str]) -> list[str]:
-        """Start the ranks, serve them, and return what they printed."""
         serving = asyncio.create_task(OrchestratorLink(self.address, self._handle).serve())
         ranks = start_ranks(RANKS, *command)
         outputs = await asyncio.to_thread(finish, ranks)
@@ -83,7 +81,7 @@ class Orchestrator:
         self._wanting = 0
 
 
-async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> None:
+async def test_every_layout_transfers_the_loaded_policy(tmp_path: Path) -> None:
     models = {name: tmp_path / f"model-{name}" for name in ("many", "few", "fp8")}
     write(Case("many", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS)), models["many"])
     write(Case("few", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS | {"num_experts": 2})), models["few"])
@@ -116,10 +114,8 @@ async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> No
         assert largest <= max(allowed), f"{name}: a rank gathered more than a tensor of its own"
 
 
-def test_a_policy_that_cannot_be_recorded_is_announced_again(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The orchestrator writes it down before it tells engines, and answers with its error where it cannot."""
+def test_failed_announcement_is_repeated(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orchestrator records a policy before it tells engines, and answers with its error if it cannot."""
     answers = [trainer_link.LinkError("[Errno 30] Read-only file system: 'progress.bin'")] * 2
 
     class Link:
@@ -136,7 +132,7 @@ def test_a_policy_that_cannot_be_recorded_is_announced_again(
         FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
 
 
-async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(
+async def test_restarted_trainer_keeps_versions_that_engines_may_read(
     moe_model: Path, world: World, tmp_path: Path
 ) -> None:
     publisher = Publisher(build(make_recipe(moe_model), world), tmp_path, Encoding(torch.float32), 9, world)

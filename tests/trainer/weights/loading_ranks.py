@@ -1,4 +1,4 @@
-"""One of two ranks that fill distributed tensors from a model's files: prints how many elements of each it read."""
+"""One of two ranks that load distributed tensors. Prints the number of elements that it read of each."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 
 
 def main() -> None:
-    """Arguments: the directory of the files, and where each rank writes what its tensors are then."""
+    """Arguments: model directory, output directory."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, zeros
 
-    from primeslurm.trainer.weights.headers import TensorLocation
     from primeslurm.trainer.weights.loading import Loader
+    from primeslurm.trainer.weights.safetensors_header import TensorLocation
     from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
     from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
@@ -30,7 +30,7 @@ def main() -> None:
         return at(self, place, first, count, space)
 
     OpenFiles.at = counted  # type: ignore[method-assign]
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     mesh = init_device_mesh("cpu", (2,))
     files = TensorFiles.shared(Path(sys.argv[1]), world)
     names = {place: name for name, place in files.places.items()}

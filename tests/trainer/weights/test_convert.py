@@ -1,4 +1,4 @@
-"""`primeslurm convert`: a quantised model becomes what the trainer would make of it, in bfloat16."""
+"""`primeslurm convert` produces the weights that the trainer would load, in bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RELEASED: list[tuple[str, Callable[[Path], dict[str, torch.Tensor]]]] = [
 
 
 def released(name: str, store: Callable[[Path], dict[str, torch.Tensor]], directory: Path) -> dict[str, torch.Tensor]:
-    """Write a model in three files: codes and scales of some weights lie in different ones."""
+    """Write a model in three files, with codes and scales of some weights in different files."""
     meant = store(write(BY_NAME[name], directory))
     stored = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
@@ -45,7 +45,7 @@ def released(name: str, store: Callable[[Path], dict[str, torch.Tensor]], direct
 
 @pytest.mark.parametrize(("name", "store"), RELEASED, ids=[name for name, _ in RELEASED])
 @pytest.mark.parametrize("at_once", [4096, 1 << 24])
-def test_it_means_the_same(
+def test_converted_model_has_the_same_weights(
     name: str, store: Callable[..., Any], at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "AT_ONCE", at_once)
@@ -68,7 +68,7 @@ def test_it_means_the_same(
     assert not [file.name for file in out.iterdir() if file.name.startswith(".") or file.name == "conversion.json"]
 
 
-def test_what_was_killed_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_conversion_resumes_with_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     released("gpt_oss", to_mxfp4, source)
     written: list[str] = []
@@ -83,7 +83,7 @@ def test_what_was_killed_goes_on_with_what_is_missing(tmp_path: Path, monkeypatc
         write_file(self, names, path)
         written.append(path.name)
 
-    monkeypatch.setattr(convert, "threads_of_a_rank", lambda: 1)
+    monkeypatch.setattr(convert, "io_threads", lambda: 1)
     monkeypatch.setattr(convert.Conversion, "write", counted)
     with pytest.raises(OSError, match="killed"):
         convert.convert(source, out)
@@ -98,16 +98,16 @@ def test_what_was_killed_goes_on_with_what_is_missing(tmp_path: Path, monkeypatc
     assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors(tmp_path / "again").items())
 
 
-def test_a_partial_directory_of_another_model_is_begun_anew(tmp_path: Path) -> None:
+def test_partial_directory_of_another_model_is_deleted(tmp_path: Path) -> None:
     for name, store in RELEASED[:2]:
         released(name, store, tmp_path / name)
-    partial = convert._begun(tmp_path / "gpt_oss", tmp_path / "out")
+    partial = convert._partial_directory(tmp_path / "gpt_oss", tmp_path / "out")
     (partial / "model-0.safetensors").write_text("of gpt-oss")
     convert.convert(tmp_path / "deepseek_v3", tmp_path / "out")
     assert "model.layers.1.mlp.experts.0.up_proj.weight" in tensors(tmp_path / "out")
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+def test_command_reports_errors(tmp_path: Path) -> None:
     plain = write(BY_NAME["qwen3"], tmp_path / "plain")
     with pytest.raises(UsageError) as missing:
         exporting.convert(str(tmp_path / "nowhere"), plain)
@@ -120,12 +120,12 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         exporting.convert(str(plain), tmp_path / "out")
 
 
-def test_the_command_converts_and_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_command_converts_and_reports_progress(tmp_path: Path) -> None:
     released("gpt_oss", to_mxfp4, tmp_path / "source")
     done = primeslurm("convert", tmp_path / "source", "out", cwd=tmp_path)
     assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")
     assert done.err.splitlines() == ["1 of 3 files", "2 of 3 files"]
     with (tmp_path / "source" / "model-1.safetensors").open("r+b") as file:
         file.truncate(2000)
-    with pytest.raises(RunError, match=r"model-1\.safetensors: (cut short|no safetensors file)"):
+    with pytest.raises(RunError, match=r"model-1\.safetensors: (truncated|not a safetensors file)"):
         exporting.convert(str(tmp_path / "source"), tmp_path / "other")

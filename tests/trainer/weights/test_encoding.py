@@ -1,4 +1,4 @@
-"""FP8 in blocks: what is written, how exact it is, and that engines get back what the trainer rounded."""
+"""Encoding of policies in FP8: format, precision, and round trip."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantize
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
@@ -24,18 +24,18 @@ WIDE = COMMON | {"hidden_size": 192, "intermediate_size": 256}
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (200, 130), (3, 5)])
-def test_a_rounding_error_is_at_most_a_sixteenth_and_does_not_grow(shape: tuple[int, int]) -> None:
+def test_rounding_error_is_bounded_and_does_not_grow(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(shape) * torch.logspace(-4, 0, shape[1])
-    first = quantise(matrix, BLOCKS)
+    first = quantize(matrix, BLOCKS)
     smallest_normal = first.scales.max() * 2**-6
     torch.testing.assert_close(first.values(), matrix, rtol=1 / 16, atol=float(smallest_normal) / 16)
-    again = quantise(first.values(), BLOCKS)
+    again = quantize(first.values(), BLOCKS)
     assert torch.equal(again.data.view(torch.uint8), first.data.view(torch.uint8))
     torch.testing.assert_close(again.scales, first.scales, rtol=2**-23, atol=0)
 
 
-def test_a_policy_published_in_fp8(world: World, tmp_path: Path) -> None:
+def test_policy_is_published_in_fp8(world: World, tmp_path: Path) -> None:
     source = write(Case("wide", lambda: Qwen3MoeConfig(**WIDE, **EXPERTS)), tmp_path / "model")
     path = Publisher(build(make_recipe(source), world), tmp_path, Encoding(torch.bfloat16, fp8=True), 1, world).publish(
         1
@@ -49,7 +49,7 @@ def test_a_policy_published_in_fp8(world: World, tmp_path: Path) -> None:
     assert set(found) == set(original) | {name + tensor_names.FP8_SCALE for name in halved}
     for name, tensor in original.items():
         if name in halved:
-            expected = quantise(tensor.bfloat16(), BLOCKS)
+            expected = quantize(tensor.bfloat16(), BLOCKS)
             assert torch.equal(found[name].view(torch.uint8), expected.data.view(torch.uint8)), name
             assert torch.equal(found[name + tensor_names.FP8_SCALE], expected.scales), name
         else:
@@ -96,11 +96,11 @@ def test_projections_and_experts_are_in_fp8(name: str) -> None:
         "model.visual.blocks.0.attn.proj.weight",
     ],
 )
-def test_what_is_small_or_sensitive_is_not(name: str) -> None:
+def test_small_or_sensitive_weights_are_not_in_fp8(name: str) -> None:
     assert not in_fp8(name)
 
 
-def test_engines_get_what_they_compute_in_and_sft_publishes_the_compute_dtype() -> None:
+def test_encoding_follows_engines_for_rl_and_compute_dtype_for_sft() -> None:
     stored = frozenset({"model.layers.0.mlp.up_proj.weight"})
     model, none = Path("model"), frozenset[str]()
     assert published(make_recipe(model), none) == Encoding(torch.float32)
@@ -115,7 +115,7 @@ def test_engines_get_what_they_compute_in_and_sft_publishes_the_compute_dtype() 
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_stack_of_experts_is_encoded_as_each_of_them(fp8: bool) -> None:
+def test_stack_of_experts_is_encoded_like_single_experts(fp8: bool) -> None:
     encoding = Encoding(torch.bfloat16, fp8)
     pattern, experts = "model.layers.0.mlp.experts.{}.up_proj.weight", (2, 5, 7)
     stack = torch.randn(3, 200, 130)

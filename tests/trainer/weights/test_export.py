@@ -1,4 +1,4 @@
-"""`primeslurm export`: a checkpoint becomes the model that was published at that step."""
+"""`primeslurm export` produces the model that was published at the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
@@ -22,21 +22,20 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_export_matches_published_weights(moe_model: Path, world: World, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "not" / "there" / "model"
     recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     saver, timer = Checkpoints(run, 1, recipe.checkpoint, world, None), make_timer(run)
     publisher = Publisher(policy, run, Encoding(torch.bfloat16), 3, world)
     for step in (1, 2):
-        learner.train(make_batch(step), timer)
+        train_step.train(make_batch(step), timer)
         publisher.publish(step)
-        saver.after(step, learner, timer)
+        saver.after(step, train_step, timer)
     (run / "lock.json").write_text("{}")
     (run / "recipe.resolved.json").write_text(recipe.model_dump_json(by_alias=True))
 

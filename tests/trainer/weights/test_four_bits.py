@@ -1,4 +1,4 @@
-"""Checkpoints in four bits mean to the trainer what they mean to the libraries that define them, bit for bit."""
+"""Four-bit checkpoints are dequantized bit for bit like the libraries that define the formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights import loading
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.trainer.weights.four_bits import dequantised
+from primeslurm.trainer.weights.four_bits import dequantize
 from primeslurm.trainer.weights.loading import Loader
 from primeslurm.trainer.weights.tensor_files import TensorFiles
 from tests.trainer.as_released import change_config, tensors
@@ -29,18 +29,18 @@ from tests.trainer.four_bits import INT4, int4, mxfp4, to_int4, to_mxfp4
 BY_NAME = {case.name: case for case in CASES}
 
 
-def test_every_code_under_every_scale_of_mxfp4_is_that_of_transformers() -> None:
-    """But for the last: 255 is no number in E8M0, and transformers takes it for 2 ** 128."""
+def test_mxfp4_matches_transformers() -> None:
+    """Without 255, which is NaN in E8M0 but 2 ** 128 in transformers."""
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
     expected = convert_moe_packed_tensors(blocks, scales)
-    found = dequantised("mxfp4", blocks.reshape(1, 255, 256), scales.contiguous()).mT
+    found = dequantize("mxfp4", blocks.reshape(1, 255, 256), scales.contiguous()).mT
     assert torch.equal(found, expected) and found.unique().numel() > 1000
 
 
 @pytest.mark.parametrize("group", [16, 32, 128])
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float16, torch.float32])
-def test_int4_is_that_of_compressed_tensors(group: int, scale: torch.dtype, tmp_path: Path) -> None:
+def test_int4_matches_compressed_tensors(group: int, scale: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     parts, _ = int4(torch.randn(67, 384), group)
     parts["weight_scale"] = torch.rand(67, 384 // group).to(scale)
@@ -63,9 +63,9 @@ def _decompressed(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("at_once", [64, 3000, 8 << 20])
-def test_a_stack_is_read_in_pieces_of_any_size(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "PIECE", at_once)
-    monkeypatch.setattr(loading, "SHORT", 24)
+def test_stack_is_read_in_chunks_of_any_size(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "CHUNK_BYTES", at_once)
+    monkeypatch.setattr(loading, "MIN_RUN_BYTES", 24)
     torch.manual_seed(0)
     parts, expected = mxfp4(5, 24, 96)
     save_file({f"stack{name}": tensor for name, tensor in parts.items()}, tmp_path / "model.safetensors")
@@ -81,7 +81,7 @@ def _oss() -> Any:
     return config
 
 
-def test_gpt_oss_as_released_is_what_transformers_dequantises(world: World, tmp_path: Path) -> None:
+def test_released_gpt_oss_matches_transformers(world: World, tmp_path: Path) -> None:
     source = write(Case("gpt_oss", _oss), tmp_path / "source")
     meant = to_mxfp4(source)
     theirs = AutoModelForCausalLM.from_pretrained(source, quantization_config=Mxfp4Config(dequantize=True))
@@ -99,7 +99,7 @@ def test_gpt_oss_as_released_is_what_transformers_dequantises(world: World, tmp_
 
 
 @pytest.mark.parametrize("family", ["kimi_k2", "kimi_k25"])
-def test_kimi_as_released_is_what_compressed_tensors_decompresses(family: str, world: World, tmp_path: Path) -> None:
+def test_released_kimi_matches_compressed_tensors(family: str, world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["deepseek_v3"], tmp_path)
     meant = to_int4(source)
     if family == "kimi_k2":
@@ -114,7 +114,7 @@ def test_kimi_as_released_is_what_compressed_tensors_decompresses(family: str, w
 
 
 def _below_language_model(directory: Path, meant: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a text model that of Kimi-K2.5. Returns what its tensors then mean."""
+    """Convert a text model to a Kimi-K2.5 checkpoint. Return the dequantized tensors."""
     stored = load_file(directory / "model.safetensors")
     save_file({f"language_model.{name}": tensor for name, tensor in stored.items()}, directory / "model.safetensors")
     text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
@@ -123,10 +123,10 @@ def _below_language_model(directory: Path, meant: dict[str, torch.Tensor]) -> di
 
 
 @pytest.mark.parametrize("change", [{"num_bits": 8}, {"symmetric": False}, {"actorder": "group"}, {"type": "float"}])
-def test_other_formats_of_compressed_tensors_are_refused(change: dict[str, Any], world: World, tmp_path: Path) -> None:
+def test_other_compressed_tensors_formats_are_rejected(change: dict[str, Any], world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["deepseek_v3"], tmp_path)
     group = INT4["config_groups"]["group_0"]  # type: ignore[index]
     groups = {"group_0": group | {"weights": group["weights"] | change}}
     change_config(source, model_type="kimi_k2", quantization_config=INT4 | {"config_groups": groups})
-    with pytest.raises(ValueError, match="weights stored in compressed-tensors are not read"):
+    with pytest.raises(ValueError, match="weights stored in compressed-tensors are not supported"):
         build(make_recipe(source), world)

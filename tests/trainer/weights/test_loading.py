@@ -1,4 +1,4 @@
-"""Loading a model: each rank reads what it holds, by its place; what is wrong with files is said by their names."""
+"""Loading a model: each rank reads only its shards, and errors name the file."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import loading
-from primeslurm.trainer.weights.headers import TensorLocation
+from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
-from tests.trainer.as_released import quantise
+from tests.trainer.as_released import quantize
 from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.families import CASES, write
 from tests.trainer.four_bits import int4, mxfp4
 
 
 def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
-    """Split by rows and by columns, evenly and not, in FP8, in four bits and in neither.
-
-    A tensor's name ends with how it is split.
-    """
+    """Sharded by rows and columns, evenly and unevenly, in FP8, in four bits and plain. Names end with the sharding."""
     torch.manual_seed(0)
-    rows, columns = quantise(torch.randn(301, 200)), quantise(torch.randn(301, 384))
+    rows, columns = quantize(torch.randn(301, 200)), quantize(torch.randn(301, 384))
     meant = {
         "plain.0": torch.randn(301, 70).bfloat16(),
         "plain.1": torch.randn(33, 70).bfloat16(),
@@ -64,7 +61,7 @@ def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
 
 
 def _in_four_bits() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What is stored, and what it stands for. The columns of a stack of MXFP4 are rows where it is stored."""
+    """Return stored tensors and their dequantized values."""
     stored: dict[str, torch.Tensor] = {}
     meant: dict[str, torch.Tensor] = {}
     for split in (0, 1):
@@ -77,11 +74,9 @@ def _in_four_bits() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("whole_rows", [False, True])
-def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
-    whole_rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "PIECE", 64)
-    monkeypatch.setattr(loading, "SHORT", 24)
+def test_row_slices_cover_the_region_once(whole_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(loading, "MIN_RUN_BYTES", 24)
     shape = (4, 5, 6)
     numbers = torch.arange(4 * 5 * 6).view(shape)
     regions = [
@@ -92,7 +87,7 @@ def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
     ]
     for region in regions:
         read: list[int] = []
-        for piece in loading.pieces(TensorLocation("f", 0, shape, "F32"), region, whole_rows):
+        for piece in loading.row_slices(TensorLocation("f", 0, shape, "F32"), region, whole_rows):
             assert not whole_rows or piece.slab == ()
             read += numbers[piece.slab][piece.row : piece.row + piece.rows].flatten().tolist()
         assert len(read) == len(set(read))
@@ -101,7 +96,7 @@ def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
             assert not read
 
 
-def test_what_is_loaded_is_not_drawn(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_weights_are_not_initialized(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in CASES if case.name == "qwen3_moe")
     path = write(case, tmp_path)
 
@@ -137,9 +132,9 @@ def _missing(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error", "message"),
     [
-        (_cut, ValueError, "model.safetensors: cut short, 79 bytes of 80"),
-        (_no_header, ValueError, "model.safetensors: no safetensors file, or cut short"),
-        (_no_offsets, ValueError, "model.safetensors: its header cannot be read: .*data_offsets"),
+        (_cut, ValueError, "model.safetensors: truncated, 79 bytes of 80"),
+        (_no_header, ValueError, "model.safetensors: not a safetensors file, or truncated"),
+        (_no_offsets, ValueError, "model.safetensors: cannot read its header: .*data_offsets"),
         (_missing, FileNotFoundError, "other.safetensors"),
     ],
 )
@@ -152,14 +147,14 @@ def test_damaged_files_are_named(
         TensorFiles.shared(tmp_path, world)
 
 
-def test_another_shape_is_said_before_anything_is_read(tmp_path: Path) -> None:
+def test_wrong_shape_is_rejected_before_reading(tmp_path: Path) -> None:
     save_file(
         {"a": torch.zeros(4, 2), "b" + FP8_SCALE: torch.zeros(1), "b": torch.zeros(4)}, tmp_path / "x.safetensors"
     )
     files = TensorFiles.read(tmp_path)
-    with pytest.raises(ValueError, match="a is 4 x 2, and 2 x 4 by the model's config"):
-        loading.part_of(files, "a", torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="b is in FP8 and no matrix"):
-        loading.part_of(files, "b", torch.zeros(4))
+    with pytest.raises(ValueError, match="a is 4 x 2 in the files, but 2 x 4"):
+        loading.shard_read(files, "a", torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="b is stored in FP8 but is no matrix"):
+        loading.shard_read(files, "b", torch.zeros(4))
     with OpenFiles(files) as opened:
         assert torch.equal(opened.tensor("a"), torch.zeros(4, 2))

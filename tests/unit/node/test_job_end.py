@@ -21,7 +21,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
 from primeslurm.records.state import TrainerState
 from primeslurm.slurm.client import JobState, parse_job
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from tests.support.plans import plan_of
 
 NOW = 1_795_857_897.0

@@ -1,4 +1,4 @@
-"""The secret of a run: where it is, where it is not, and who is let in."""
+"""The secret of a run: its storage, its distribution, and the peers that need it."""
 
 from __future__ import annotations
 

@@ -85,26 +85,6 @@ def close(found: np.ndarray, exact: np.ndarray | float) -> bool:
 
 
 @relaxed
-@given(batch=groups())
-def test_grpo_is_reward_minus_mean(batch: list[RolloutGroup]) -> None:
-    for group, one, credit in pairs(batch, Grpo()):
-        exact = np.float64(one.info.reward) - np.mean(np.array(group.rewards, np.float64))
-        assert close(credit.advantages, exact)
-    for group in batch:
-        (credits,) = Grpo().assign([replace(group, rollouts=tuple(r[:1] for r in group.rollouts))])
-        assert abs(sum(float(credit.advantages[0]) for credit in credits)) < 1e-4
-
-
-@relaxed
-@given(batch=groups(min_reward=0))
-def test_max_rl_divides_by_the_mean(batch: list[RolloutGroup]) -> None:
-    for group, one, credit in pairs(batch, MaxRl()):
-        mean = np.mean(np.array(group.rewards, np.float64))
-        exact = (np.float64(one.info.reward) - mean) / mean if mean > 0 else 0.0
-        assert close(credit.advantages, exact)
-
-
-@relaxed
 @given(batch=groups(), reward=st.sampled_from([0.0, 0.37]))
 def test_opd_adds_the_log_ratio_to_a_fraction_of_the_reward(batch: list[RolloutGroup], reward: float) -> None:
     for group, one, credit in pairs(batch, Opd(reward)):

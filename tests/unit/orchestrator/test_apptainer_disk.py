@@ -1,4 +1,4 @@
-"""`disk_gb` in apptainer: with the real one where it is installed, else what a stand-in for it is told."""
+"""`disk_gb` with apptainer: with the real program if it is installed, and with a fake that records its options."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from primeslurm.orchestrator.environments import host_needs
 from primeslurm.orchestrator.environments.sandbox import apptainer, containers
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Limits
+from tests.support.fake_programs import put_on_path
 from tests.support.verifiers_restored import restored
 
 MIB = 1 << 20
 IN_IMAGE = ("cat", "cp", "dd", "env", "ls", "mkdir", "sh")
 FILL = "dd if=/dev/zero of=$0/fill bs=65536 count=2048 conv=fsync"
-STAND_IN = (
+FAKE = (
     f"#!{sys.executable} -IS"
     + r'''
 """A fake apptainer: an image is a directory, and nothing runs in an instance."""
@@ -108,11 +109,9 @@ async def test_files_of_a_rollout_are_limited_everywhere(
 async def test_disk_has_the_files_of_the_image_or_is_too_small_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "apptainer").write_text(STAND_IN)
-    (tmp_path / "apptainer").chmod(0o755)
+    put_on_path(monkeypatch, tmp_path, FAKE, "apptainer")
     (tmp_path / "image/app").mkdir(parents=True)
     (tmp_path / "image/app/given").write_text("of the image")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     containers.patch_runtimes("tasks-0", limits=Limits(disk_gb=0.05))
     monkeypatch.setattr(apptainer.FixedSizeDisk, "_image", lambda self: asyncio.sleep(0, str(tmp_path / "image")))
     async with provision_runtime(ApptainerConfig()):

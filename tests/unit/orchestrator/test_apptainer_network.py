@@ -21,8 +21,9 @@ from primeslurm.orchestrator.environments.sandbox import apptainer, containers
 from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_problem
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Limits
+from tests.support.fake_programs import put_on_path
 
-STAND_IN = (
+FAKE = (
     f"#!{sys.executable} -IS"
     + r'''
 """A fake apptainer: an instance is a process, in its own namespaces if the environment says so."""
@@ -72,10 +73,8 @@ async def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     why = bubblewrap_problem()
     if why and os.getuid() != 0:
         pytest.skip(why)  # this user may not create namespaces
-    (tmp_path / "apptainer").write_text(STAND_IN)
-    (tmp_path / "apptainer").chmod(0o755)
+    put_on_path(monkeypatch, tmp_path, FAKE, "apptainer")
     (tmp_path / "image.sif").touch()
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in apptainer.PRIVATE_NETWORK:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores what the code sets
     for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):

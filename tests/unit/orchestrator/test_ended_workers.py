@@ -1,4 +1,4 @@
-"""What a worker leaves of containers when it is ended: nothing after SIGTERM, and after SIGKILL until it runs again."""
+"""Containers of an ended worker: SIGTERM removes them. After SIGKILL, the restarted worker removes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.worker_pools import CallbackPool
 
 PATIENCE_S = 280.0
 PATIENT = "from primeslurm.orchestrator.worker import main; main.EXIT_S = 250; main.main()"
-"""How fast this machine ends a worker is not what is asked."""
+"""Runs a worker with a long exit timeout, because the test must pass on slow machines."""
 HARBOR = Path(__file__).parents[3] / "examples" / "harbor"
 MINE = {"verifiers.run": "run-1", "primeslurm.worker": "harbor-local-0"}
 STAND_IN = (

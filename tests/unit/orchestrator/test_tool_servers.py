@@ -50,7 +50,7 @@ async def test_a_server_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Unserved(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
-    """Of a module that starts no server when it is run."""
+    """A toolset whose module starts no server."""
 
 
 async def test_a_module_that_serves_nothing_is_told_what_it_lacks(
@@ -87,7 +87,7 @@ async def test_a_server_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyP
 async def test_a_server_that_says_what_is_no_port(
     said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever runs in a sandbox writes that file: as long as it likes."""
+    # Programs in a sandbox can write anything into the file with the port.
     own, looked_at, read = tmp_path / "own", set(), subprocess_runtime.SubprocessRuntime._read
     own.mkdir()
 

@@ -36,7 +36,7 @@ def write(path: Path, *lines: Any) -> Path:
 def looked(directory: Path, model: tuple[Any, ...], *lines: Any, every: bool = False, sees: bool = False) -> DataAnswer:
     write_model(directory / "model", *model)
     path = write(directory / "data.jsonl", *lines)
-    return probe.look(DataRequest(str(path), str(directory / "model"), every, sees))
+    return probe.check(DataRequest(str(path), str(directory / "model"), every, sees))
 
 
 def told(answer: DataAnswer) -> list[str]:
@@ -129,15 +129,15 @@ def test_lines_all_over_a_long_file_are_rendered_and_all_are_read(
     found = told(looked(tmp_path, (QWEN, "<|im_end|>"), *lines))
     first, last = (int(each.partition(":")[0].removeprefix("line ")) for each in found)
     assert 501 <= first <= 600 and last == 1000
-    monkeypatch.setattr(probe, "READ", 1000)
-    (found_first,) = told(probe.look(DataRequest(str(tmp_path / "data.jsonl"), str(tmp_path / "model"), False, False)))
+    monkeypatch.setattr(probe, "PARSED_BYTES", 1000)
+    (found_first,) = told(probe.check(DataRequest(str(tmp_path / "data.jsonl"), str(tmp_path / "model"), False, False)))
     assert "System message must be" in found_first, "beyond what is read, lines are still rendered here and there"
 
 
 def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", GOOD)
     (tmp_path / "model").mkdir()
-    (violation,) = probe.look(DataRequest(str(path), str(tmp_path / "model"), False, False)).violations
+    (violation,) = probe.check(DataRequest(str(path), str(tmp_path / "model"), False, False)).violations
     assert violation.field == "model.path" and "its tokenizer cannot be loaded" in violation.why
 
 

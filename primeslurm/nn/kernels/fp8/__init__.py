@@ -1,1 +1,1 @@
-"""Numbers in block-scaled FP8: how they are made, and products of them."""
+"""Block-scaled FP8: quantization, matrix products, and backends."""

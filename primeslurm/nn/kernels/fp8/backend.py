@@ -1,4 +1,4 @@
-"""Matrix products of block-scaled FP8 operands: what a backend has to compute, and which one a device has."""
+"""Matrix products of block-scaled FP8 operands: the backend interface, an emulation, and the choice by device."""
 
 from __future__ import annotations
 
@@ -8,62 +8,58 @@ from typing import Protocol
 
 import torch
 
-from primeslurm.nn.kernels.fp8.blocks import BLOCK, ROWS, Groups, Quantised
+from primeslurm.nn.kernels.fp8.blocks import BLOCK, ROWS, Groups, Quantized
 from primeslurm.nn.kernels.fp8.deep_gemm import DeepGemm
 
 
 class Backend(Protocol):
-    """Products of quantised operands, accumulated in float32."""
+    """Products of quantized operands, accumulated in float32."""
 
-    def product(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """Multiply a [m, k] in ROWS by b [n, k] in BLOCKS: [m, n]."""
+    def product(self, a: Quantized, b: Quantized) -> torch.Tensor:
+        """Multiply a [m, k] in ROWS by b [n, k] in BLOCKS. Returns [m, n]."""
 
-    def grouped_product(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """Multiply each row of a [padded rows, k] in ROWS by its group's b [groups, n, k] in BLOCKS: [padded rows, n].
+    def grouped_product(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
+        """Multiply rows a [padded rows, k] in ROWS by their group's b [groups, n, k] in BLOCKS.
 
-        Padding rows of the result are undefined.
+        Returns [padded rows, n]. Padding rows of the result are undefined.
         """
 
-    def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """Multiply a [n, rows] by b [k, rows], both in ROWS: [n, k] in float32."""
+    def outer(self, a: Quantized, b: Quantized) -> torch.Tensor:
+        """Multiply a [n, rows] by b [k, rows], both in ROWS. Returns [n, k] in float32."""
 
-    def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """Do the same for each group of what `quantise_groups_transposed` makes: [groups, n, k] in float32."""
+    def grouped_outer(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
+        """Compute `outer` for each group of results of `quantize_groups_transposed`. Returns [groups, n, k]."""
 
 
 class Emulated:
-    """What the kernels compute, in float32: exact up to the order of summation. For machines without FP8."""
+    """The backend in float32, for machines without FP8. Equal to the kernels up to the order of summation."""
 
-    def product(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """See Backend."""
+    def product(self, a: Quantized, b: Quantized) -> torch.Tensor:
         return a.values() @ b.values().mT
 
-    def grouped_product(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """See Backend."""
+    def grouped_product(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
         rows, weights = a.values(), b.values()
         return torch.cat([rows[part] @ weights[group].mT for group, part in groups.ranges()])
 
-    def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """See Backend."""
+    def outer(self, a: Quantized, b: Quantized) -> torch.Tensor:
         return self.product(a, b)
 
-    def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """See Backend."""
+    def grouped_outer(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
         pairs = zip(_of_groups(a, groups), _of_groups(b, groups), strict=True)
         return torch.stack([self.product(left, right) for left, right in pairs])
 
 
-def _of_groups(matrix: Quantised, groups: Groups) -> Iterator[Quantised]:
-    """Each group's matrix of what `quantise_groups_transposed` made."""
+def _of_groups(matrix: Quantized, groups: Groups) -> Iterator[Quantized]:
+    """Yield each group's matrix from a result of `quantize_groups_transposed`."""
     n = len(matrix.scales)
     for _, part in groups.ranges():
         data = matrix.data[n * part.start : n * part.stop].view(n, part.stop - part.start)
-        yield Quantised(data, matrix.scales[:, part.start // BLOCK : part.stop // BLOCK], ROWS)
+        yield Quantized(data, matrix.scales[:, part.start // BLOCK : part.stop // BLOCK], ROWS)
 
 
 @functools.cache
 def backend(device_type: str) -> Backend:
-    """DeepGEMM on CUDA, emulation elsewhere. Raises ValueError if this GPU has no such kernels."""
+    """Return DeepGEMM on CUDA and the emulation elsewhere. Raises ValueError if the GPU is not supported."""
     if device_type != "cuda":
         return Emulated()
     return DeepGemm()

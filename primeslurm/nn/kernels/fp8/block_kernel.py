@@ -1,7 +1,7 @@
-"""The quantiser of block-scaled FP8 in Triton: reads a matrix once and writes it once, in the layout of its product.
+"""Triton kernels that quantize to block-scaled FP8, reading and writing each matrix once.
 
-A program quantises one tile of 128 x 128. How it reads follows from the source's strides and how it writes from the
-result's, so a tile is transposed on its way through shared memory, and no product needs a copy of its operands.
+A program quantizes one tile of 128 x 128. It reads with the strides of the source and writes in the layout that the
+product needs. Tiles are transposed in shared memory, so that no product has to copy its operands.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of groups: [padded rows] int32, the row of the matrix in each padded row, -1 for zeros; [padded rows] int32, the
-group of each padded row, at least in the first of every 128; [groups + 1] int32, where groups begin and the last one
-ends, all multiples of 128."""
+"""Layout of groups, three int32 tensors: source row of each padded row (-1 for zeros) [padded rows]; group of each
+padded row, valid in at least the first of every 128 [padded rows]; begin of each group and end of the last, all
+multiples of 128 [groups + 1]."""
 
-# DeepGEMM loads scales of rows with TMA: column by column, each beginning at a multiple of 16 bytes.
+# DeepGEMM loads the scales of rows with TMA by column. Each column has to start at a multiple of 16 bytes.
 _ALIGNMENT = 4
 
 
 @triton.jit
 def _encode(values, TALL: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Data and scales of a tile whose blocks are as wide as it is, and one row or all rows high."""
+    """Quantize a tile whose blocks have its width, and a height of one row or (TALL) all rows. Returns data, scales."""
     amax = tl.max(tl.abs(values), axis=1, keep_dims=True)
     if TALL:
         amax = tl.max(amax, axis=0, keep_dims=True)
@@ -47,7 +47,7 @@ def _quantise_tile(  # type: ignore[no-untyped-def]
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """One tile of data [stack, n, k]. If there are `sources`, they say which row of the source is read; -1 is zeros."""
+    """Quantize one tile of [stack, n, k]. `sources`, if given, is the source row of each row; -1 is zeros."""
     tile_n, tile_k, stack = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows, columns = tile_n * 128 + tl.arange(0, 128), tile_k * 128 + tl.arange(0, 128)
     inside = (rows < n)[:, None] & (columns < k)[None, :]
@@ -84,9 +84,10 @@ def _quantise_tile_both_ways(  # type: ignore[no-untyped-def]
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """128 padded rows, all of one group, by 128 columns: a tile of data [rows, n] and one of across [n, group's rows].
+    """Quantize 128 padded rows of one group by 128 columns, as a tile of `data` [rows, n] and one of its transpose.
 
-    Without `data` the latter alone. Without `sources` all rows are one group, which zeros fill up.
+    Without `data`, only the transpose `across` [n, rows of the group] is written. Without `sources`, all rows are one
+    group, padded with zeros.
     """
     tile_row, tile_n = tl.program_id(0), tl.program_id(1)
     row, column = tile_row * 128 + tl.arange(0, 128), tile_n * 128 + tl.arange(0, 128)
@@ -107,24 +108,24 @@ def _quantise_tile_both_ways(  # type: ignore[no-untyped-def]
         tl.store(data + row.to(tl.int64)[:, None] * n + column[None, :], quantised, mask=(column < n)[None, :] & stored)
         tl.store(scales + (tile_n.to(tl.int64) * scale_column + row)[:, None], scale, mask=stored)
     quantised, scale = _encode(tl.trans(values).to(tl.float32), False, SMALLEST, LARGEST)
-    # Groups begin and end at tiles; that lets a thread write 16 bytes at a time.
+    # Groups begin and end at tile boundaries, so a thread can write 16 bytes at a time.
     start, length = tl.multiple_of(start, 128), tl.multiple_of(length, 128)
     places = start * n + column.to(tl.int64)[:, None] * length + (row - start)[None, :]
     tl.store(across + places, quantised, mask=(column < n)[:, None])
     tl.store(across_scales + (tile_row.to(tl.int64) * n + column)[:, None], scale, mask=(column < n)[:, None])
 
 
-def quantise(
+def quantize(
     matrix: torch.Tensor, sources: torch.Tensor | None, tall: bool, smallest: float, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scales of a matrix.
+    """Quantize a matrix on a GPU. Returns data and scales.
 
     Args:
-        matrix: [..., n, k] with any strides, on a GPU.
-        sources: [rows] int32, for one matrix: which of its rows is each row of the result; -1 is a row of zeros.
-        tall: whether blocks are 128 rows high instead of one. They are 128 columns wide.
-        smallest: no block's amax counts as less.
-        largest: what the amax of a block becomes.
+        matrix: [..., n, k] with any strides.
+        sources: Source row of each row of the result [rows] int32, -1 for zeros. For a single matrix only.
+        tall: Whether blocks are 128 x 128 instead of 1 x 128.
+        smallest: Lower limit of a block's amax.
+        largest: Largest FP8 value, to which the amax is scaled.
     """
     *stack, n, k = matrix.shape
     n = n if sources is None else len(sources)
@@ -143,19 +144,20 @@ def quantise(
     return data, scales.unflatten(0, stack) if stack else scales[0]
 
 
-def quantise_both_ways(
+def quantize_both_ways(
     matrix: torch.Tensor, layout: Layout | None, by_rows: bool, smallest: float, largest: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Data [rows, n] and scales by rows, and of each group's transpose data, flat, and scales [n, blocks of rows].
-
-    Reads the matrix once. Rows are padded as the layout says; without one, zeros fill up what is transposed alone.
+    """Quantize a matrix by rows, and the transpose of each group by rows, reading the matrix once.
 
     Args:
         matrix: [rows, n] with any strides, on a GPU.
-        layout: of groups; None: all rows are one.
-        by_rows: whether data and scales by rows are wanted, which are None otherwise.
-        smallest: no block's amax counts as less.
-        largest: what the amax of a block becomes.
+        layout: Layout of groups. None: all rows are one group, and only the transpose is padded.
+        by_rows: Whether to quantize by rows. If not, the first two results are None.
+        smallest: Lower limit of a block's amax.
+        largest: Largest FP8 value, to which the amax is scaled.
+
+    Returns:
+        Data [padded rows, n] and scales by rows; flat data of the groups' transposes, and their scales [n, row blocks].
     """
     sources, owners, bounds = layout or (None, None, None)
     n = matrix.shape[1]
@@ -190,6 +192,6 @@ def quantise_both_ways(
 
 
 def _scales_of_rows(matrix: torch.Tensor, stack: int, rows: int, columns: int) -> torch.Tensor:
-    """Room on the matrix's device for scales [stack, rows, blocks of columns], as DeepGEMM loads them."""
+    """Allocate scales [stack, rows, blocks of columns] in DeepGEMM's layout."""
     aligned = triton.cdiv(rows, _ALIGNMENT) * _ALIGNMENT
     return matrix.new_empty((stack, triton.cdiv(columns, 128), aligned), dtype=torch.float32).mT[:, :rows]

@@ -1,9 +1,10 @@
-"""Block-scaled FP8 operands: the quantiser, and rows that are laid out by group for it.
+"""Quantization to block-scaled FP8, and the padded layout of rows sorted by group.
 
-The scheme is that of DeepSeek-V3: e4m3 values with one float32 scale per block. Rows (activations, gradients) have
-blocks of 1x128, weights of 128x128. A weight gradient sums over tokens, so a row of its operands is one feature, and a
-block 128 tokens of it. Scales are amax / 448, unrounded: powers of two (UE8M0) would cost precision for nothing on
-SM90. Values are multiplied by the reciprocal of their scale, as vLLM does where it quantises weights by itself.
+The scheme is that of DeepSeek-V3: e4m3 values with one float32 scale per block. Rows (activations and gradients) have
+blocks of 1 x 128, weights of 128 x 128. A weight gradient is a sum over tokens, so its operands are transposed: a row
+is one feature, and a block has 128 of its tokens. Scales are amax / 448. They are not rounded to powers of two (UE8M0),
+which would lose precision without any gain on SM90. Values are multiplied by the reciprocal of their scale, as vLLM
+does when it quantizes weights.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ import torch
 import torch.nn.functional as F
 
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.nn.kernels import on_host
-from primeslurm.nn.kernels.fp8 import hollow
+from primeslurm.nn.kernels import host_value_cache
+from primeslurm.nn.kernels.fp8 import placeholder_tensor
 
 BLOCK = FP8_BLOCK
 ROWS, BLOCKS = (1, BLOCK), (BLOCK, BLOCK)
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# An all-zero block needs some scale. The usual 1e-4 would round off gradients, which are divided by a batch's tokens.
+# Scale of an all-zero block. The usual 1e-4 would flush gradients to zero, because they are divided by the batch's
+# tokens.
 SMALLEST_AMAX = 1e-30
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """A matrix, or a stack of them: contiguous e4m3 data [..., n, k] and float32 scales, one for each block.
+class Quantized:
+    """A quantized matrix or stack: contiguous e4m3 data [..., n, k], and one float32 scale per block.
 
-    Blocks that reach beyond the matrix are cut off there. Matrices of groups lie one after another in data that are
-    flat: see `quantise_groups_transposed`.
+    Blocks at the edge may be smaller. The data of `quantize_groups_transposed` are flat.
     """
 
     data: torch.Tensor
@@ -41,41 +42,40 @@ class Quantised:
     block: tuple[int, int]
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """What the data stand for."""
+        """Return the dequantized values."""
         rows, columns = self.data.shape[-2:]
         scales = self.scales.to(dtype).repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
         return self.data.to(dtype) * scales[..., :rows, :columns]
 
-    def transposed(self) -> Quantised:
-        """The same of the transposed matrix, for square blocks: numbers and scales are those of its quantised form."""
+    def transposed(self) -> Quantized:
+        """Return the quantized transpose, for square blocks. It equals the quantization of the transposed matrix."""
         if self.data.is_cuda:
-            return Quantised(_weight_kernel().transpose(self.data), self.scales.mT.contiguous(), self.block)
-        return Quantised(self.data.mT.contiguous(), self.scales.mT.contiguous(), self.block)
+            return Quantized(_weight_kernel().transpose(self.data), self.scales.mT.contiguous(), self.block)
+        return Quantized(self.data.mT.contiguous(), self.scales.mT.contiguous(), self.block)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows sorted by group, laid out anew so that every group begins and ends at a multiple of BLOCK."""
+    """A layout of rows sorted by group, padded so that every group begins and ends at a multiple of BLOCK."""
 
     sizes: list[int]
-    """Rows of each group with its padding."""
+    """Number of rows of each group, including padding."""
     bounds: torch.Tensor
-    """[groups + 1] int32: the padded row at which each group begins, and where the last one ends."""
+    """Begin of each group and end of the last one, in padded rows [groups + 1] int32."""
     places: torch.Tensor
-    """[rows] int64: the padded row of each row."""
+    """Padded row of each row [rows] int64."""
     sources: torch.Tensor
-    """[padded rows] int32: the row in each padded row, -1 for padding."""
+    """Source row of each padded row [padded rows] int32, -1 for padding."""
     owners: torch.Tensor
-    """[padded rows] int32: each padded row's group, -1 for padding."""
+    """Group of each padded row [padded rows] int32, -1 for padding."""
 
     @classmethod
     @functools.lru_cache(maxsize=1)
     def of(cls, offsets: torch.Tensor) -> Groups:
-        """Lay out groups by where each ends, [groups] int32. The host has to know that.
-
-        The products of a layer share one tensor of offsets, and only the first of them waits, unless it was noted.
-        """
-        numbers = on_host.known(offsets)
+        """Return the layout of groups with the end offsets [groups] int32."""
+        # The host needs the offsets. All products of a layer share the tensor, so with the lru_cache only the first one
+        # waits for the GPU, and none if the dispatcher has cached the values.
+        numbers = host_value_cache.get(offsets)
         ends = offsets.tolist() if numbers is None else numbers
         sizes = [-((start - end) // BLOCK) * BLOCK for start, end in itertools.pairwise([0, *ends])]
         counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
@@ -89,55 +89,55 @@ class Groups:
         return cls(sizes, bounds.int(), places, sources, owners)
 
     def compact(self, result: torch.Tensor) -> torch.Tensor:
-        """Leave the padding out of [padded rows, n]: [rows, n]. There is none where the dispatcher filled groups up."""
+        """Remove the padding of [padded rows, n]. A dispatcher that pads groups itself leaves none to remove."""
         return result if len(result) == len(self.places) else result.index_select(0, self.places)
 
     def padded(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Spread [rows, k] to [padded rows, k], with zeros in between."""
+        """Copy [rows, k] to [padded rows, k], with zeros as padding."""
         result = matrix.new_zeros(len(self.owners), matrix.shape[1])
         result[self.places] = matrix
         return result
 
     def ranges(self) -> Iterator[tuple[int, slice]]:
-        """Each group's number and padded rows."""
+        """Yield the number and the padded rows of each group."""
         start = 0
         for group, size in enumerate(self.sizes):
             yield group, slice(start, start + size)
             start += size
 
 
-def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
-    """Quantise a matrix [..., n, k] in ROWS or BLOCKS. A transposed view needs no copy before.
+def quantize(matrix: torch.Tensor, block: tuple[int, int]) -> Quantized:
+    """Quantize a matrix [..., n, k], or a transposed view of one, in ROWS or BLOCKS.
 
-    Of a weight that is there in FP8 already, and its transposed view, that is what is returned.
+    For a placeholder of a quantized weight, or its transposed view, return the quantized weight itself.
     """
-    if block == BLOCKS and (known := hollow.behind(matrix)) is not None:
-        return _as_viewed(known, matrix)
+    if block == BLOCKS and (quantized := placeholder_tensor.lookup(matrix)) is not None:
+        return _as_viewed(quantized, matrix)
     if matrix.is_cuda:
-        data, scales = _kernel().quantise(matrix, None, block == BLOCKS, SMALLEST_AMAX, LARGEST)
-        return Quantised(data, scales, block)
+        data, scales = _kernel().quantize(matrix, None, block == BLOCKS, SMALLEST_AMAX, LARGEST)
+        return Quantized(data, scales, block)
     rows, columns = matrix.shape[-2:]
     filled = F.pad(matrix.contiguous().float(), (0, -columns % block[1], 0, -rows % block[0]))
     blocks = filled.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
     data = (blocks * scales.reciprocal()).view_as(filled)[..., :rows, :columns].to(torch.float8_e4m3fn)
-    return Quantised(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
+    return Quantized(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
 
 
-def _as_viewed(known: Quantised, matrix: torch.Tensor) -> Quantised:
-    found = known if matrix.stride(-1) == 1 else known.transposed()
-    assert found.data.shape == matrix.shape, "a part of a weight that is there in FP8 alone"
-    return found
+def _as_viewed(quantized: Quantized, matrix: torch.Tensor) -> Quantized:
+    viewed = quantized if matrix.stride(-1) == 1 else quantized.transposed()
+    assert viewed.data.shape == matrix.shape, "a slice of a placeholder tensor cannot be quantized"
+    return viewed
 
 
 def scales_of(amax: torch.Tensor) -> torch.Tensor:
-    """Scales of blocks by their amax, float32."""
-    # A number would make this a product with its reciprocal, on GPUs, which rounds differently.
+    """Return the float32 scales of blocks from their amax."""
+    # Division by a Python number would become a product with its reciprocal on GPUs, which rounds differently.
     return amax.clamp(min=SMALLEST_AMAX) / amax.new_full((), LARGEST)
 
 
 def amax_of_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Amax [..., n / BLOCK, k / BLOCK] of a matrix [..., n, k] of whole blocks once it is rounded to a dtype."""
+    """Return the amax [..., n / BLOCK, k / BLOCK] of a matrix [..., n, k] of whole blocks, rounded to a dtype."""
     if matrix.is_cuda:
         amax: torch.Tensor = _weight_kernel().amax_of_blocks(matrix)
     else:
@@ -146,7 +146,7 @@ def amax_of_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Data of a matrix [..., n, k] of whole blocks, rounded to a dtype, for scales [..., n / BLOCK, k / BLOCK]."""
+    """Return the FP8 data of a matrix [..., n, k], rounded to a dtype, for scales [..., n / BLOCK, k / BLOCK]."""
     if matrix.is_cuda:
         data: torch.Tensor = _weight_kernel().encode_blocks(matrix, scales, dtype)
         return data
@@ -155,46 +155,46 @@ def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     return values.flatten(-4, -3).flatten(-2).to(torch.float8_e4m3fn)
 
 
-def quantise_groups(matrix: torch.Tensor, groups: Groups) -> Quantised:
-    """Quantise a matrix [rows, k] in ROWS, as [padded rows, k]."""
+def quantize_groups(matrix: torch.Tensor, groups: Groups) -> Quantized:
+    """Quantize a matrix [rows, k] in ROWS, as [padded rows, k]."""
     if matrix.is_cuda:
-        data, scales = _kernel().quantise(matrix, groups.sources, False, SMALLEST_AMAX, LARGEST)
-        return Quantised(data, scales, ROWS)
-    return quantise(groups.padded(matrix), ROWS)
+        data, scales = _kernel().quantize(matrix, groups.sources, False, SMALLEST_AMAX, LARGEST)
+        return Quantized(data, scales, ROWS)
+    return quantize(groups.padded(matrix), ROWS)
 
 
-def quantise_groups_transposed(matrix: torch.Tensor, groups: Groups) -> Quantised:
-    """Quantise each group of a matrix [rows, n] as [n, padded rows of the group] in ROWS.
+def quantize_groups_transposed(matrix: torch.Tensor, groups: Groups) -> Quantized:
+    """Quantize the transpose [n, padded rows of the group] of each group of a matrix [rows, n] in ROWS.
 
-    Data are flat, one group after another. Scales are [n, blocks of padded rows].
+    The data are flat, one group after another. The scales are [n, blocks of padded rows].
     """
     if matrix.is_cuda:
-        _, _, data, scales = _kernel().quantise_both_ways(matrix, _layout(groups), False, SMALLEST_AMAX, LARGEST)
-        return Quantised(data, scales, ROWS)
-    whole = quantise(groups.padded(matrix).mT, ROWS)
+        _, _, data, scales = _kernel().quantize_both_ways(matrix, _layout(groups), False, SMALLEST_AMAX, LARGEST)
+        return Quantized(data, scales, ROWS)
+    whole = quantize(groups.padded(matrix).mT, ROWS)
     parts = [whole.data.view(torch.uint8)[:, part].flatten() for _, part in groups.ranges()]
-    return Quantised(torch.cat(parts).view(torch.float8_e4m3fn), whole.scales, ROWS)
+    return Quantized(torch.cat(parts).view(torch.float8_e4m3fn), whole.scales, ROWS)
 
 
-def quantise_transposed(matrix: torch.Tensor) -> Quantised:
-    """Quantise the transpose [n, rows] of a matrix in ROWS, filled up with zeros to a multiple of BLOCK rows."""
-    return quantise(F.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK)).mT, ROWS)
+def quantize_transposed(matrix: torch.Tensor) -> Quantized:
+    """Quantize the transpose [n, rows] of a matrix in ROWS, padded with zeros to a multiple of BLOCK rows."""
+    return quantize(F.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK)).mT, ROWS)
 
 
-def quantise_both_ways(matrix: torch.Tensor) -> tuple[Quantised, Quantised]:
-    """Quantise a matrix [rows, n] in ROWS, and as `quantise_transposed`, by reading it once."""
+def quantize_both_ways(matrix: torch.Tensor) -> tuple[Quantized, Quantized]:
+    """Quantize a matrix [rows, n] in ROWS and as `quantize_transposed`, reading it once."""
     if not matrix.is_cuda:
-        return quantise(matrix, ROWS), quantise_transposed(matrix)
-    data, scales, across, across_scales = _kernel().quantise_both_ways(matrix, None, True, SMALLEST_AMAX, LARGEST)
-    return Quantised(data, scales, ROWS), Quantised(across.view(matrix.shape[1], -1), across_scales, ROWS)
+        return quantize(matrix, ROWS), quantize_transposed(matrix)
+    data, scales, across, across_scales = _kernel().quantize_both_ways(matrix, None, True, SMALLEST_AMAX, LARGEST)
+    return Quantized(data, scales, ROWS), Quantized(across.view(matrix.shape[1], -1), across_scales, ROWS)
 
 
-def quantise_groups_both_ways(matrix: torch.Tensor, groups: Groups) -> tuple[Quantised, Quantised]:
-    """Quantise a matrix [rows, n] as `quantise_groups` and as `quantise_groups_transposed`, by reading it once."""
+def quantize_groups_both_ways(matrix: torch.Tensor, groups: Groups) -> tuple[Quantized, Quantized]:
+    """Quantize a matrix [rows, n] as `quantize_groups` and `quantize_groups_transposed`, reading it once."""
     if not matrix.is_cuda:
-        return quantise_groups(matrix, groups), quantise_groups_transposed(matrix, groups)
-    found = _kernel().quantise_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
-    return Quantised(found[0], found[1], ROWS), Quantised(found[2], found[3], ROWS)
+        return quantize_groups(matrix, groups), quantize_groups_transposed(matrix, groups)
+    results = _kernel().quantize_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
+    return Quantized(results[0], results[1], ROWS), Quantized(results[2], results[3], ROWS)
 
 
 def _layout(groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

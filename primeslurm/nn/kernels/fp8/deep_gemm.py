@@ -1,4 +1,4 @@
-"""DeepGEMM's kernels for block-scaled FP8 on SM90, from the package itself or from the copy inside vLLM."""
+"""DeepGEMM's kernels for block-scaled FP8 on SM90, from the package deep_gemm or from the copy in vLLM."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import ModuleType
 
 import torch
 
-from primeslurm.nn.kernels.fp8.blocks import Groups, Quantised
+from primeslurm.nn.kernels.fp8.blocks import Groups, Quantized
 
-# Scales of both operands are along the summed dimension only.
+# Recipe of `outer`: both operands have blocks of 1 x 128 along the summed dimension.
 _OUTER = (1, 1, 128)
 
 
@@ -25,23 +25,23 @@ def _installed() -> ModuleType | None:
 
 @functools.cache
 def index_library() -> ModuleType | None:
-    """DeepGEMM with scores of sparse attention's indexer for this GPU, or None."""
+    """Return DeepGEMM if it has the indexer's scores for this GPU, or None."""
     library = _installed() if torch.cuda.get_device_capability()[0] == 9 else None
     return library if hasattr(library, "fp8_fp4_mqa_logits") else None
 
 
 class DeepGemm:
-    """The `backend.Backend` of Hopper GPUs. Results of products are bfloat16.
+    """The `backend.Backend` of Hopper GPUs. Products are bfloat16.
 
     Raises:
-        ValueError: another GPU, or DeepGEMM is not installed.
+        ValueError: The GPU is not supported, or DeepGEMM is not installed.
     """
 
     def __init__(self) -> None:
         major, minor = torch.cuda.get_device_capability()
         if major != 9:
-            # Blackwell's kernels want power-of-two scales and other layouts.
-            raise ValueError(f"trainer.fp8 is for SM90 GPUs, and this one is SM{major}{minor}")
+            # Blackwell's kernels need power-of-two scales and other layouts.
+            raise ValueError(f"trainer.fp8 needs an SM90 GPU, and this one is SM{major}{minor}")
         library = _installed()
         if library is None:
             raise ValueError(
@@ -49,32 +49,28 @@ class DeepGemm:
             )
         self._library = library
 
-    def product(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """See Backend."""
+    def product(self, a: Quantized, b: Quantized) -> torch.Tensor:
         result = a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=torch.bfloat16)
         self._library.fp8_gemm_nt(_pair(a), _pair(b), result)
         return result
 
-    def grouped_product(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """See Backend."""
+    def grouped_product(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
         result = a.data.new_empty(a.data.shape[0], b.data.shape[1], dtype=torch.bfloat16)
         self._library.m_grouped_fp8_gemm_nt_contiguous(_pair(a), _pair(b), result, groups.owners)
         return result
 
-    def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """See Backend."""
+    def outer(self, a: Quantized, b: Quantized) -> torch.Tensor:
         result = a.data.new_zeros(a.data.shape[0], b.data.shape[0], dtype=torch.float32)
-        # The kernel only adds to a float32 result.
+        # For float32 results, the kernel only supports accumulation.
         self._library.fp8_gemm_nt(_pair(a), _pair(b), result, c=result, recipe=_OUTER)
         return result
 
-    def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """See Backend."""
+    def grouped_outer(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
         result = a.data.new_zeros(len(groups.sizes), len(a.scales), len(b.scales), dtype=torch.float32)
         sizes = groups.sizes, groups.bounds.diff()
         self._library.k_grouped_fp8_gemm_nt_contiguous(_pair(a), _pair(b), result, *sizes, result, recipe=_OUTER)
         return result
 
 
-def _pair(matrix: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(matrix: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     return matrix.data, matrix.scales

@@ -1,9 +1,9 @@
-"""The FP8 products of compiled layers: operations that a compiler calls and does not look into.
+"""FP8 products of compiled layers, as custom operators that torch.compile does not trace.
 
-Eager layers share what they have quantised by the identity of tensors, which says nothing in compiled code: there,
-memory of a tensor that is no longer needed holds another one, without a new version. So each operation quantises for
-itself, and what waits for the device, the layout of groups, is an operation of its own whose equal calls the compiler
-makes once. Shapes of results follow from those of arguments: nothing here depends on how tokens chose their experts.
+Eager layers cache quantized inputs by tensor identity. Compiled code cannot, because it reuses the memory of dead
+tensors without a new version. So each operator quantizes its inputs. The layout of groups, which waits for the device,
+is an operator of its own, so that torch.compile merges equal calls. The shapes of all results follow from the shapes of
+the arguments, independent of the routing of tokens.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from primeslurm.nn.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
     Groups,
-    quantise,
-    quantise_groups,
-    quantise_groups_transposed,
-    quantise_transposed,
+    quantize,
+    quantize_groups,
+    quantize_groups_transposed,
+    quantize_transposed,
 )
 
 _Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [..., k] by weight [n, k]: [..., n]. k and n are multiples of BLOCK."""
+    """Multiply rows [..., k] by weight [n, k]. Returns [..., n]. k and n are multiples of BLOCK."""
     result: torch.Tensor = _linear(rows.flatten(0, -2), weight)
     return result.view(*rows.shape[:-1], -1)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [rows, k] by the weight [groups, n, k] of each one's group: [rows, n]; sizes as above.
+    """Multiply rows [rows, k] by their group's weight [groups, n, k]. Returns [rows, n]. k, n: multiples of BLOCK.
 
-    A group ends at its offset, the last one at the last row.
+    Each group ends at its offset, and the last one at the last row.
     """
     result: torch.Tensor = _grouped(rows, weight, *_layout(offsets, rows.shape[0]))
     return result
@@ -45,8 +45,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Ten
 
 @torch.library.custom_op("primeslurm::fp8_linear", mutates_args=())
 def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[rows, k] by [n, k]: [rows, n]."""
-    product = backend(rows.device.type).product(quantise(rows, ROWS), quantise(weight, BLOCKS))
+    product = backend(rows.device.type).product(quantize(rows, ROWS), quantize(weight, BLOCKS))
     return product.to(rows.dtype).contiguous()
 
 
@@ -57,8 +56,8 @@ def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("primeslurm::fp8_outer", mutates_args=())
 def _outer(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[rows, n] and [rows, k]: their products summed over rows, [n, k]."""
-    left, right = quantise_transposed(gradient), quantise_transposed(rows)
+    """Multiply gradient [rows, n] and rows [rows, k], summed over rows. Returns [n, k]."""
+    left, right = quantize_transposed(gradient), quantize_transposed(rows)
     return backend(rows.device.type).outer(left, right).to(rows.dtype).contiguous()
 
 
@@ -69,9 +68,9 @@ def _(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("primeslurm::fp8_groups", mutates_args=())
 def _layout(offsets: torch.Tensor, rows: int) -> _Layout:
-    """Sizes of `Groups`, in host memory, its bounds, and its places, sources and owners, the latter filled up."""
+    """Return the fields of `Groups`: sizes in host memory, and sources and owners padded to a fixed length."""
     groups = Groups.of.__wrapped__(Groups, offsets)
-    filling = (0, _most(rows, len(offsets)) - len(groups.owners))
+    filling = (0, _max_padded_rows(rows, len(offsets)) - len(groups.owners))
     return (
         torch.tensor(groups.sizes, device="cpu"),
         groups.bounds.clone(),
@@ -88,13 +87,13 @@ def _(offsets: torch.Tensor, rows: int) -> _Layout:
         torch.empty(count, dtype=torch.int64, device="cpu"),
         offsets.new_empty(count + 1, dtype=torch.int32),
         offsets.new_empty(rows, dtype=torch.int64),
-        offsets.new_empty(_most(rows, count), dtype=torch.int32),
-        offsets.new_empty(_most(rows, count), dtype=torch.int32),
+        offsets.new_empty(_max_padded_rows(rows, count), dtype=torch.int32),
+        offsets.new_empty(_max_padded_rows(rows, count), dtype=torch.int32),
     )
 
 
-def _most(rows: int, groups: int) -> int:
-    """Padded rows, wherever groups begin and end."""
+def _max_padded_rows(rows: int, groups: int) -> int:
+    """Return the maximum number of padded rows, for any sizes of the groups."""
     return (rows // BLOCK + groups) * BLOCK
 
 
@@ -115,9 +114,8 @@ def _grouped(
     sources: torch.Tensor,
     owners: torch.Tensor,
 ) -> torch.Tensor:
-    """[rows, k] by [groups, n, k]: [rows, n]."""
     groups = _groups(sizes, bounds, places, sources, owners)
-    product = backend(rows.device.type).grouped_product(quantise_groups(rows, groups), quantise(weight, BLOCKS), groups)
+    product = backend(rows.device.type).grouped_product(quantize_groups(rows, groups), quantize(weight, BLOCKS), groups)
     return groups.compact(product).to(rows.dtype).contiguous()
 
 
@@ -136,9 +134,9 @@ def _grouped_outer(
     sources: torch.Tensor,
     owners: torch.Tensor,
 ) -> torch.Tensor:
-    """[rows, n] and [rows, k]: their products summed over the rows of each group, [groups, n, k]."""
+    """Multiply gradient [rows, n] and rows [rows, k], summed over each group's rows. Returns [groups, n, k]."""
     groups = _groups(sizes, bounds, places, sources, owners)
-    left, right = (quantise_groups_transposed(tensor, groups) for tensor in (gradient, rows))
+    left, right = (quantize_groups_transposed(tensor, groups) for tensor in (gradient, rows))
     return backend(rows.device.type).grouped_outer(left, right, groups).to(rows.dtype).contiguous()
 
 

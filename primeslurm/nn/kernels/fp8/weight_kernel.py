@@ -1,6 +1,6 @@
-"""Weights in blocks of 128 x 128 in Triton: their scales before they are quantised, and what was quantised, transposed.
+"""Triton kernels for sharded FP8 weights in blocks of 128 x 128: amax, quantization by given scales, and transpose.
 
-Ranks that hold parts of a weight quantise them by scales that all of them know. A program works on one block.
+Ranks that shard a weight quantize their shards with common scales. Each program processes one block.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _transpose(source, target, n, k):
 
 
 def amax_of_blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """Amax [..., n / 128, k / 128] in float32 of a matrix [..., n, k] of whole blocks, with contiguous rows."""
+    """Return the float32 amax [..., n / 128, k / 128] of a matrix [..., n, k] of whole blocks, with contiguous rows."""
     flat, grid = _blocks(matrix)
     amax = matrix.new_empty((*matrix.shape[:-2], *grid[:2]), dtype=torch.float32)
     _amax[grid](flat, amax, *flat.shape[1:], flat.stride(0), flat.stride(1))
@@ -60,12 +60,12 @@ def amax_of_blocks(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Data [..., n, k] of a matrix of whole blocks, with rows that are contiguous.
+    """Quantize a matrix [..., n, k] of whole blocks by given scales. Returns the FP8 data.
 
     Args:
-        matrix: on a GPU.
+        matrix: Matrix on a GPU, with contiguous rows.
         scales: [..., n / 128, k / 128] float32, with any strides.
-        dtype: that values are rounded to before: bfloat16 or float32.
+        dtype: Dtype to which values are rounded first: bfloat16 or float32.
     """
     flat, grid = _blocks(matrix)
     by_stack = scales.flatten(0, -3) if scales.dim() > 2 else scales[None]
@@ -77,7 +77,7 @@ def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
-    """Transposed copy [..., k, n] of contiguous data [..., n, k] of one byte each, in whole blocks."""
+    """Return the transpose [..., k, n] of contiguous one-byte data [..., n, k] of whole blocks."""
     flat, grid = _blocks(data)
     *stack, n, k = data.shape
     result = data.new_empty((*stack, k, n))
@@ -86,7 +86,7 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """The matrix as [stack, n, k], and how many blocks it has: along n, along k, and matrices."""
+    """Return the matrix as [stack, n, k], and its numbers of blocks along n and k, and of matrices."""
     flat = matrix.flatten(0, -3) if matrix.dim() > 2 else matrix[None]
     assert flat.stride(2) == 1 and flat.shape[1] % 128 == flat.shape[2] % 128 == 0
     return flat, (flat.shape[1] // 128, flat.shape[2] // 128, flat.shape[0])

@@ -67,33 +67,28 @@ class PrivateNetwork(PrivateLoopback):
         self._lock = asyncio.Lock()
 
     async def expose(self, port: int) -> str:
-        """Return a URL on the node that leads to a port inside."""
         return f"http://127.0.0.1:{await self._forwarder.expose(port)}"
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        """Run a program to its end."""
         await self._forward_ports()
         result: ProgramResult = await super().run(argv, env)  # type: ignore[misc]
         return result
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
-        """Start a program whose streams stay open."""
         await self._forward_ports()
         process: RuntimeProcess = await super().open_process(argv, env)  # type: ignore[misc]
         return process
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Start a program that runs as long as the instance."""
         await self._forward_ports()
         await super().run_background(argv, env, log)  # type: ignore[misc]
 
     async def teardown(self) -> None:
-        """End the instance and its connections."""
         self._forwarder.close()
         await super().teardown()  # type: ignore[misc]
 
     async def _forward_ports(self) -> None:
-        async with self._lock:
+        async with self._lock:  # programs of a rollout may start at the same time
             try:
                 for port in sorted(self._ports):
                     await self._forwarder.forward(port)
@@ -101,6 +96,7 @@ class PrivateNetwork(PrivateLoopback):
                 raise SandboxError(str(error)) from error
 
     async def _make_socket(self, port: int | None) -> socket.socket:
+        # Only `instance list` tells the pid of the instance's first process.
         listed = await cli("apptainer", "instance", "list", self._instance)
         rows = [line.split() for line in listed.stdout.splitlines()]
         pids = [row[1] for row in rows if row[:1] == [self._instance] and row[1].isdigit()]
@@ -116,7 +112,7 @@ async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
     user namespace belongs to this user.
 
     Args:
-        pid: a process of the instance.
+        pid: process whose namespaces the helper enters.
         port: loopback port on which the socket listens; None: the socket is not connected.
 
     Raises:
@@ -225,8 +221,10 @@ class FixedSizeDisk(ApptainerRuntime):  # type: ignore[misc]
         target = f"/{self._instance}"
         bind = ("--bind", f"{workdir}:{target}")
         await _apptainer("exec", *_ISOLATION, *bind, image, "sh", "-c", _COPY, "copy", self.config.workdir, target)
+        # Sparse: blocks take space only once programs write to them.
         with disk.open("wb") as file:
             file.truncate(size)
+        # A small journal and no blocks reserved for root, so that nearly all of the size is usable.
         options = ["-q", "-F", "-t", "ext3", "-m", "0", "-b", "4096", "-i", str(_INODE_BYTES), "-J", "size=4"]
         owner = f"root_owner={os.getuid()}:{os.getgid()}"
         program = find_program("mke2fs") or "mke2fs"
@@ -251,14 +249,12 @@ def find_program(program: str) -> str | None:
 
 
 def missing_for_disks() -> list[str]:
-    """List what this host lacks for disks of fixed size."""
     missing = [program for program in DISK_PROGRAMS if find_program(program) is None]
     return missing if os.access("/dev/fuse", os.R_OK | os.W_OK) else [*missing, "/dev/fuse"]
 
 
 @functools.cache
 def _bundled_programs() -> tuple[str, ...]:
-    """Return the directory with apptainer's own programs, if there is one."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         words = ["apptainer", "buildcfg", "LIBEXECDIR"]
         libexec = subprocess.run(

@@ -38,7 +38,7 @@ _CONTROLLER_FILES = {
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What all programs of one sandbox together may use. Sizes in bytes."""
+    """Limits of all programs of one sandbox together. Sizes in bytes."""
 
     cpus: float | None = None
     memory: int = round(SUBPROCESS_MEMORY_GB * GB)
@@ -68,7 +68,6 @@ class ControlGroup:
     directories: dict[str, Path]
 
     def holds(self, controller: str) -> bool:
-        """Tell whether a controller limits the sandbox."""
         return controller in self.directories
 
     @property
@@ -94,13 +93,13 @@ class ControlGroup:
                         (directory / name).write_text(str(value))
 
     def remove(self, timeout_s: float = 5.0) -> None:
-        """Remove the groups once their last process is gone."""
+        """Remove the groups once their last process has ended."""
         deadline = time.monotonic() + timeout_s
         for path in dict.fromkeys(self.directories.values()):
             while path.exists():
                 try:
                     path.rmdir()
-                except OSError:
+                except OSError:  # busy: the kernel removes killed processes from the group a little later
                     if time.monotonic() > deadline:
                         break
                     time.sleep(0.02)
@@ -118,7 +117,7 @@ def make_group(name: str) -> ControlGroup | None:
 
 
 def remove_stale_groups() -> None:
-    """Remove groups that killed workers have left."""
+    # Killed workers leave their groups. The name has the worker's pid.
     for parent in dict.fromkeys(_parent_groups().values()):
         for path in parent.glob(f"{_GROUP_PREFIX}*-*"):
             pid = path.name.removeprefix(_GROUP_PREFIX).split("-")[0]
@@ -132,6 +131,7 @@ def _parent_groups() -> dict[str, Path]:
     """Return the directory below which this user can create groups of each controller. It tries to create one."""
     parents: dict[str, Path] = {}
     for controllers, directory in _groups_of_this_process():
+        # A version 2 group that holds processes cannot enable controllers for its children, so also try its parent.
         for candidate in (directory, directory.parent):
             trial = candidate / f"{_GROUP_PREFIX}{os.getpid()}-trial"
             try:
@@ -180,6 +180,7 @@ def _kernel_lines(path: str) -> list[str]:
 
 def bubblewrap_problem() -> str:
     """Say why bubblewrap cannot start a sandbox on this host; empty if it can."""
+    # Many kernels and containers forbid user namespaces, so an installed bubblewrap may still fail.
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (command `bwrap`, package `bubblewrap`)"
     trial = (
@@ -193,7 +194,7 @@ def bubblewrap_problem() -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processes of a sandbox use together."""
+    """Threads and memory of all processes of a sandbox."""
 
     threads: int
     resident: int
@@ -246,6 +247,7 @@ async def watch(sandboxes: Collection[Sandbox]) -> None:
     """Kill sandboxes that use more than they may, until there are no sandboxes left."""
     while sandboxes:
         await asyncio.sleep(WATCH_INTERVAL_S)
+        # One scan of /proc serves all sandboxes, in a thread because hosts may have thousands of processes.
         by_pid = {each.first_pid: each for each in list(sandboxes) if each.first_pid and not each.end_reason}
         for pid, usage in (await asyncio.to_thread(measure_usage, by_pid)).items():
             sandbox = by_pid[pid]

@@ -1,0 +1,239 @@
+"""Any causal language model of transformers, with or without a vision encoder, run by its own code and sharded by FSDP.
+
+Attention masks are dense, so memory grows with the square of the row length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchtitan.distributed.fsdp as titan_fsdp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from primeslurm.nn.layers.vision import VisionInput
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import Vlm
+from primeslurm.trainer.assembly.generic_vision import PatchReader, VisionParts
+from primeslurm.trainer.components.logprobs import logit_scores
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class GenericModel(nn.Module):
+    """A model of transformers with the interface of our models: packed rows, and masks made from positions.
+
+    Args:
+        vlm: Settings of the vision encoder. None: train on text only, and freeze everything that processes images.
+
+    Raises:
+        ValueError: transformers has no such causal model, or the model has layers with state beside attention, or its
+            vision encoder is missing or not supported.
+    """
+
+    def __init__(self, hf: Any, vlm: Vlm | None = None) -> None:
+        super().__init__()
+        text = hf.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ())
+        # transformers selects a mask by layer type if a config has layer types.
+        self._windows = {_FULL: None, _SLIDING: text.sliding_window} if _SLIDING in kinds else {}
+        self._window = None if kinds else getattr(text, "sliding_window", None)
+        self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.enable_weight_tying = hf.tie_word_embeddings
+        vision = getattr(hf, "vision_config", None)
+        for config in (hf, text, *([vision] if vision else ())):
+            _disable_dropout(config)
+        auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        self.inner = auto_class.from_config(hf, dtype=torch.float32, attn_implementation="sdpa")
+        if kinds - {_FULL, _SLIDING} or getattr(self.inner, "_is_stateful", False):
+            # Documents of a packed row would see the state of earlier documents.
+            raise ValueError(f"{hf.model_type} has layers with state beside attention, which packed rows would mix")
+        self.vision: PatchReader | None = None
+        if vlm is not None and not vision:
+            raise ValueError("model.vlm: the model has no vision encoder")
+        if vision:
+            parts = VisionParts.of(self.inner, vlm or Vlm())
+            frozen = vlm is None or vlm.freeze_vision_encoder
+            self.vision = PatchReader(parts, frozen) if vlm else None
+            parts.freeze(encoder=frozen, others=vlm is None)
+
+    @property
+    def lm_head(self) -> GenericModel:
+        """The module to call `scoring` on. It is the whole model, because some models change logits after the head."""
+        return self
+
+    @contextmanager
+    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
+        """Within the body, calls return scores instead of logits. Arguments as for `ScoringHead.scoring`."""
+        self._targets = labels, temperatures, places
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def forward(
+        self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any, images: VisionInput | None = None
+    ) -> Any:
+        """Logits [rows, length, vocab] of tokens [rows, length]; within `scoring`, scores [trained tokens]."""
+        inputs = {"input_ids": tokens, "position_ids": positions}
+        if images is not None and self.vision is not None:
+            inputs = self.vision.embedded(tokens, positions, images)
+        logits = self.inner(**inputs, attention_mask=attention_masks, use_cache=False).logits
+        if self._targets is None:
+            return logits
+        labels, temperatures, places = self._targets
+        return logit_scores(logits.flatten(0, 1).index_select(0, places), labels, temperatures)
+
+    def get_attention_masks(self, positions: torch.Tensor) -> Any:
+        """Return which tokens see which, [rows, 1, length, length]; a dict by layer type if windows differ."""
+        document = (positions == 0).cumsum(dim=1)
+        index = torch.arange(positions.shape[1], device=positions.device)
+        distance = index[:, None] - index
+        visible = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
+        if self._windows:
+            return {kind: _within(visible, distance, window) for kind, window in self._windows.items()}
+        return _within(visible, distance, self._window)
+
+    def init_weights(self) -> None:
+        """Compute buffers that no checkpoint holds (rotary frequencies), and tie weights after a move to a device."""
+        for parameter in self.inner.parameters():
+            parameter._is_hf_initialized = True  # makes transformers skip it
+        self.inner.init_weights()
+
+
+def _disable_dropout(config: Any) -> None:
+    # Engines have no dropout, so the trainer's log-probs would not match theirs.
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def _within(visible: torch.Tensor, distance: torch.Tensor, window: int | None) -> torch.Tensor:
+    return (visible & (distance < window) if window else visible)[:, None]
+
+
+@dataclass(frozen=True)
+class _CheckpointTensor:
+    """A tensor of the checkpoint: some rows of one expert's matrix, or a whole tensor (`expert` is None)."""
+
+    name: str
+    expert: int | None = None
+    start: int = 0
+    rows: int = 0
+
+
+class GenericAdapter:
+    """Adapter between transformers' parameters, which stack experts, and its checkpoints, which may not.
+
+    A rank converts the experts that it holds, without communication.
+    """
+
+    def __init__(self, model: GenericModel) -> None:
+        tied = {f"inner.{name}" for name in model.inner.all_tied_weights_keys} if model.enable_weight_tying else set()
+        self._parts = {
+            name: _parts(model.inner, name.removeprefix("inner."), tensor)
+            for name, tensor in model.state_dict().items()
+            if name not in tied
+        }
+        self._last: dict[str, torch.Tensor] = {}
+
+    def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return our tensors under checkpoint names. Experts are views of their stack."""
+        if any(isinstance(tensor, DTensor) for tensor in state_dict.values()):
+            self._last = state_dict
+        return {
+            part.name: tensor if part.expert is None else tensor[part.expert - first, part.start :][: part.rows]
+            for name, whole in state_dict.items()
+            for tensor, first in [_local(whole) if self._has_experts(name) else (whole, 0)]
+            for part in self._parts.get(name, ())
+            if part.expert is None or first <= part.expert < first + len(tensor)
+        }
+
+    def from_hf(self, hf_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state dict of the last `to_hf`: the checkpoint was read into its memory."""
+        return self._last
+
+    def _has_experts(self, name: str) -> bool:
+        return any(part.expert is not None for part in self._parts.get(name, ()))
+
+
+def _parts(inner: Any, name: str, tensor: torch.Tensor) -> list[_CheckpointTensor]:
+    """Return the checkpoint tensors that a parameter consists of.
+
+    Raises:
+        ValueError: The checkpoint holds the parameter neither as a whole nor as rows of stacked matrices.
+    """
+    # transformers converts whole tensors only. Convert a tensor of row numbers to see where each row goes.
+    rows = tensor.shape[1] if tensor.dim() == 3 else 1
+    count = math.prod(tensor.shape[:2]) if tensor.dim() == 3 else 1
+    numbered = torch.arange(count, device="cpu").view(-1, rows, 1)
+    pieces = revert_weight_conversion(inner, {name: numbered})
+    if len(pieces) == 1 and next(iter(pieces.values())).shape == numbered.shape:
+        return [_CheckpointTensor(next(iter(pieces)))]
+    parts = []
+    for theirs, piece in pieces.items():
+        first, length = int(piece.flatten()[0]), piece.numel()
+        if not torch.equal(piece.flatten(), torch.arange(first, first + length)) or first % rows + length > rows:
+            raise ValueError(f"{inner.config.model_type}: {theirs} is not a piece of {name}")
+        parts.append(_CheckpointTensor(theirs, first // rows, first % rows, length))
+    return parts
+
+
+def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return this rank's part of a tensor that is split by its first dimension, and the index of its first row."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh = tensor.device_mesh
+    dimension = tensor.placements.index(Shard(0))
+    return tensor.to_local(), mesh.get_local_rank(dimension) * -(-len(tensor) // mesh.size(dimension))
+
+
+def build(
+    hf: Any, dims: ParallelDims, recipe: Recipe, device: torch.device
+) -> tuple[GenericModel, GenericAdapter, set[str]]:
+    """Return the sharded model without weights, its adapter, and all tensor names of its checkpoint.
+
+    Raises:
+        ValueError: The model or the parallelism is not supported.
+    """
+    layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
+    offload = memory.optimizer_offload or memory.activation_offload
+    if layout.ep > 1 or layout.cp > 1 or memory.lm_head_chunk or offload:
+        raise ValueError(f"{hf.model_type}: the transformers implementation has no EP, CP, logits in chunks or offload")
+    with torch.device("meta"):
+        model = GenericModel(hf, recipe.model.vlm)
+    adapter = GenericAdapter(model)
+    hf_names = set(adapter.to_hf(model.state_dict()))
+    if layout.activation_checkpointing != "none":
+        model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+    dtypes = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[recipe.model.dtype],
+        reduce_dtype=TORCH_DTYPE_MAP[layout.gradient_dtype],
+        cast_forward_inputs=False,  # they are token ids and masks
+    )
+    _shard(model, dims, dtypes, layout.reshard_after_forward)
+    # Only parameters are loaded from the checkpoint, so `init_weights` has to compute the buffers.
+    model.to_empty(device=device)
+    model.init_weights()
+    model.train()
+    return model, adapter, hf_names
+
+
+def _shard(model: GenericModel, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+    mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    titan_fsdp.disable_fsdp_gradient_division(model)  # the loss is already divided by the tokens of all ranks

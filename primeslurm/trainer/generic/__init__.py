@@ -1,1 +1,0 @@
-"""The generic implementation (`model.impl: hf`): models run by the code of transformers, sharded by FSDP alone."""

@@ -1,0 +1,1 @@
+"""The policy on this rank: the sharded model, and the training step with its metrics."""

@@ -1,0 +1,141 @@
+"""The policy on this rank: its sharded model, and how packed rows are run through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from primeslurm.nn.layers.vision import VisionInput
+from primeslurm.recipe.sections.trainer import Lora, Parallelism
+from primeslurm.trainer.components import lora, router_replay
+from primeslurm.trainer.components.loss import Targets
+from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
+from primeslurm.trainer.distributed.world import to_device
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """The sharded model, and everything needed to feed, load and export it."""
+
+    model: Any
+    adapter: Any
+    dims: Dims
+    hf_names: set[str]
+    """All tensor names of the checkpoint in Hugging Face format, over all ranks."""
+    source: Path
+    """Model directory that the model was built from."""
+    dtype: torch.dtype
+    """Compute dtype. Parameters are float32."""
+    device: torch.device
+    """Compute device. Parameters may be in host memory."""
+    shared: ContextParallel | None = None
+    """Context parallelism. None: this rank has whole rows."""
+    lora: Lora | None = None
+    """LoRA settings. None: all weights are trained."""
+    unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of the checkpoint that are not trained, but that engines expect. On rank 0 only."""
+    stored_fp8: frozenset[str] = frozenset()
+    """Names of the weights that the source checkpoint stores in FP8."""
+    layout: Parallelism = field(kw_only=True)
+    """Parallelism over the ranks."""
+    micro_batch_tokens: int = field(kw_only=True)
+    """Tokens per micro batch and rank."""
+    compiled: bool = field(default=False, kw_only=True)
+    """Whether layers are compiled."""
+    host_states: bool = field(default=False, kw_only=True)
+    """Whether the optimizer state is in host memory."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the model's tensors without LoRA adapters."""
+        return lora.base_weights(self.model)
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank's shard of the batch. Context-parallel ranks have the same one."""
+        mesh = self.dims.get_optional_mesh("batch")
+        return 0 if mesh is None else int(mesh.get_local_rank())
+
+    @property
+    def dp_world(self) -> int:
+        """Number of shards of a batch."""
+        mesh = self.dims.get_optional_mesh("batch")
+        return 1 if mesh is None else int(mesh.size())
+
+    @property
+    def cp_rank(self) -> int:
+        """Index of this rank's shard of each row."""
+        return self.shared.group.rank() if self.shared else 0
+
+    @property
+    def cp_world(self) -> int:
+        """Number of shards of each row."""
+        return self.shared.group.size() if self.shared else 1
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *beside: torch.Tensor,
+        routed: torch.Tensor | None = None,
+        images: VisionInput | None = None,
+    ) -> tuple[Any, ...]:
+        """Run the model on packed rows.
+
+        `tokens`, `positions` and `beside` are [rows, seq_len]; `routed` are experts to replay [rows, seq_len, layers,
+        top_k]. Either all ranks pass `images`, or none does. Returns logits [rows, local_len, vocab], and the shards of
+        `beside` [rows, local_len].
+        """
+        replayed = None if routed is None else self.shard(router_replay.narrow(routed))
+        inputs = self._inputs(self.shard(tokens), positions, replayed, images)
+        return (self.model(**inputs), *(self.shard(tensor) for tensor in beside))
+
+    def score(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        targets: Targets,
+        routed: torch.Tensor | None = None,
+        images: VisionInput | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
+        """Run the model on this rank's shards of packed rows, and return the inputs of a loss.
+
+        `tokens`, `mask` and `targets` are [rows, local_len], the latter two in host memory. `mask` marks the positions
+        that predict trained tokens. `positions` and `images` are those of whole rows. Returns log-probabilities,
+        entropies and targets [trained tokens].
+        """
+        replayed = None if routed is None else router_replay.narrow(routed)
+        inputs = self._inputs(tokens, positions, replayed, images)
+        # The mask is in host memory, so that the number of trained tokens is known without waiting for the device.
+        places = to_device(torch.from_numpy(np.flatnonzero(mask.numpy())), self.device)
+        local = targets.apply(lambda tensor: to_device(tensor, self.device))
+        trained = local.apply(lambda tensor: tensor.flatten().index_select(0, places))
+        if self.shared:
+            # Sequence-level losses sum over all ranks that share the sequence.
+            trained = replace(trained, documents=replace(trained.documents, group=self.shared.group))
+        with self.model.lm_head.scoring(trained.labels, trained.temperatures, places):
+            return (*self.model(**inputs), trained)
+
+    def shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a tensor [rows, seq_len, ...]."""
+        return self.shared.shard(tensor) if self.shared else tensor
+
+    def _inputs(
+        self, tokens: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None, images: VisionInput | None
+    ) -> dict[str, Any]:
+        """Set the routers' replay, and return the model's arguments. `positions` and `images` cover whole rows."""
+        # Masks are built from whole rows and then reduced to this rank's queries.
+        masks = self.model.get_attention_masks(positions)
+        if self.shared:
+            masks = self.shared.masks(masks, positions.shape[1])
+        router_replay.assign(self.model, routed)
+        inputs = {"tokens": tokens, "positions": self.shard(positions), "attention_masks": masks}
+        if images is not None:
+            features, coordinates = self.shard(images.features), self.shard(images.coordinates)
+            inputs["images"] = replace(images, features=features, coordinates=coordinates)
+        return inputs

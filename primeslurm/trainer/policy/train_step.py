@@ -1,0 +1,198 @@
+"""One training step: forward and backward passes over micro batches, gradient clipping, and the optimizer update."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed import utils as dist_utils
+
+from primeslurm.nn.layers.vision import VisionInput
+from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
+from primeslurm.records.heartbeats import liveness
+from primeslurm.trainer.base.phase_timer import PhaseTimer
+from primeslurm.trainer.components.documents import Documents
+from primeslurm.trainer.components.loss import LossFunction, Targets
+from primeslurm.trainer.data.image_positions import read, vision_input
+from primeslurm.trainer.data.image_reader import ImageReader
+from primeslurm.trainer.distributed.world import World, to_device
+from primeslurm.trainer.optimizers import optimizers
+from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.wire.batches.batch import Batch, Row, stack
+
+MAX_SKIPPED = 3
+"""Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
+weights are broken."""
+
+log = logging.getLogger(__name__)
+
+
+class TrainStep:
+    """The policy with its loss, optimizer and learning rate schedule.
+
+    Args:
+        reader: Image reader. None for text-only training.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        optimizer: Optimizer,
+        max_steps: int,
+        loss: LossFunction,
+        world: World,
+        reader: ImageReader | None = None,
+    ) -> None:
+        self.policy = policy
+        self._config = optimizer
+        self._loss = loss
+        self._world = world
+        self._reader = reader
+        self._compilations = CompilationMetrics(policy.compiled, world)
+        self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype, policy.host_states)
+        self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
+        self._skipped_in_a_row = 0
+
+    def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
+        """Train one step on this rank's rows of a batch. A collective; all ranks must have the same number of rows.
+
+        Returns metrics of the whole batch, the same on every rank. If the gradient is not finite, all ranks leave the
+        weights unchanged. The step still counts, and the metric `skipped` is 1.
+
+        Raises:
+            FloatingPointError: The gradient was not finite in MAX_SKIPPED consecutive steps.
+            RankError: A rank cannot read an image.
+            ValueError: The batch has images but there is no image reader, or its rows are sharded for other ranks.
+        """
+        batch = batch.cp_shard(self.policy.cp_rank, self.policy.cp_world)
+        tokens = max(1, batch.info.loss_tokens)
+        with timer.phase("forward_backward"):
+            totals = self._accumulate(batch, tokens)
+        with timer.phase("optimizer"):
+            lr = self.optimizer.lr
+            grad_norm, skipped = self._update(batch.info.step)
+        seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
+        metrics = {name: value / tokens for name, value in totals.items()}
+        if on_policy := metrics.get("on_policy_fraction", 0.0):
+            metrics["mismatch_kl"] /= on_policy  # a mean over on-policy tokens, not over all tokens
+        else:
+            metrics.pop("mismatch_kl", None)
+        return metrics | {
+            "grad_norm": grad_norm,
+            "skipped": float(skipped),
+            "lr": lr,
+            "tokens": float(tokens),
+            "tokens_per_s": tokens / seconds,
+            "peak_memory_gb": self._world.peak_memory_bytes() / 1e9,
+            "allocation_retries": float(self._world.allocation_retries()),
+            **self._compilations.take(),
+        }
+
+    def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
+        totals: dict[str, torch.Tensor] = {}
+        layout, micro_batches = self.policy.layout, self._micro_batches(batch)
+        for number, rows in enumerate(micro_batches, 1):
+            liveness().heartbeat()
+            if layout.reduce_gradients == "step":
+                is_last = number == len(micro_batches)
+                reduce_after(self.policy.model, last=is_last, stays_gathered=not layout.reshard_after_forward)
+            arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
+            # If any row of the batch has images, every rank runs the vision encoder in every micro batch, because the
+            # encoder's weights are gathered from all ranks.
+            sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
+            (sums.loss / tokens).backward()
+            for name, value in sums.metrics.items():
+                totals[name] = totals[name] + value if name in totals else value
+        reduced = self._world.sum(torch.stack(list(totals.values()))).tolist()
+        return dict(zip(totals, reduced, strict=True))
+
+    def _micro_batches(self, batch: Batch) -> list[Sequence[Row]]:
+        length = len(batch.rows[0].positions)
+        default = micro_batch_rows(self.policy.micro_batch_tokens, self.policy.cp_world, length)
+        count = batch.info.rows_at_once or default
+        return [batch.rows[start : start + count] for start in range(0, len(batch.rows), count)]
+
+    def _images(self, rows: Sequence[Row]) -> VisionInput:
+        if self._reader is None:
+            raise ValueError("the batch has images, but `model.vlm` is not set")
+        reader = self._reader
+        images = self._world.attempt(lambda: [read(row, reader) for row in rows], "reading images")
+        return vision_input(rows, images, self.policy.model.vision, self._world.device)
+
+    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
+        positions = row.pop("positions")
+        length = positions.shape[1] // self.policy.cp_world
+        # Logits at a position predict the next token, so targets are shifted by one.
+        following = {name: _next_token(tensor)[:, :length] for name, tensor in row.items() if tensor.ndim == 2}
+        documents = Documents.of(positions)
+        targets = Targets(
+            labels=following["token_ids"].long(),
+            ref_logprobs=following.get("ref_logprobs", torch.zeros_like(following["logprobs"])),
+            documents=replace(documents, index=self.policy.shard(documents.index)),
+            echo_weights=following.get("echo_weights"),
+            **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
+        )
+        mask = following["mask"]
+        if targets.echo_weights is not None:
+            mask = mask | (targets.echo_weights > 0)
+        # A next position of 0 starts another document or lies past the end of the row: nothing predicts that token.
+        mask = mask & (self.policy.shard(_next_token(positions)) != 0)
+        tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
+        whole_positions = to_device(positions, self._world.device).long()
+        routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
+        return self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
+
+    def _update(self, step: int) -> tuple[float, bool]:
+        """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""
+        norm = dist_utils.clip_grad_norm_(
+            list(self.policy.model.parameters()),
+            self._config.max_norm or math.inf,
+            foreach=True,
+            ep_enabled=self.policy.dims.ep_enabled,
+        ).to(self._world.device)
+        # All ranks compute the same norm, but they still vote: a rank that skipped alone would leave the others waiting
+        # in a collective.
+        bad_ranks = self._world.sum((~norm.isfinite()).float())
+        skipped = bool(bad_ranks.item())
+        if skipped:
+            self._skip(step, norm.item())
+        else:
+            self._skipped_in_a_row = 0
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm.item(), skipped
+
+    def _skip(self, step: int, norm: float) -> None:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MAX_SKIPPED:
+            raise FloatingPointError(
+                f"the gradient norm is {norm} in step {step}: no gradient was finite in {MAX_SKIPPED} consecutive steps"
+            )
+        log.warning("step %d does not update the weights: the gradient norm is %s", step, norm)
+
+
+def reduce_after(model: torch.nn.Module, *, last: bool, stays_gathered: bool) -> None:
+    """Set whether FSDP reduces gradients over ranks after the next micro batch. If not, they accumulate in float32.
+
+    Args:
+        last: Whether the next micro batch is the last one of the step. Gradients are reduced only then.
+        stays_gathered: Whether weights stay gathered between forward and backward pass. They then stay gathered until
+            the last micro batch.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last, recurse=False)
+            if stays_gathered:
+                module.set_reshard_after_backward(last, recurse=False)
+
+
+def _next_token(values: torch.Tensor) -> torch.Tensor:
+    """Shift values [rows, len] left by one position. The last position becomes 0 or False."""
+    return torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
