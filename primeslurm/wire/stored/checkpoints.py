@@ -22,7 +22,6 @@ import msgspec
 from primeslurm.base import durable, files
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import manifest
-from primeslurm.wire.stored.digests import XXH3
 from primeslurm.wire.stored.manifest import FileRecord
 
 COMMITTED = "COMMITTED"
@@ -307,13 +306,6 @@ def shard_sizes(run_dir: Path, step: int) -> dict[str, int]:
     """Return the size [bytes] of each shard of a committed checkpoint, by file name without directories."""
     record = read_commit(step_dir(run_dir, step))
     return {Path(part.name).name: part.bytes for part in record.parts if is_shard(part)} if record else {}
-
-
-def unchecked_shards(directory: Path) -> list[FileRecord]:
-    """Return the shards of a committed checkpoint that cannot be checked while they are loaded: those without XXH3."""
-    record = read_commit(directory)
-    parts = record.parts if record else []
-    return [part for part in parts if is_shard(part) and not part.digest.startswith(XXH3)]
 
 
 def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
