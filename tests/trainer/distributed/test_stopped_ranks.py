@@ -49,7 +49,7 @@ class Ranks:
         while not condition():
             dead = [process for process in self.processes if process.poll() is not None]
             assert not dead, dead[0].stdout.read() if dead[0].stdout else ""
-            assert time.monotonic() < deadline, f"{what}: {self.beats()}"
+            assert time.monotonic() < deadline, f"{what}: {self.heartbeats()}"
             time.sleep(0.02)
 
     def named(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Ranks:
         time.sleep(LOOK_S)
         self.now += LOOK_S * FASTER
         for agent in self.agents:
-            agent.look(self.now)
+            agent.check(self.now)
         found = unresponsive_ranks({str(rank): agent.of(str(rank)).report() for rank, agent in enumerate(self.agents)})
         return found.behind if found else ()
 
