@@ -1,4 +1,4 @@
-"""An environment of your own: answer with one word. `own_environment.yaml` uses it."""
+"""Example of an own environment: answer with one word. `own_environment.yaml` uses it."""
 
 from __future__ import annotations
 

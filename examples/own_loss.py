@@ -1,6 +1,6 @@
-"""A loss of your own: REINFORCE with truncated importance weights.
+"""Example of an own loss: REINFORCE with truncated importance weights.
 
-`own_loss.yaml` names it. The trainer's ranks import it.
+`own_loss.yaml` selects it. The trainer imports it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from primeslurm.trainer.components.loss import Sums, Targets
 
 
 def truncated(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, cap: float) -> Sums:
-    """-min(r, cap) * A * log p, summed over trained tokens (weights as in IMPALA, arXiv 1802.01561).
+    """Return the sum of -min(r, cap) * A * log p over trained tokens (weights as in IMPALA, arXiv 1802.01561).
 
     Args:
-        logprobs: the trainer's log-probabilities of the trained tokens, [tokens].
-        entropy: of the policy where each of them was sampled, in nats; it carries no gradient.
-        targets: what is known of each of them, the engine's log-probability and the advantage among it.
-        cap: largest weight r = p_trainer / p_engine. Weights are no part of the gradient.
+        logprobs: log-probabilities of the trained tokens under the trainer's policy, [tokens].
+        entropy: entropy of the policy at each of these tokens [nats], without gradient, [tokens].
+        targets: the engine's log-probability, the advantage and more of each token.
+        cap: largest weight r = p_trainer / p_engine. Weights have no gradient.
     """
     ratio = (logprobs.detach() - targets.logprobs).exp()
     loss = -(ratio.clamp(max=cap) * targets.advantages * logprobs).sum()

@@ -1,6 +1,7 @@
 """Submit a recipe from Python and wait for it: `python examples/submit_from_python.py RECIPE [--site FILE | --local]`.
 
-With --emulate the whole job runs with light stand-ins, on an embedded cluster unless a site is given: no GPU, no model.
+With --emulate, light replacements of engines and trainer run, on an embedded cluster unless a site is given. That needs
+no GPU and no model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import primeslurm
 
 
 def main() -> int:
-    """Check, show, submit, wait. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--site")
@@ -39,21 +39,21 @@ def main() -> int:
 
 
 def dry_run(loaded: primeslurm.LoadedRecipe) -> int:
-    """Say what would run where. Needs neither Slurm nor the model."""
+    """Print findings and sizes without submitting. This needs neither Slurm nor the model."""
     for finding in loaded.check().findings:
         print(finding, file=sys.stderr)
-    found = loaded.dry_run()
-    for what in found.unasked:
-        print(what, file=sys.stderr)
-    totals = found.plan.totals
-    print(f"{found.plan.run}: {totals.nodes} nodes, {totals.gpus} GPUs, {totals.engines} engines")
-    print(f"{len(found.script.splitlines())} lines of batch script")
+    result = loaded.dry_run()
+    for note in result.unasked:
+        print(note, file=sys.stderr)
+    totals = result.plan.totals
+    print(f"{result.plan.run}: {totals.nodes} nodes, {totals.gpus} GPUs, {totals.engines} engines")
+    print(f"{len(result.script.splitlines())} lines of batch script")
     return 0
 
 
 def submit(loaded: primeslurm.LoadedRecipe) -> int:
-    """Run it to its end."""
-    with loaded.on_cluster() as ready:  # of an emulated run: the embedded cluster, which ends with the block
+    """Submit the run and wait for its end."""
+    with loaded.on_cluster() as ready:  # an emulated run gets an embedded cluster, which ends with this block
         run = ready.submit()
         print(f"submitted {run.name} to {run.path}", flush=True)
         status = run.wait()

@@ -1,8 +1,8 @@
 """Conversations and chat templates, shared by SFT, rollouts and evaluations. No torch, no transformers.
 
 `messages` normalizes what users and programs write. `template` renders it, and finds out how a template expects tool
-calls. `turn_ends` finds the token that ends a turn. `training_text` decides which text of a conversation is trained.
-`jsonl_lines` reads lines of data sets and collects their errors.
+calls. `turn_ends` finds the token that ends a turn. `dataset_lines` reads lines of data sets and collects their errors.
+`training_text` decides which text of a line is trained.
 """
 
 from __future__ import annotations

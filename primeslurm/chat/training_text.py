@@ -6,62 +6,18 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.messages import ConversationError, MessageForm, normalized, tools_of
+from primeslurm.chat.dataset_lines import Dialogue, read_record
+from primeslurm.chat.messages import ConversationError
 from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds, no_end
 
 Part = tuple[str, bool]
 """Text, and whether it is trained."""
-_MAX_KEYS = 5
-"""Keys of a line that an error shows."""
 _THINKING: Sequence[dict[str, Any]] = ({"enable_thinking": True}, {"enable_thinking": False}, {"thinking": True})
 """Arguments of chat templates to try after the defaults. Answers of a data set may have thoughts or not."""
-
-
-class Dialogue(NamedTuple):
-    """A line with messages, which are in the form of the chat template."""
-
-    messages: list[ChatMessage]
-    tools: list[dict[str, Any]] | None
-
-
-class PlainText(NamedTuple):
-    """A line with prompt and completion."""
-
-    prompt: str
-    completion: str
-
-
-def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Dialogue | PlainText:
-    """Read a line of a data set, as `parse_line` returns it, without rendering it.
-
-    `every` answer of the assistant is trained, or only the last. Raise ConversationError if no model could be trained
-    on the line.
-    """
-    if not isinstance(record, dict):
-        raise ConversationError("not a JSON object", "write one JSON object per line")
-    if "messages" in record:
-        messages, tools = normalized(record["messages"], form), tools_of(record.get("tools"))
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ConversationError("no message has role assistant, so there is nothing to train", "`role: assistant`")
-        if not every and messages[-1]["role"] != "assistant":
-            why = f"its last message, which would be trained, has role {messages[-1]['role']}"
-            raise ConversationError(why, "`train: all`, or end conversations with the assistant's answer")
-        if messages[0]["role"] == "assistant" and (every or len(messages) == 1):
-            fix = "start conversations with a message of role user or system"
-            fix += ", or use `train: last`" if len(messages) > 1 else ""
-            raise ConversationError("no message comes before this answer, so it has no prompt", fix, 1)
-        return Dialogue(messages, tools)
-    if not {"prompt", "completion"} <= record.keys():
-        keys = ", ".join(list(record)[:_MAX_KEYS]) or "nothing"
-        fix = "name them `messages`, each with `role` and `content`" if "conversations" in record else ""
-        raise ConversationError(f"has {keys}, but neither `messages` nor `prompt` and `completion`", fix)
-    if not (isinstance(record["prompt"], str) and isinstance(record["completion"], str)):
-        raise ConversationError("prompt and completion must be text", "`messages` for conversations")
-    return PlainText(record["prompt"], record["completion"])
 
 
 class TrainingText:
@@ -77,7 +33,7 @@ class TrainingText:
 
     def parts(self, record: Any) -> list[Part]:
         """Return the text of a line up to the end of the last trained turn. Raise ConversationError if it has none."""
-        line = read_line(record, self.every, self.template.form)
+        line = read_record(record, self.every, self.template.form)
         if isinstance(line, Dialogue):
             return self._of_messages(line.messages, line.tools)
         return [(line.prompt, False), *self._completion(line.completion)]

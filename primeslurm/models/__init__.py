@@ -2,7 +2,8 @@
 
 `<family>/spec.py` describes a family without torch: capabilities, shape traits, parsers, renderers, LoRA targets.
 `model.py` builds its torchtitan model. Where a family needs them, `weights.py` maps the names of its checkpoints, and
-`renderer.py` renders its messages. Other packages add families by entry points (docs/how-to/families.md).
+`renderer.py` renders its messages. Other modules of a folder hold layers that only this family has. Other packages add
+families by entry points (docs/how-to/families.md).
 """
 
 from __future__ import annotations

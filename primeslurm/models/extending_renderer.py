@@ -68,7 +68,7 @@ def _imported(path: str) -> Any:
 @cache
 def _extending_class(renderer: str) -> type:
     if renderer == DEFAULT:
-        return TemplateRenderer
+        return TemplateRenderer  # it has no bridge: the whole conversation is rendered in every turn
     _populate_registry()
     return type("Extending", (ExtendingMixin, RENDERER_REGISTRY[renderer]), {"traits": renderer_traits(renderer)})
 
@@ -101,6 +101,7 @@ class ExtendingMixin:
         ids, sampled = rendered.token_ids, rendered.sampled_mask
         starts = [i for i in range(1, len(ids)) if ids[i] == start and ids[i - 1] == end and sampled[i]]
         newline = self._tokenizer.encode("\n", add_special_tokens=False)
+        # From the end, so that earlier indices stay valid.
         for index in reversed(starts):
             rendered = _inserted(rendered, index, newline, rendered.message_indices[index], sampled=True)
         return rendered

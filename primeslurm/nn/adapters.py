@@ -75,6 +75,7 @@ class TableAdapter(MoEStateDictAdapter):
             hf = self._hf_names[pattern]
             if hf.count("{}") == 2:
                 converted |= self._split(hf, pattern, numbers[0], tensor)
+            # Checkpoints with tied weights have no head.
             elif not (self.model_config.enable_weight_tying and name == "lm_head.weight"):
                 converted[hf.format(*numbers)] = tensor
         return converted
@@ -98,6 +99,7 @@ class TableAdapter(MoEStateDictAdapter):
     def _split(self, hf: str, ours: str, layer: str, tensor: torch.Tensor) -> Tensors:
         if not isinstance(tensor, DTensor):
             return {hf.format(layer, index): expert for index, expert in enumerate(tensor)}
+        # `from_hf` gets the experts of this rank, and has to restore the layout of the stack.
         self.grouped_expert_weight_placements[ours] = tensor.placements
         self.grouped_expert_weight_mesh[ours] = tensor.device_mesh
         return self._get_local_experts_weights(hf, ours, layer, tensor)

@@ -341,7 +341,7 @@ def test_attempt_is_requeued_after_the_controller_returns(
     kill_controller(cluster)
     try:
         os.kill(pid, signal.SIGKILL)
-        job.wait(lambda: "controller is away" in job.run.job_output(job.id).read_text())
+        job.wait(lambda: "controller does not answer" in job.run.job_output(job.id).read_text())
         assert (end := job.run.attempt(1).end()) is not None and (end.outcome, end.requeued) == ("failed", True)
     finally:
         revive_controller(cluster)

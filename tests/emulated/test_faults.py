@@ -29,7 +29,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     found.down()
 
 
-LISTEN = {"router/http", "router/metrics", "router/door", "prefill/http", "decode/http"}
+LISTEN = {"router/http", "router/metrics", "router/health", "prefill/http", "decode/http"}
 LISTEN |= {"orchestrator/wire", "orchestrator/envs"}
 REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "ZMTP", "ZMTP PLAIN", "ZMTP PLAIN ERROR"}
 OPEN = {"router/metrics"}

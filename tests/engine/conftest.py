@@ -17,7 +17,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model
-from tests.support.processes import Server, Zygote, start_router
+from tests.support.processes import EngineForks, Server, start_router
 
 StartEngine = Callable[..., Server]
 StartRouter = Callable[..., Server]
@@ -53,23 +53,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Zygote]:
+def engine_forks(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[EngineForks]:
     """Yield a process that forks an engine in two seconds."""
     plugins = [point.name for point in entry_points(group="vllm.general_plugins")]
     assert "primeslurm" in plugins, "vLLM would not find our plugin: install the package (pip install -e .)"
     env = {key: value for key, value in tiny_engine(model).env.items() if "${" not in value}
-    zygote = Zygote(tmp_path_factory.mktemp("engines"), env)
-    yield zygote
-    zygote.close()
+    engine_forks = EngineForks(tmp_path_factory.mktemp("engines"), env)
+    yield engine_forks
+    engine_forks.close()
 
 
 @pytest.fixture(scope="module")
-def start_engine(zygote: Zygote, model: Path) -> Iterator[StartEngine]:
+def start_engine(engine_forks: EngineForks, model: Path) -> Iterator[StartEngine]:
     """Return a function that starts an engine and waits for its gate, which is still closed."""
     servers: list[Server] = []
 
     def start(role: EngineRole = "engine", source: Path = model, **ports: int) -> Server:
-        server = zygote.start(tiny_engine(source, role), ports)
+        server = engine_forks.start(tiny_engine(source, role), ports)
         servers.append(server)
         server.wait("/primeslurm/status")
         return server

@@ -24,15 +24,15 @@ from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.engine.conftest import STATUS_S, tiny_recipe
 from tests.engine.test_wide_ep import exact, start_ranks
 from tests.support.models import make_model
-from tests.support.processes import Server, Zygote
+from tests.support.processes import EngineForks, Server
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def servers(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
+def servers(engine_forks: EngineForks, model: Path) -> Iterator[list[Server]]:
     """Yield two engines that share their experts."""
-    servers = start_ranks(zygote, model, 2, transport="nccl")
+    servers = start_ranks(engine_forks, model, 2, transport="nccl")
     for server in servers:
         server.wait("/primeslurm/status")
     yield servers

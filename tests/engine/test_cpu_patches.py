@@ -24,7 +24,7 @@ from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import make_model, publish, reference_logprobs
-from tests.support.processes import Zygote
+from tests.support.processes import EngineForks
 
 pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
@@ -130,10 +130,10 @@ def test_collectives_of_uneven_sizes(tmp_path: Path) -> None:
 
 
 async def test_expert_parallel_workers_take_a_policy(
-    zygote: Zygote, client: ConnectEngine, model: Path, tmp_path: Path
+    engine_forks: EngineForks, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(model, parallel={"tp": 2}, vllm_extra={"enable_expert_parallel": True})
-    engine = zygote.start(engine_command(recipe, "cpu", "engine", sys.executable))
+    engine = engine_forks.start(engine_command(recipe, "cpu", "engine", sys.executable))
     engine.wait("/primeslurm/status")
     try:
         started = psutil.Process(engine.pid).children(recursive=True)

@@ -25,7 +25,7 @@ from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
-from tests.support.processes import Server, Zygote
+from tests.support.processes import EngineForks, Server
 from tests.support.recipes import recipe_data
 
 pytestmark = pytest.mark.engine
@@ -100,12 +100,12 @@ async def test_stopped_core_is_detected(start_engine: StartEngine, client: Conne
     assert spans(generate(engine.url, [2, 3, 4], 3)) == [(0, 0, 3)]
 
 
-def test_stopped_core_of_a_teacher_is_detected(zygote: Zygote, model: Path) -> None:
+def test_stopped_core_of_a_teacher_is_detected(engine_forks: EngineForks, model: Path) -> None:
     """A teacher's command has the probe route, although its weights are never updated."""
     teacher = {"type": "engines", "path": str(model), "dtype": "float32", "kv_cache_bytes": 2**24}
     alone = served(Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=teacher)))
     assert alone is not None
-    engine = zygote.start(engine_command(alone, "cpu", "engine", sys.executable))
+    engine = engine_forks.start(engine_command(alone, "cpu", "engine", sys.executable))
     try:
         engine.wait("/health")
         cores = [child.pid for child in psutil.Process(engine.pid).children() if "EngineCore" in child.name()]

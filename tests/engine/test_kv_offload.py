@@ -17,7 +17,7 @@ from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine, tiny_recipe
 from tests.support.generate import generate, metric, tokens
-from tests.support.processes import HOST, Server, Zygote, start_process
+from tests.support.processes import HOST, EngineForks, Server, start_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 HITS = "vllm:external_prefix_cache_hits_total"
@@ -50,12 +50,12 @@ async def open_at_once(engine: Server, client: Any, model: Path) -> Server:
 
 @pytest.mark.parametrize("disk", [False, True])
 async def test_offload_tiers_restore_evicted_blocks(
-    disk: bool, zygote: Zygote, client: ConnectEngine, model: Path, tmp_path: Path
+    disk: bool, engine_forks: EngineForks, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     tiers: dict[str, Any] = {"type": "native", "cpu": {"bytes": 2**21}}
     if disk:
         tiers |= {"cpu": {"bytes": CACHE}, "disk": {"path": str(tmp_path)}}
-    engine = zygote.start(small_engine(model, kv_offload=tiers))
+    engine = engine_forks.start(small_engine(model, kv_offload=tiers))
     try:
         await open_at_once(engine, client, model)
         first = answers(engine.url, "a")
@@ -113,10 +113,10 @@ def store(model: Path, tmp_path: Path) -> Iterator[Store]:
 
 
 async def test_engines_share_a_store_and_survive_its_master(
-    store: Store, zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path
+    store: Store, engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, model: Path
 ) -> None:
     def start(role: EngineRole) -> Server:
-        return zygote.start(small_engine(model, role, kv_offload=MOONCAKE), elsewhere=store.elsewhere)
+        return engine_forks.start(small_engine(model, role, kv_offload=MOONCAKE), elsewhere=store.elsewhere)
 
     plain, prefill, decode = engines = [start("engine"), start("prefill"), start("decode")]
     try:

@@ -14,7 +14,7 @@ from primeslurm.recipe import Recipe
 from tests.engine.conftest import StartEngine, StartRouter
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish, reference_logprobs
-from tests.support.processes import Server, Zygote
+from tests.support.processes import EngineForks, Server
 from tests.support.recipes import recipe_data
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 
 
 @pytest.fixture
-def teacher(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
+def teacher(engine_forks: EngineForks, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
     """Start a teacher as a plan would: another model, with its tokenizer, that reads 16 tokens at a time."""
     directory = make_model(tmp_path / "teacher", seed=99)
     settings = {"type": "engines", "path": str(directory), "dtype": "float32", "kv_cache_bytes": 2**24}
@@ -31,7 +31,7 @@ def teacher(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
     recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=settings))
     alone = served(recipe)
     assert alone is not None
-    server = zygote.start(engine_command(alone, "cpu", "engine", sys.executable))
+    server = engine_forks.start(engine_command(alone, "cpu", "engine", sys.executable))
     server.wait("/health")
     yield directory, server
     server.stop()

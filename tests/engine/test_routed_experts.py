@@ -17,7 +17,7 @@ from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish
-from tests.support.processes import Server, Zygote
+from tests.support.processes import EngineForks, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, *(3 + i * 7 % 40 for i in range(200))]
@@ -25,11 +25,11 @@ NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def engine(zygote: Zygote, model: Path) -> Iterator[Server]:
+def engine(engine_forks: EngineForks, model: Path) -> Iterator[Server]:
     """Return an engine with router replay. A long prompt takes it several steps."""
     given = tiny_recipe(model, max_num_batched_tokens=128).model_dump(by_alias=True)
     recipe = Recipe.model_validate(given | {"trainer": {"router_replay": True}})
-    engine = zygote.start(engine_command(recipe, "cpu", "engine", sys.executable))
+    engine = engine_forks.start(engine_command(recipe, "cpu", "engine", sys.executable))
     engine.wait("/primeslurm/status")
     yield engine
     engine.stop()

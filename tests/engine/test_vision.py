@@ -33,7 +33,7 @@ from tests.support import looking
 from tests.support.batches import batch_of
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import publish
-from tests.support.processes import Server, Zygote
+from tests.support.processes import EngineForks, Server
 from tests.support.vision_models import image_token, make_vision_model, reference_logprobs
 
 pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
@@ -98,10 +98,10 @@ def assert_sampled_by(rollout: Rollout, model: Path, tokenizer: Path) -> None:
 
 
 async def test_trained_encoder_encodes_images_again_after_an_update(
-    zygote: Zygote, open_router: StartRouter, tmp_path: Path
+    engine_forks: EngineForks, open_router: StartRouter, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
-    server = zygote.start(tiny_engine(models[0], vllm_extra=FEW), {})
+    server = engine_forks.start(tiny_engine(models[0], vllm_extra=FEW), {})
     try:
         server.wait("/primeslurm/status")
         client = EngineClient(
@@ -118,10 +118,10 @@ async def test_trained_encoder_encodes_images_again_after_an_update(
 
 
 async def test_prefill_engine_encodes_images_for_decode_engine(
-    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
+    engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
 ) -> None:
     model = make_vision_model(tmp_path / "model", 0)
-    servers = [zygote.start(tiny_engine(model, role, vllm_extra=FEW), {}) for role in ("prefill", "decode")]
+    servers = [engine_forks.start(tiny_engine(model, role, vllm_extra=FEW), {}) for role in ("prefill", "decode")]
     try:
         for server in servers:
             server.wait("/primeslurm/status")
@@ -137,11 +137,11 @@ async def test_prefill_engine_encodes_images_for_decode_engine(
 
 
 async def test_updated_engine_agrees_with_the_trainer_on_text_and_images(
-    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, world: World, tmp_path: Path
+    engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, world: World, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
     policy = PolicyVersion(1, str(publish(models[1], tmp_path, 1)))
-    server = zygote.start(tiny_engine(models[0], vllm_extra=FEW), {})
+    server = engine_forks.start(tiny_engine(models[0], vllm_extra=FEW), {})
     try:
         server.wait("/primeslurm/status")
         await client(server).apply(policy, timeout_s=600)

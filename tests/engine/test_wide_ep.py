@@ -20,7 +20,7 @@ from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish, reference_logprobs
 from tests.support.port_messages import MESSAGES, Port, Response, send_all
-from tests.support.processes import HOST, Server, Zygote
+from tests.support.processes import HOST, EngineForks, Server
 from tests.support.strangers import attempted, needs_second_user
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
@@ -28,7 +28,7 @@ PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
 def start_ranks(
-    zygote: Zygote, model: Path, size: int, role: EngineRole = "engine", transport: str = "filesystem"
+    engine_forks: EngineForks, model: Path, size: int, role: EngineRole = "engine", transport: str = "filesystem"
 ) -> list[Server]:
     """Start the engines of one expert-parallel group. They wait for one another, so do not wait for any here."""
     recipe = tiny_recipe(model, transport, expert_parallel=True)
@@ -39,13 +39,13 @@ def start_ranks(
         ports = {"nixl": free_port()} | ({"dp_rpc": port} if rank == 0 else {})
         elsewhere = {"host:rank-0": HOST, "port:rank-0:dp_rpc": str(port)}
         elsewhere[f"port:nixl-{rank}"] = str(ports["nixl"] - rank)
-        servers.append(zygote.start(command, ports, elsewhere))
+        servers.append(engine_forks.start(command, ports, elsewhere))
     return servers
 
 
 @pytest.fixture(scope="module")
-def ranks(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
-    servers = start_ranks(zygote, model, 2)
+def ranks(engine_forks: EngineForks, model: Path) -> Iterator[list[Server]]:
+    servers = start_ranks(engine_forks, model, 2)
     for server in servers:
         server.wait("/primeslurm/status")
     yield servers
@@ -113,9 +113,9 @@ def ports_of(server: Server, name: str) -> list[Port]:
 
 
 async def test_prefill_ranks_transfer_kv_to_any_decode_rank(
-    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
+    engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
-    prefill, decode = start_ranks(zygote, model, 2, "prefill"), start_ranks(zygote, model, 2, "decode")
+    prefill, decode = start_ranks(engine_forks, model, 2, "prefill"), start_ranks(engine_forks, model, 2, "decode")
     try:
         for server in (*prefill, *decode):
             server.wait("/primeslurm/status", timeout_s=900)

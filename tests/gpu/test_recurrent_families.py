@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
+from primeslurm.models.nemotron_h.mamba import MambaScan
+from primeslurm.models.qwen3_5.delta_net import DeltaScan
 from primeslurm.nn.kernels import linear_attention
 from primeslurm.nn.layers import scan
-from primeslurm.nn.layers.delta_net import DeltaScan
-from primeslurm.nn.layers.mamba import MambaScan
 from primeslurm.nn.layers.recurrence import gated_delta_rule, state_space
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World

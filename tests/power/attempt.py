@@ -152,7 +152,7 @@ def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -
     job = place.run.latest().job()
     assert job is not None
     submitted = job.submission
-    load._name_pickle(place.run.path / "submitit", submitted)
+    load._copy_pickle(place.run.path / "submitit", submitted)
     attempt = enter(place.run, submitted, StartRecord(start, JOB, "", 0.0), wait_s=0.0)
     number = attempt.number
     os.environ[secret.VARIABLE] = secret.read(place.run.path)

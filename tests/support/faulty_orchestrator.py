@@ -7,7 +7,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from primeslurm.orchestrator.main import main
+from primeslurm.orchestrator.__main__ import main
 from tests.support.faulty_storage import FaultyStorage
 
 NUMBERS = (errno.ESTALE, errno.EIO, errno.ESHUTDOWN)

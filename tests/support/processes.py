@@ -1,44 +1,46 @@
-"""Real servers for tests: vLLM engines forked from a zygote, and the real vllm-router.
+"""Real servers for tests: forked vLLM engines, and the real vllm-router.
 
-Importing vLLM takes CPU seconds. The zygote imports it once, and forks a server per request with the command line and
-environment of a real node (`plan.commands.command`).
+Importing vLLM takes seconds of CPU. A fork server imports it once, and forks an engine per request with the command
+line and environment that it has on a real node (`plan.commands.command`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import HOST, NODE_VALUES, Server, fill, start_process
 from primeslurm.plan.commands.command import Command
+from tests.support.forks import Forked, ForkServer
 
-ZYGOTE = Path(__file__).with_name("zygote.py")
+# Modules of engines. The first one runs.
+VLLM = (
+    "tests.support.vllm_server",
+    "model_hosting_container_standards.sagemaker",
+    "prometheus_fastapi_instrumentator",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3_moe",
+    "uvicorn.protocols.http.httptools_impl",
+)
 
 
-class Zygote:
-    """A process that has imported vLLM and forks engines. Closing it ends all of them."""
+class EngineForks:
+    """A fork server that has imported vLLM. Closing it ends all engines."""
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
         self._directory = directory
-        self._log = directory / "zygote.log"
-        self._servers: list[Server] = []
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(ZYGOTE)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **env},
-                start_new_session=True,
-            )
-        self._read()
+        self._server = ForkServer(VLLM, {**env, "PYTHONWARNINGS": "ignore"})
+        self._engines: list[tuple[Server, Forked]] = []
 
     def start(
         self, command: Command, ports: Mapping[str, int] | None = None, elsewhere: Mapping[str, str] | None = None
@@ -51,35 +53,20 @@ class Zygote:
         values |= {f"port:{name}": str(number) for name, number in numbers.items()}
         for name, text in command.files.items():
             (self._directory / name).write_text(fill(text, values))
-        env = {key: fill(value, values) for key, value in command.env.items()}
-        log = self._directory / f"engine-{numbers['http']}-{len(self._servers)}.log"
-        request = {
-            "argv": [fill(part, values) for part in command.argv[3:]],  # python -m module
-            "env": {key: value for key, value in env.items() if value},
-            "log": str(log),
-            "measured": "COVERAGE_PROCESS_START" in os.environ,
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        server = Server(self._read()["pid"], f"http://{HOST}:{numbers['http']}", log)
-        self._servers.append(server)
+        filled = {key: fill(value, values) for key, value in command.env.items()}
+        env = os.environ | {key: value for key, value in filled.items() if value}
+        args = [fill(part, values) for part in command.argv[3:]]  # after `python -m MODULE`
+        path = self._directory / f"engine-{numbers['http']}-{len(self._engines)}.log"
+        with path.open("wb") as log:
+            forked = self._server.start(VLLM[0], *args, stdout=log, stderr=subprocess.STDOUT, env=env)
+        server = Server(forked.pid, f"http://{HOST}:{numbers['http']}", path)
+        self._engines.append((server, forked))
         return server
 
     def close(self) -> None:
-        """End all engines, then the zygote."""
-        for server in self._servers:
+        for server, _ in self._engines:
             server.stop()
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise RuntimeError(f"the zygote died:\n{self._log.read_text()[-3000:]}")
+        self._server.close()
 
 
 def start_router(command: Command, engines: Mapping[str, str], log: Path) -> Server:

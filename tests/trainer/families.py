@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +105,11 @@ QWEN3_VL: dict[str, Any] = COMMON | {
         "rope_theta": 10000.0,
         "mrope_section": [4, 2, 2],
         "mrope_interleaved": True,
-    },
+    }
 }
 DEEPSTACK: dict[str, Any] = VISION | {"depth": 2, "deepstack_visual_indexes": [1, 0]}
 NEMOTRON: dict[str, Any] = {
+    **{key: value for key, value in COMMON.items() if key != "num_hidden_layers"},
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
@@ -161,140 +163,78 @@ class Case:
     """Largest difference of logits in float32."""
 
 
+def case(name: str, config: Callable[..., Any], *fields: dict[str, Any], **more: Any) -> Case:
+    """Return a case with these fields of the config. Later ones override earlier ones."""
+    merged = {key: value for part in (*fields, more) for key, value in part.items()}
+    return Case(name, lambda: config(**copy.deepcopy(merged)))
+
+
+def vision_case(name: str, config: Callable[..., Any], text: dict[str, Any], vision: dict[str, Any]) -> Case:
+    return case(name, config, IMAGES, text_config=text, vision_config=vision)
+
+
+LATENT_NEMOTRON = {"moe_latent_size": 16, "n_group": 4, "topk_group": 2}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
+TIED = {"tie_word_embeddings": True}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+PLAIN_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GLM4_MOE = GROUPS | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+}
+AFMOE = EXPERTS | {"num_hidden_layers": 3, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 7}
+LAGUNA = EXPERTS | SHARED_EXPERT | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
+
 CASES = (
-    Case(
-        "gpt_oss",
-        # The window is shorter than either document.
-        lambda: GptOssConfig(
-            **COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=16, rope_parameters=dict(YARN)
-        ),
-    ),
-    Case("nemotron_h", lambda: _nemotron()),
-    Case("nemotron_h-latent", lambda: _nemotron(moe_latent_size=16, n_group=4, topk_group=2)),
-    Case("qwen3_5_text", lambda: Qwen3_5TextConfig(**QWEN3_5)),
-    Case("qwen3_5_moe_text", lambda: Qwen3_5MoeTextConfig(**QWEN3_5, **EXPERTS, shared_expert_intermediate_size=48)),
-    Case("qwen3_5", lambda: Qwen3_5Config(text_config=dict(QWEN3_5), vision_config=dict(VISION), **IMAGES)),
-    Case(
-        "qwen3_5_moe",
-        lambda: Qwen3_5MoeConfig(
-            text_config=QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 48},
-            vision_config=dict(VISION),
-            **IMAGES,
-        ),
-    ),
-    Case("qwen3", lambda: Qwen3Config(**COMMON)),
-    Case(
-        "qwen3-yarn",
-        lambda: Qwen3Config(
-            **COMMON,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "original_max_position_embeddings": 16,
-            },
-        ),
-    ),
-    Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
-    Case("qwen3_moe", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True)),
-    Case("qwen3_vl", lambda: Qwen3VLConfig(text_config=dict(QWEN3_VL), vision_config=dict(DEEPSTACK), **IMAGES)),
-    Case(
-        "qwen3_vl_moe",
-        # No expert is square: transformers infers their orientation from their shape.
-        lambda: Qwen3VLMoeConfig(
-            text_config=QWEN3_VL | EXPERTS | {"moe_intermediate_size": 24}, vision_config=dict(DEEPSTACK), **IMAGES
-        ),
-    ),
-    Case(
-        "llama",
-        lambda: LlamaConfig(**COMMON, attention_bias=True, rope_parameters=LLAMA3),
-    ),
-    Case("llama-tied", lambda: LlamaConfig(**COMMON | {"tie_word_embeddings": True})),
-    Case("glm4", lambda: Glm4Config(**COMMON, attention_bias=True)),
-    Case(
-        "glm4_moe",
-        lambda: Glm4MoeConfig(
-            **COMMON,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            n_shared_experts=2,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=1.5,
-            use_qk_norm=True,
-            attention_bias=True,
-        ),
-    ),
-    Case(
-        "minimax_m2",
-        lambda: MiniMaxM2Config(
-            **COMMON,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        ),
-    ),
-    Case(
-        "afmoe",
-        lambda: AfmoeConfig(
-            **COMMON | {"num_hidden_layers": 3},
-            **EXPERTS,
-            num_dense_layers=1,
-            num_shared_experts=1,
-            global_attn_every_n_layers=3,
-            sliding_window=7,
-            mup_enabled=True,
-            route_scale=2.0,
-        ),
-    ),
-    Case(
-        "laguna",
-        lambda: LagunaConfig(
-            **COMMON,
-            **EXPERTS,
-            shared_expert_intermediate_size=48,
-            layer_types=["full_attention", "sliding_attention"],
-            num_attention_heads_per_layer=[4, 2],
-            sliding_window=7,
-            moe_routed_scaling_factor=2.0,
-        ),
-    ),
-    Case("deepseek_v3", lambda: DeepseekV3Config(**MLA, **GROUPS, rope_parameters=MLA_YARN)),
-    Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
-    Case("deepseek_v32", lambda: DeepseekV32Config(**DSA | GROUPS, index_topk=16, rope_parameters=MLA_YARN)),
-    Case("deepseek_v32-short", lambda: DeepseekV32Config(**DSA, n_group=1, topk_group=1, index_topk=64)),
-    Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
-    Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
+    # The window is shorter than either document.
+    case("gpt_oss", GptOssConfig, COMMON, LOCAL_EXPERTS, sliding_window=16, rope_parameters=YARN),
+    case("nemotron_h", NemotronHConfig, NEMOTRON),
+    case("nemotron_h-latent", NemotronHConfig, NEMOTRON, LATENT_NEMOTRON),
+    case("qwen3_5_text", Qwen3_5TextConfig, QWEN3_5),
+    case("qwen3_5_moe_text", Qwen3_5MoeTextConfig, QWEN3_5, EXPERTS, SHARED_EXPERT),
+    vision_case("qwen3_5", Qwen3_5Config, QWEN3_5, VISION),
+    vision_case("qwen3_5_moe", Qwen3_5MoeConfig, QWEN3_5 | EXPERTS | SHARED_EXPERT, VISION),
+    case("qwen3", Qwen3Config, COMMON),
+    case("qwen3-yarn", Qwen3Config, COMMON, rope_parameters=PLAIN_YARN),
+    case("qwen3-tied", Qwen3Config, COMMON, TIED),
+    case("qwen3_moe", Qwen3MoeConfig, COMMON, EXPERTS, norm_topk_prob=True),
+    vision_case("qwen3_vl", Qwen3VLConfig, QWEN3_VL, DEEPSTACK),
+    # No expert is square: transformers infers their orientation from their shape.
+    vision_case("qwen3_vl_moe", Qwen3VLMoeConfig, QWEN3_VL | EXPERTS | {"moe_intermediate_size": 24}, DEEPSTACK),
+    case("llama", LlamaConfig, COMMON, attention_bias=True, rope_parameters=LLAMA3),
+    case("llama-tied", LlamaConfig, COMMON, TIED),
+    case("glm4", Glm4Config, COMMON, attention_bias=True),
+    case("glm4_moe", Glm4MoeConfig, COMMON, GLM4_MOE, routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True),
+    case("minimax_m2", MiniMaxM2Config, COMMON, LOCAL_EXPERTS, rope_parameters=PARTIAL_ROPE),
+    case("afmoe", AfmoeConfig, COMMON, AFMOE, global_attn_every_n_layers=3, mup_enabled=True, route_scale=2.0),
+    case("laguna", LagunaConfig, COMMON, LAGUNA, num_attention_heads_per_layer=[4, 2], moe_routed_scaling_factor=2.0),
+    case("deepseek_v3", DeepseekV3Config, MLA, GROUPS, rope_parameters=MLA_YARN),
+    case("deepseek_v3-plain", DeepseekV3Config, MLA, ONE_GROUP, q_lora_rank=None),
+    case("deepseek_v32", DeepseekV32Config, DSA, GROUPS, index_topk=16, rope_parameters=MLA_YARN),
+    case("deepseek_v32-short", DeepseekV32Config, DSA, ONE_GROUP, index_topk=64),
+    case("glm_moe_dsa", GlmMoeDsaConfig, DSA, index_topk=16, indexer_types=SHARED),
+    case("glm_moe_dsa-short", GlmMoeDsaConfig, DSA, index_topk=64),
 )
 
 SIX: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 UNEVEN_CASES = (
     # 4 ranks cannot share 6 experts evenly, nor 2 ranks 3 of them: FSDP splits another dimension.
-    Case("qwen3_moe-uneven", lambda: Qwen3MoeConfig(**COMMON, **SIX, norm_topk_prob=True)),
-    Case(
-        "deepseek_v3-uneven", lambda: DeepseekV3Config(**MLA | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
-    ),
-    Case(
-        "gpt_oss-uneven",
-        lambda: GptOssConfig(**COMMON, num_local_experts=6, num_experts_per_tok=2, rope_parameters=dict(YARN)),
-    ),
-    Case(
-        "qwen3_vl_moe-uneven",
-        lambda: Qwen3VLMoeConfig(text_config=QWEN3_VL | SIX, vision_config=dict(DEEPSTACK), **IMAGES),
-    ),
+    case("qwen3_moe-uneven", Qwen3MoeConfig, COMMON, SIX, norm_topk_prob=True),
+    case("deepseek_v3-uneven", DeepseekV3Config, MLA, ONE_GROUP, n_routed_experts=6),
+    case("gpt_oss-uneven", GptOssConfig, COMMON, num_local_experts=6, num_experts_per_tok=2, rope_parameters=YARN),
+    vision_case("qwen3_vl_moe-uneven", Qwen3VLMoeConfig, QWEN3_VL | SIX, DEEPSTACK),
 )
 
+QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 GENERIC_CASES = (
     # A window in all layers and in some; experts stored one by one under other names; tied heads.
-    Case("mistral", lambda: MistralConfig(**COMMON, sliding_window=7)),
-    Case(
-        "qwen2",
-        lambda: Qwen2Config(
-            **COMMON | {"tie_word_embeddings": True}, use_sliding_window=True, sliding_window=7, max_window_layers=1
-        ),
-    ),
-    Case("mixtral", lambda: MixtralConfig(**COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)),
+    case("mistral", MistralConfig, COMMON, sliding_window=7),
+    case("qwen2", Qwen2Config, COMMON, TIED, QWEN2_WINDOW),
+    case("mixtral", MixtralConfig, COMMON, LOCAL_EXPERTS, sliding_window=None),
 )
 """Models without a family."""
 _MROPE: dict[str, Any] = COMMON | {
@@ -309,43 +249,23 @@ _ENCODER: dict[str, Any] = {
     "out_hidden_size": 32,
     "patch_size": 4,
 }
+_CLIP: dict[str, Any] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
 VISION_CASES = (
-    Case("glm4v", lambda: Glm4vConfig(text_config=dict(_MROPE), vision_config=_ENCODER | {"image_size": 16}, **IMAGES)),
-    Case(
-        "qwen2_vl",
-        lambda: Qwen2VLConfig(text_config=dict(_MROPE), vision_config=_ENCODER | {"embed_dim": 32}, **IMAGES),
-    ),
-    Case(
-        "qwen2_5_vl",
-        lambda: Qwen2_5_VLConfig(
-            text_config=dict(_MROPE),
-            vision_config=_ENCODER | {"window_size": 16, "fullatt_block_indexes": [0]},
-            **IMAGES,
-        ),
-    ),
+    vision_case("glm4v", Glm4vConfig, _MROPE, _ENCODER | {"image_size": 16}),
+    vision_case("qwen2_vl", Qwen2VLConfig, _MROPE, _ENCODER | {"embed_dim": 32}),
+    vision_case("qwen2_5_vl", Qwen2_5_VLConfig, _MROPE, _ENCODER | {"window_size": 16, "fullatt_block_indexes": [0]}),
 )
 """Models with a vision encoder and without a family."""
-OTHER_VISION_CASE = Case(
-    "llava",
-    lambda: LlavaConfig(
-        text_config=Qwen2Config(**COMMON).to_dict(),
-        vision_config={
-            "model_type": "clip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 8,
-        },
-    ),
-)
+OTHER_VISION_CASE = case("llava", LlavaConfig, text_config=Qwen2Config(**COMMON).to_dict(), vision_config=_CLIP)
 """Its vision encoder is not supported, so it is trained on text."""
-
-
-def _nemotron(**options: Any) -> NemotronHConfig:
-    common = {name: value for name, value in COMMON.items() if name != "num_hidden_layers"}
-    return NemotronHConfig(**common, **NEMOTRON, **options)
 
 
 def reference_of(case: Case) -> Any:

@@ -8,7 +8,6 @@ from scripts.models import tiny_model
 
 
 def main() -> None:
-    """Write the model to the directory that the command line names."""
     directory = Path(sys.argv[1])
     tiny_model.write_model(directory, family="qwen3")
     file = directory / "config.json"

@@ -10,23 +10,15 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model, build_mla_moe_layers,
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.layers.common import EXPERTS, MATRIX, NORM, ends, norm, refuse, refuse_other_activations
+from primeslurm.nn.layers.common import EXPERTS, MATRIX, NORM, ends, model_spec, norm, refuse, refuse_other_activations
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of compressed queries and keys. `rms_norm_eps` of the config does not apply to them."""
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    return ModelSpec(
-        name="deepseek_v3",
-        flavor=hf.model_type,
-        model=DeepSeekV3Model.Config(**ends(hf), layers=layers(hf, seq_len, attention)),
-        parallelize_fn=parallelize_deepseekv3,
-        pipelining_fn=pipeline_llm,
-        # torchtitan would update the router's selection bias at every step. RL keeps the checkpoint's bias.
-        post_optimizer_build_fn=None,
-        state_dict_adapter=DeepSeekV3StateDictAdapter,
-    )
+    model = DeepSeekV3Model.Config(**ends(hf), layers=layers(hf, seq_len, attention))
+    return model_spec(hf, "deepseek_v3", model, DeepSeekV3StateDictAdapter, parallelize_deepseekv3, pipeline_llm)
 
 
 def layers(hf: Any, seq_len: int, attention: str) -> list[Any]:

@@ -154,6 +154,7 @@ class DeepSeekV31Renderer(ExtendingMixin, DeepSeekV3Renderer):
             return None
         if should_rerender_for_thinking_retention(self.effective_thinking_retention, new_messages):
             return None
+        # An answer that was cut within its thoughts cannot be continued.
         if self.parse_response(completion, prompt_ids=prompt).reasoning_complete is False:
             return None
         before = trim_to_turn_close(prompt, completion, {self._eos}, synthesize_close=self._eos)

@@ -7,7 +7,7 @@ from primeslurm.models.family import ATTENTION, EXPERTS, MOE, SWIGLU, Family, Pa
 FAMILY = Family(
     name="glm4_moe",
     model_types={
-        "glm4_moe": replace(MOE, compile=True, compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"})),
+        "glm4_moe": replace(MOE, compile=True, compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"}))
     },
     parsers={
         r"glm-?4\.[56]": Parsers("glm45", "glm45"),
@@ -15,10 +15,7 @@ FAMILY = Family(
         r"intellect-?3": Parsers("qwen3_coder", "deepseek_r1"),
     },
     renderer="glm-4.5",
-    renderers={
-        r"glm-?4\.7": "glm-5",
-        r"intellect-?3": "primeslurm.models.glm4_moe.renderer:Intellect3Renderer",
-    },
+    renderers={r"glm-?4\.7": "glm-5", r"intellect-?3": "primeslurm.models.glm4_moe.renderer:Intellect3Renderer"},
     renderer_traits={"glm-4.5": RendererTraits(newline_between_calls=("</tool_call>", "<tool_call>"))},
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import QKVLinear
-from torchtitan.models.common.config_utils import get_attention_config, make_moe_config, make_router_config
+from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
 from torchtitan.models.gpt_oss.parallelize import parallelize_gptoss
@@ -18,8 +18,8 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.models.gpt_oss.weights import EXPERT_PARAMETERS, GptOssAdapter
 from primeslurm.nn.kernels import host_value_cache
-from primeslurm.nn.layers.common import MATRIX, ends, linear, norm, refuse, refuse_other_activations
-from primeslurm.nn.layers.moe import local, routed, shard_experts
+from primeslurm.nn.layers.common import ends, linear, model_spec, norm, refuse, refuse_other_activations
+from primeslurm.nn.layers.moe import local, routed, shard_experts, softmax_moe
 
 
 class GptOssExperts(GroupedExperts):
@@ -83,15 +83,8 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         )
         for kind in hf.layer_types
     ]
-    return ModelSpec(
-        name="gpt_oss",
-        flavor=hf.model_type,
-        model=GptOssDecoder.Config(**ends(hf), layers=layers),
-        parallelize_fn=parallelize_gptoss,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=GptOssAdapter,
-    )
+    model = GptOssDecoder.Config(**ends(hf), layers=layers)
+    return model_spec(hf, "gpt_oss", model, GptOssAdapter, parallelize_gptoss)
 
 
 def _rope(hf: Any, seq_len: int) -> CosSinRoPE.Config:
@@ -143,17 +136,4 @@ def _moe(hf: Any) -> Any:
         limit=hf.swiglu_limit,
         param_init=dict.fromkeys(EXPERT_PARAMETERS, nn.init.zeros_),
     )
-    return make_moe_config(
-        num_experts=hf.num_local_experts,
-        load_balance_coeff=None,
-        router=make_router_config(
-            dim=hf.hidden_size,
-            num_experts=hf.num_local_experts,
-            gate_param_init=MATRIX,
-            top_k=hf.num_experts_per_tok,
-            score_func="softmax",
-            route_norm=True,
-            bias=True,
-        ),
-        routed_experts=routed(experts, hf.num_experts_per_tok),
-    )
+    return softmax_moe(hf, hf.num_local_experts, routed(experts, hf.num_experts_per_tok), bias=True)

@@ -9,7 +9,7 @@ HARMONY = RendererTraits(setup="primeslurm.models.gpt_oss.harmony:vocabulary_of"
 FAMILY = Family(
     name="gpt_oss",
     model_types={
-        "gpt_oss": replace(MOE, fp8_checkpoint=False, mxfp4_checkpoint=True, compile=True, compiled_with=frozenset()),
+        "gpt_oss": replace(MOE, fp8_checkpoint=False, mxfp4_checkpoint=True, compile=True, compiled_with=frozenset())
     },
     traits=Traits(output_bias=True, expert_bias=True, expert_stacks=True, sinks=True),
     parsers={r"gpt-?oss": Parsers("openai", "openai_gptoss")},

@@ -9,7 +9,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from primeslurm.nn.adapters import DECODER, MOE, TableAdapter, renamed
 from primeslurm.nn.layers import gqa
 from primeslurm.nn.layers.common import norm, refuse, refuse_other_activations
-from primeslurm.nn.layers.moe import sigmoid_moe
+from primeslurm.nn.layers.moe import sigmoid_moe, swiglu_experts
 from primeslurm.nn.layers.rotary import rotary
 
 
@@ -38,8 +38,9 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
 def _layer(hf: Any, attention: str) -> gqa.GqaBlock.Config:
     # Unlike in other families, queries and keys are normalized over all heads.
     q_norm, k_norm = (norm(hf, heads * hf.head_dim) for heads in (hf.num_attention_heads, hf.num_key_value_heads))
+    experts = hf.num_local_experts
     return gqa.block(
         hf,
         gqa.attention(hf, attention, rope=rotary(hf), q_norm=q_norm, k_norm=k_norm),
-        moe=sigmoid_moe(hf, experts=hf.num_local_experts, width=hf.intermediate_size),
+        moe=sigmoid_moe(hf, experts, swiglu_experts(hf, experts, hf.intermediate_size)),
     )

@@ -8,23 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 from torchtitan.models.common.attention import AttentionMasksType, GQAttention
-from torchtitan.models.common.config_utils import (
-    get_attention_config,
-    make_gqa_config,
-    make_moe_config,
-    make_router_config,
-)
+from torchtitan.models.common.config_utils import get_attention_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from primeslurm.models.nemotron_h import relu2
+from primeslurm.models.nemotron_h.mamba import Mamba2
 from primeslurm.models.nemotron_h.weights import NemotronHAdapter
-from primeslurm.nn.layers import relu2
-from primeslurm.nn.layers.common import MATRIX, build_parts, ends, linear, norm, refuse
-from primeslurm.nn.layers.mamba import Mamba2
-from primeslurm.nn.layers.moe import routed, shard_experts
+from primeslurm.nn.layers.common import MATRIX, build_parts, ends, linear, model_spec, norm, refuse
+from primeslurm.nn.layers.moe import routed, shard_experts, sigmoid_moe
 from primeslurm.nn.layers.parallelize import parallelize
 
 
@@ -96,15 +91,8 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     layers = [
         NemotronHBlock.Config(norm=norm(hf, hf.hidden_size), **_mixer(hf, kind, attention)) for kind in hf.layer_types
     ]
-    return ModelSpec(
-        name="nemotron_h",
-        flavor=hf.model_type,
-        model=NemotronHDecoder.Config(**ends(hf), layers=layers),
-        parallelize_fn=parallelize,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=NemotronHAdapter,
-    )
+    model = NemotronHDecoder.Config(**ends(hf), layers=layers)
+    return model_spec(hf, "nemotron_h", model, NemotronHAdapter, parallelize)
 
 
 def _mixer(hf: Any, kind: str, attention: str) -> dict[str, Any]:
@@ -169,22 +157,12 @@ def _moe(hf: Any) -> MoE.Config:
         routed_experts = routed(experts, hf.num_experts_per_tok, relu2.LatentExperts, **through)
     else:
         routed_experts = routed(experts, hf.num_experts_per_tok)
-    # One group means no limit on groups, which torchtitan expresses as None.
-    grouped = hf.n_group > 1
-    return make_moe_config(
-        num_experts=hf.n_routed_experts,
-        load_balance_coeff=1.0,  # creates the router's bias, as in layers.moe; nothing updates it
-        router=make_router_config(
-            dim=hf.hidden_size,
-            num_experts=hf.n_routed_experts,
-            gate_param_init=MATRIX,
-            top_k=hf.num_experts_per_tok,
-            score_func="sigmoid",
-            route_norm=hf.norm_topk_prob,
-            route_scale=hf.routed_scaling_factor,
-            num_expert_groups=hf.n_group if grouped else None,
-            num_limited_groups=hf.topk_group if grouped else None,
-        ),
-        routed_experts=routed_experts,
-        shared_experts=_feed_forward(hf, hf.moe_shared_expert_intermediate_size),
+    return sigmoid_moe(
+        hf,
+        hf.n_routed_experts,
+        routed_experts,
+        _feed_forward(hf, hf.moe_shared_expert_intermediate_size),
+        normalize=hf.norm_topk_prob,
+        scale=hf.routed_scaling_factor,
+        groups=(hf.n_group, hf.topk_group),
     )

@@ -29,4 +29,4 @@ def _layer(hf: Any, index: int, attention: str) -> gqa.GqaBlock.Config:
         return gqa.block(hf, attend, feed_forward=ffn(hf, hf.intermediate_size))
     experts = swiglu_experts(hf, hf.num_experts, hf.moe_intermediate_size)
     normalize = getattr(hf, "norm_topk_prob", True)
-    return gqa.block(hf, attend, moe=softmax_moe(hf, normalize=normalize, routed_experts=experts))
+    return gqa.block(hf, attend, moe=softmax_moe(hf, hf.num_experts, experts, normalize=normalize))

@@ -15,6 +15,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from primeslurm.models.qwen3_5.delta_net import DeltaNet
 from primeslurm.models.qwen3_5.weights import Qwen35Adapter, Qwen35VisionAdapter
 from primeslurm.nn.layers import vision
 from primeslurm.nn.layers.common import (
@@ -23,10 +24,10 @@ from primeslurm.nn.layers.common import (
     ends,
     ffn,
     linear,
+    model_spec,
     refuse,
     refuse_other_activations,
 )
-from primeslurm.nn.layers.delta_net import DeltaNet
 from primeslurm.nn.layers.moe import routed, shard_experts, softmax_moe
 from primeslurm.nn.layers.rotary import Rotary, rotary
 
@@ -132,15 +133,8 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     layers = [_layer(hf, kind == "full_attention", attention) for kind in hf.layer_types]
     around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
     encoder = None if whole is hf else vision.VisionEncoder.Config(hf=whole.vision_config)
-    return ModelSpec(
-        name="qwen3_5",
-        flavor=whole.model_type,
-        model=Qwen35Decoder.Config(**around, layers=layers, vision=encoder),
-        parallelize_fn=vision.parallelize,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=Qwen35VisionAdapter if encoder else Qwen35Adapter,
-    )
+    model = Qwen35Decoder.Config(**around, layers=layers, vision=encoder)
+    return model_spec(whole, "qwen3_5", model, Qwen35VisionAdapter if encoder else Qwen35Adapter, vision.parallelize)
 
 
 def _layer(hf: Any, full_attention: bool, backend: str) -> Qwen35Block.Config:
@@ -190,10 +184,7 @@ def _net(hf: Any) -> DeltaNet.Config:
         value_dim=hf.linear_value_head_dim,
         conv_width=hf.linear_conv_kernel_dim,
         eps=hf.rms_norm_eps,
-        param_init={
-            **dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_),
-            "norm_weight": nn.init.ones_,
-        },
+        param_init={**dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_), "norm_weight": nn.init.ones_},
     )
 
 
@@ -208,5 +199,4 @@ def _moe(hf: Any) -> MoE.Config:
         w3=linear(hf.hidden_size, width),
         gate=linear(hf.hidden_size, 1),
     )
-    routed_experts = routed(experts, hf.num_experts_per_tok)
-    return softmax_moe(hf, normalize=True, routed_experts=routed_experts, shared_experts=shared)
+    return softmax_moe(hf, hf.num_experts, routed(experts, hf.num_experts_per_tok), shared)

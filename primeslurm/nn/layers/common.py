@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from torchtitan.models.common import Embedding, FeedForward, Linear
 from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.protocols.model_spec import ModelSpec
 
 # Weights always come from a checkpoint, but torchtitan requires an initializer for every parameter.
 MATRIX = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
@@ -50,6 +52,22 @@ def ends(hf: Any) -> dict[str, Any]:
         "lm_head": linear(hf.hidden_size, hf.vocab_size),
         "enable_weight_tying": hf.tie_word_embeddings,
     }
+
+
+def model_spec(
+    hf: Any, name: str, model: Any, adapter: type, parallelize: Callable[..., Any], pipeline: Any = None
+) -> ModelSpec:
+    """Return the spec of a family's model config, state dict adapter and parallelization."""
+    return ModelSpec(
+        name=name,
+        flavor=hf.model_type,
+        model=model,
+        parallelize_fn=parallelize,
+        pipelining_fn=pipeline,
+        # torchtitan would update the router's selection bias at every step. RL keeps the checkpoint's bias.
+        post_optimizer_build_fn=None,
+        state_dict_adapter=adapter,
+    )
 
 
 def refuse(hf: Any, **features: object) -> None:

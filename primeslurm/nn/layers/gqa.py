@@ -32,7 +32,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.nn.adapters import TableAdapter
 from primeslurm.nn.layers import vision
-from primeslurm.nn.layers.common import build_parts, ends, linear, norm
+from primeslurm.nn.layers.common import build_parts, ends, linear, model_spec, norm
 from primeslurm.nn.layers.rotary import Rotary
 
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
@@ -191,12 +191,5 @@ def block(hf: Any, attention: Attention.Config, **fields: Any) -> GqaBlock.Confi
 
 def decoder_spec(hf: Any, layers: Sequence[GqaBlock.Config], adapter: type[TableAdapter], **changes: Any) -> ModelSpec:
     """Return the spec of a decoder of these layers. `changes` replace fields of `common.ends`."""
-    return ModelSpec(
-        name="gqa",
-        flavor=hf.model_type,
-        model=GqaDecoder.Config(**ends(hf) | changes, layers=list(layers)),
-        parallelize_fn=vision.parallelize,
-        pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,  # router biases are not updated: engines use the checkpoint's
-        state_dict_adapter=adapter,
-    )
+    model = GqaDecoder.Config(**ends(hf) | changes, layers=list(layers))
+    return model_spec(hf, "gqa", model, adapter, vision.parallelize, pipeline_llm)

@@ -25,65 +25,59 @@ _BIAS_UPDATE_RATE = 1e-3
 
 def sigmoid_moe(
     hf: Any,
-    *,
     experts: int,
-    width: int,
-    shared_width: int = 0,
+    routed_experts: Any,
+    shared_experts: Any = None,
+    *,
     normalize: bool = True,
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
 ) -> MoE.Config:
     """Return experts whose router scores by sigmoid and selects by score plus bias.
 
-    Args:
-        hf: Config of transformers.
-        experts: Number of experts in a layer.
-        width: Intermediate size of one routed expert.
-        shared_width: Total intermediate size of the shared experts; 0 if there are none.
-        normalize: Whether the scores of a token's experts are scaled to add up to 1 (before `scale`).
-        scale: Factor that the selected experts' scores are multiplied by.
-        groups: Number of expert groups, and number of groups from which a token's experts come.
+    The scores of a token's experts are scaled to add up to 1 if `normalize`, then multiplied by `scale`. `groups` are
+    the number of expert groups, and the number of groups from which a token's experts come.
     """
-    top_k, limited = hf.num_experts_per_tok, groups[0] > 1
-    return make_moe_config(
-        num_experts=experts,
-        load_balance_coeff=_BIAS_UPDATE_RATE,
-        router=make_router_config(
-            dim=hf.hidden_size,
-            num_experts=experts,
-            gate_param_init=MATRIX,
-            top_k=top_k,
-            score_func="sigmoid",
-            route_norm=normalize,
-            route_scale=scale,
-            num_expert_groups=groups[0] if limited else None,
-            num_limited_groups=groups[1] if limited else None,
-        ),
-        routed_experts=swiglu_experts(hf, experts, width),
-        shared_experts=ffn(hf, shared_width) if shared_width else None,
-    )
+    limited = groups[0] > 1
+    options = {"num_expert_groups": groups[0], "num_limited_groups": groups[1]} if limited else {}
+    router = _router(hf, experts, "sigmoid", normalize, route_scale=scale, **options)
+    return _moe(experts, router, routed_experts, shared_experts, load_balance_coeff=_BIAS_UPDATE_RATE)
 
 
-def softmax_moe(hf: Any, *, normalize: bool, routed_experts: Any, shared_experts: Any = None) -> MoE.Config:
+def softmax_moe(
+    hf: Any,
+    experts: int,
+    routed_experts: Any,
+    shared_experts: Any = None,
+    *,
+    normalize: bool = True,
+    bias: bool = False,
+) -> MoE.Config:
     """Return experts whose router scores by softmax. `normalize` as in `sigmoid_moe`."""
-    return make_moe_config(
-        num_experts=hf.num_experts,
-        load_balance_coeff=None,  # engines know no load-balancing bias
-        router=make_router_config(
-            dim=hf.hidden_size,
-            num_experts=hf.num_experts,
-            gate_param_init=MATRIX,
-            top_k=hf.num_experts_per_tok,
-            score_func="softmax",
-            route_norm=normalize,
-        ),
-        routed_experts=routed_experts,
-        shared_experts=shared_experts,
+    router = _router(hf, experts, "softmax", normalize, bias=bias)
+    # No load-balancing bias: engines do not know it.
+    return _moe(experts, router, routed_experts, shared_experts, load_balance_coeff=None)
+
+
+def _router(hf: Any, experts: int, score: str, normalize: bool, **options: Any) -> Any:
+    return make_router_config(
+        dim=hf.hidden_size,
+        num_experts=experts,
+        gate_param_init=MATRIX,
+        top_k=hf.num_experts_per_tok,
+        score_func=score,
+        route_norm=normalize,
+        **options,
     )
+
+
+def _moe(experts: int, router: Any, routed_experts: Any, shared_experts: Any, **options: Any) -> MoE.Config:
+    parts = {"router": router, "routed_experts": routed_experts, "shared_experts": shared_experts}
+    return make_moe_config(num_experts=experts, **parts, **options)
 
 
 def swiglu_experts(hf: Any, experts: int, width: int) -> Any:
-    """Return routed SwiGLU experts."""
+    """Return routed SwiGLU experts of this intermediate size."""
     return make_routed_experts_config(
         dim=hf.hidden_size,
         hidden_dim=width,
@@ -94,11 +88,15 @@ def swiglu_experts(hf: Any, experts: int, width: int) -> Any:
     )
 
 
-def dense_or_moe(hf: Any, dense: bool, **experts: Any) -> dict[str, Any]:
-    """Return the second half of a `GqaBlock.Config`: a feed-forward network, or experts as in `sigmoid_moe`."""
+def dense_or_moe(hf: Any, dense: bool, *, experts: int, shared_width: int, **router: Any) -> dict[str, Any]:
+    """Return the second half of a `GqaBlock.Config`: a feed-forward network, or SwiGLU experts with a sigmoid router.
+
+    `shared_width` is the total intermediate size of the shared experts; 0 if there are none.
+    """
     if dense:
         return {"feed_forward": ffn(hf, hf.intermediate_size)}
-    return {"moe": sigmoid_moe(hf, width=hf.moe_intermediate_size, **experts)}
+    shared = ffn(hf, shared_width) if shared_width else None
+    return {"moe": sigmoid_moe(hf, experts, swiglu_experts(hf, experts, hf.moe_intermediate_size), shared, **router)}
 
 
 def routed(experts: Any, top_k: int, kind: type[RoutedExperts] = RoutedExperts, **fields: Any) -> Any:

@@ -81,6 +81,7 @@ def rotary(hf: Any, layer_type: str | None = None, *, interleaved: bool = False)
     if scaling != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[scaling](hf, torch.device("cpu"), layer_type=layer_type)
         return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), scale=scale, **fields)
+    # transformers has no function for the default scaling.
     size = int(hf.head_dim * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float) / size
     frequencies = 1.0 / parameters["rope_theta"] ** exponents

@@ -61,6 +61,7 @@ class VisionEncoder(Module):
 
     def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the features of all images [tokens, dim], and those to add after the first decoder layers."""
+        # A frozen encoder keeps no activations.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             out = self.encoder(pixels, grid_thw=grids, return_dict=True)
         return out.pooler_output, *(getattr(out, "deepstack_features", None) or ())
@@ -102,6 +103,7 @@ class Decoder(titan.Decoder):
             positions = torch.cat([positions.unsqueeze(-1), images.coordinates], dim=-1)
         for index, layer in enumerate(self.layers.values()):
             hidden = layer(hidden, attention_masks, positions)
+            # DeepStack adds features to image tokens, and zeros to text.
             if images is not None and index < len(deep):
                 hidden = hidden + images.spread(deep[index], hidden.new_zeros(()))
         return self.lm_head(self.norm(hidden))

@@ -41,7 +41,7 @@ from primeslurm.wire.transport.addresses import Addresses
 
 # How long one tick of an agent or the head retries an operation on a file. The next tick tries again anyway.
 TICK_RETRY_S = 0.5
-# Age of the head's last heartbeat, in heartbeat periods, from which on the job's output is searched for its death.
+# If the head has missed this many heartbeats, the job's output is searched for its death.
 HEARTBEATS_BEFORE_LOOK = 3.0
 LOOK_PERIOD_S = 1.0
 
@@ -155,7 +155,7 @@ class NodeAgent:
 
     @property
     def head_timeout_s(self) -> float:
-        """Age of the head's last heartbeat from which on the head is lost, and this node ends its processes [s]."""
+        """Time without a heartbeat of the head after which this node ends its processes [s]."""
         started = self.view.time > 0.0
         return 2.0 * self.plan.node_silent_s if started else self.plan.node_start_s
 

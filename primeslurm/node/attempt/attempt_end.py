@@ -69,7 +69,7 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
 
 
 def lasting_error(ending: Ending, attempt: Attempt) -> str:
-    """Return the error of a failed attempt without progress, without node names, if the next attempt may have it, too.
+    """Return the error of a failed attempt without progress, without node names, if it may happen again.
 
     Empty if the attempt has trained a step, was preempted or lost a node, or if the error is transient.
     """

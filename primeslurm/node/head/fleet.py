@@ -95,7 +95,7 @@ class Fleet:
         self._died_at: dict[str, float] = {}  # by restart group: first death of a member that is not restarted
 
     def observe(self, report: AgentReport, now: float) -> None:
-        """Take in an agent's heartbeat.
+        """Record an agent's heartbeat.
 
         Its age counts from the first time that this head sees it, because the clocks of nodes differ.
         """
@@ -109,7 +109,7 @@ class Fleet:
             self.progress, self.progress_at = marker, now
 
     def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
-        """Take in the names of nodes whose task has ended, and how. Without a heartbeat, the agent has never run."""
+        """Record nodes whose task has ended, and how. Without a heartbeat, the agent has never run."""
         self._exits = {**exits, **self._exits}
         for rank in self.unheard:
             name, peers = self._name(rank), self._peers(rank)
@@ -119,7 +119,7 @@ class Fleet:
                 self._lose(rank, why, now, blame=self._works(peers))
 
     def observe_kills(self, kills: Mapping[str, str]) -> None:
-        """Take in the names of nodes whose agent was killed, and how. They are lost without a timeout."""
+        """Record nodes whose agent was killed, and how. They are lost without a timeout."""
         self._killed |= kills
 
     def excuse_unreadable(self, ranks: Collection[int], seconds: float) -> None:

@@ -93,7 +93,7 @@ def boot_clock() -> float:
 
 
 def seconds_left(plan: Plan, environ: Mapping[str, str], wall_time: float) -> float:
-    """Return the time until Slurm ends the job [s], or the time limit of the Plan if Slurm does not tell.
+    """Return the time until Slurm ends the job [s], or the time limit of the Plan if Slurm has not set it.
 
     `wall_time` comes from this node's clock, and Slurm's times from the clock of its controller. An impossible
     difference means that the two clocks differ, and is not used.

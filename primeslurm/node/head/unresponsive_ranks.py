@@ -17,7 +17,7 @@ from primeslurm.records.fleet import HeartbeatReport
 
 @dataclass(frozen=True)
 class QuietThresholds:
-    """Age of a heartbeat from which on a process is reported as quiet, long before it counts as unresponsive."""
+    """Thresholds of a heartbeat's age. An older one is reported as quiet, long before the process is unresponsive."""
 
     shown_s: float = 5.0  # lower bound [s]
     share: float = 1 / 60  # fraction of the timeout, for most processes

@@ -24,7 +24,7 @@ class ExitCleanup:
 
     def __init__(self) -> None:
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT, "sweeper"],
+            ["/bin/sh", "-c", _SCRIPT, "exit-cleanup"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

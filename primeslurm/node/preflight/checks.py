@@ -83,7 +83,7 @@ def shared_gpu_checks() -> list[PreflightCheck]:
     try:
         gpus = _nvidia_smi("gpu", "index", "compute_mode")
     except (OSError, subprocess.SubprocessError) as error:
-        return [PreflightCheck("compute mode", "warning", f"nvidia-smi does not tell: {_text(error)}")]
+        return [PreflightCheck("compute mode", "warning", f"nvidia-smi failed: {_text(error)}")]
     fix = "`nvidia-smi --compute-mode=DEFAULT` as root, or leave deployment.colocated out"
     return [
         PreflightCheck("compute mode", "failed", f"GPU {index} takes one process only (compute mode {mode})", fix)

@@ -35,11 +35,7 @@ __all__ = [
 
 
 def from_recipe(recipe: Recipe) -> Algorithm:
-    """Construct the algorithm of a recipe.
-
-    Raises:
-        UsageError: a user's own algorithm cannot be loaded, or needs a teacher that the recipe does not have.
-    """
+    """Construct the algorithm of a recipe. Raises UsageError if a user's own algorithm cannot be loaded or used."""
     options = recipe.orchestrator
     if options.algorithm is None:
         algorithm = _built_in(options.advantages, options)
@@ -49,11 +45,13 @@ def from_recipe(recipe: Recipe) -> Algorithm:
             fix = "add `teacher: {type: engines, path: ...}`"
             raise UsageError([Violation(custom.FIELD, options.algorithm.function, "needs a teacher", fix)])
     if any(environment.advantages for environment in recipe.environments):
+        # Environments without a rule of their own use the run's algorithm.
         by_label = {
             each.label: _built_in(each.advantages, options) if each.advantages else algorithm
             for each in recipe.environments
         }
         algorithm = ByEnvironment(by_label)
+    # The weights come last, because they also scale the cross-entropy that echo adds.
     if options.echo is not None:
         algorithm = Echo(algorithm, options.echo)
     weights = {environment.label: environment.weight for environment in recipe.environments}

@@ -61,6 +61,7 @@ class Weighted(Wrapper):
         return self.inner.remember(memory, [group for group in groups if self.weights[group.environment]])
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[Sequence[Credit]]:
+        # The inner algorithm must not see groups of weight 0, because they would change means over the batch.
         trained = iter(self.inner.assign([group for group in groups if self.weights[group.environment]]))
         return [
             [_scaled(credit, weight) for credit in next(trained)]

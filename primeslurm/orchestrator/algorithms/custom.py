@@ -23,10 +23,7 @@ _COUNTER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Custom(Algorithm):
-    """Calls a user's algorithm and validates what it returns.
-
-    Every method raises UsageError with the algorithm's name if the algorithm raises or returns something invalid.
-    """
+    """Calls a user's algorithm. Every method raises UsageError if the algorithm raises or returns something invalid."""
 
     def __init__(self, name: str, inner: Algorithm) -> None:
         self._name = name
@@ -56,7 +53,7 @@ class Custom(Algorithm):
         algorithm = self._call("recalling", lambda: self._inner.recalling(memory))
         if not isinstance(algorithm, Algorithm):
             raise self._error(f"recalling returned a {type(algorithm).__name__}", "return an Algorithm")
-        return Custom(self._name, algorithm)
+        return Custom(self._name, algorithm)  # calls of the returned algorithm are checked, too
 
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
         credits = self._call("assign", lambda: self._inner.assign(groups))
@@ -64,6 +61,7 @@ class Custom(Algorithm):
             raise self._error(
                 f"assign returned {fault}", "return one list for each group, with a Credit for each sequence"
             )
+        # Check the arrays here: in the trainer, a wrong shape or a NaN would end the run without naming the algorithm.
         for group, of_group in zip(groups, credits, strict=True):
             for sequence, credit in zip(group.sequences, of_group, strict=True):
                 if fault := next(_credit_faults(sequence, credit), None):
@@ -87,6 +85,7 @@ def load(config: CustomAlgorithm) -> Algorithm:
     def refuse(why: str, fix: str = "") -> UsageError:
         return UsageError([Violation(FIELD, config.function, why, fix)])
 
+    # Three steps with an error each, so that the message says what to correct.
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -109,7 +108,6 @@ def _is_memory(value: object) -> bool:
 
 
 def _shape_faults(groups: Sequence[RolloutGroup], credits: object) -> Iterator[str]:
-    """Yield what is wrong with the nesting and the lengths of the lists of credits."""
     if not isinstance(credits, Sequence):
         yield f"a {type(credits).__name__}"
     elif len(credits) != len(groups):
@@ -123,7 +121,7 @@ def _shape_faults(groups: Sequence[RolloutGroup], credits: object) -> Iterator[s
 
 
 def _credit_faults(sequence: Rollout, credit: object) -> Iterator[str]:
-    """Yield what is wrong with the credit of a sequence. Later checks rely on earlier ones, so only use the first."""
+    """Yield faults in the credit of a sequence. Later checks rely on earlier ones, so only use the first fault."""
     if not isinstance(credit, Credit):
         yield f"a {type(credit).__name__}, not a Credit"
         return

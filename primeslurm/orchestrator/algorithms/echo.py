@@ -28,6 +28,7 @@ class Echo(Wrapper):
         credits = self.inner.assign(groups)
         trained = sum(int(credit.mask.sum()) for of_group in credits for credit in of_group)
         observed = sum(int(_observed(sequence).sum()) for group in groups for sequence in group.sequences)
+        # max(1, trained), because the trainer divides by 1 if a batch has no trained tokens.
         factor = self.weight * max(1, trained) / max(1, observed)
         return [
             [_add(credit, sequence, factor) for credit, sequence in zip(of_group, group.sequences, strict=True)]

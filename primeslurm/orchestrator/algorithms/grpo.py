@@ -22,6 +22,5 @@ class Grpo(Algorithm):
 
 
 def centred(rewards: Sequence[float]) -> list[float]:
-    """Subtract the mean."""
     mean = sum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]

@@ -22,7 +22,6 @@ class MaxRl(Algorithm):
 
 
 def relative(rewards: Sequence[float]) -> list[float]:
-    """Subtract the mean and divide by it."""
     mean = sum(rewards) / len(rewards)
     scale = 1 / mean if mean > 0 else 0.0
     return [advantage * scale for advantage in centred(rewards)]

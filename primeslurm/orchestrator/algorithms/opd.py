@@ -27,7 +27,6 @@ class Opd(Algorithm):
     needs_teacher = True
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
-        """Raises ValueError if a sequence has no log-probabilities of the teacher."""
         return [self._group(group) for group in groups]
 
     def _group(self, group: RolloutGroup) -> list[Credit]:

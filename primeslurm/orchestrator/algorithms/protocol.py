@@ -14,10 +14,10 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
 from primeslurm.wire.batches.frames import Bool, Float32
 from primeslurm.wire.batches.rollout import Rollout
 
+# Named numbers that an algorithm carries from batch to batch.
 Memory = Mapping[str, float]
-"""Named numbers that an algorithm carries from batch to batch."""
+# Maps rewards that are compared with each other to their advantages.
 AdvantageRule = Callable[[Sequence[float]], Sequence[float]]
-"""Maps rewards that are compared with each other to their advantages."""
 
 
 @dataclass(frozen=True)
@@ -124,23 +124,18 @@ def per_trace(group: RolloutGroup, advantages: Sequence[float]) -> list[Credit]:
 
 
 def by_role(group: RolloutGroup, rule: AdvantageRule, within_rollout: Sequence[str] = ()) -> list[float]:
-    """Compute advantages that compare the traces of the same agent.
+    """Apply a rule to the rewards of the traces of the same agent. Return one advantage for each of `group.traces`.
 
-    Args:
-        group: whose traces are compared.
-        rule: computes the advantages.
-        within_rollout: agents whose traces are only compared with those of the same rollout.
-
-    Returns:
-        One advantage for each trace, in the order of `group.traces`.
+    Traces of the agents in `within_rollout` are only compared with those of the same rollout.
     """
+    # Traces with the same key are compared: the agent, and for some agents also the rollout.
     compared: dict[Hashable, list[int]] = defaultdict(list)
     rewards: list[float] = []
     for number, rollout in enumerate(group.rollouts):
         for trace in traces_of(rollout):
             agent = trace[0].info.agent
             compared[agent, number if agent in within_rollout else None].append(len(rewards))
-            rewards.append(trace[0].info.net_reward)
+            rewards.append(trace[0].info.net_reward)  # all sequences of a trace share its reward
     advantages = [0.0] * len(rewards)
     for members in compared.values():
         for i, advantage in zip(members, rule([rewards[i] for i in members]), strict=True):

@@ -40,6 +40,7 @@ class Rae(Algorithm):
             for trace in group.traces:
                 key = "/".join(filter(None, (group.environment, trace[0].info.agent)))
                 reward = trace[0].info.net_reward
+                # SPIRAL updates the baseline before it computes the advantage.
                 baselines[key] = self.decay * baselines.get(key, 0.0) + (1 - self.decay) * reward
                 of_group.append(reward - baselines[key])
             advantages.append(of_group)

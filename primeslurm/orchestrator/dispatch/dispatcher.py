@@ -19,6 +19,7 @@ from itertools import count
 from typing import NamedTuple
 
 from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForecast
+from primeslurm.orchestrator.dispatch.continuations import Continuations
 from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits, choose
@@ -30,8 +31,6 @@ from primeslurm.wire.batches.rollout import Rollout
 # Failures of one rollout, by cause, after which its group is given up. An unreachable engine is rarely the rollout's
 # fault, and a prompt that is too long fails every time. Jobs that are lost with their worker do not count.
 MAX_FAILURES: dict[Cause, int] = {"environment": 3, "engine": 10, "prompt": 1}
-# Upper bound on the continuation groups of one example per step. It keeps their ids unique over restarts.
-CONTINUATIONS_PER_STEP = 1000
 # Form the next batch early if that loses at most this fraction of a batch
 MAX_EARLY_LOSS = 0.02
 # A rollout waits for a slot on its group's replica until this many groups per replica were opened after it
@@ -81,6 +80,7 @@ class Dispatcher:
         self._examples = examples or Examples(limits.ratios)
         self.age_limit = replace(limits.age_limit, was_returned=self._examples.was_returned)
         self.ready = ReadyGroups(self.age_limit.version_of)
+        self._continuations = Continuations(limits, self.age_limit, self._examples, self.open, self.unsaved)
         self._salt = salt
         # Group of each job in flight
         self._jobs: dict[str, str] = {}
@@ -312,19 +312,9 @@ class Dispatcher:
     def _continue_elsewhere(self, group: OpenGroup) -> None:
         """Move the running rollouts of a group to another group of the same example."""
         self.counts["rollouts_carried"] += len(group.jobs)
-        names = ((n, group_id(group.environment, group.example, n)) for n in count(self._first_continuation()))
-        number = next(n for n, name in names if name not in self.open and self._is_new(name))
-        min_size = min(self.limits.staleness.at_least, self.limits.group_sizes[group.environment])
-        successor = group.continue_as(number, self.version, min_size)
+        successor = self._continuations.successor(group, self.step, self.version)
         self._add_open(successor)
         self._jobs |= dict.fromkeys(successor.jobs, successor.id)
-
-    def _is_new(self, name: str) -> bool:
-        return name not in self.unsaved and name not in self._examples.taken
-
-    def _first_continuation(self) -> int:
-        # Steps only grow, also over restarts, so no continuation gets the id of one that was trained and forgotten.
-        return CONTINUATIONS_PER_STEP * self.step + 1
 
     # batches
 
@@ -403,7 +393,9 @@ class Dispatcher:
             return False
         if job.environment not in self.limits.ratios or job.router not in self.replicas.load:
             return False
-        group = self._group_to_adopt_into(job, runs)
+        group = self._continuations.group_for(job, self.step, runs=runs)
+        if group is not None and group.id not in self.open:
+            self._add_open(group)
         if group is None or not group.to_dispatch:
             return False
         self.counts["claimed"] += 1
@@ -412,55 +404,10 @@ class Dispatcher:
         self._start(group, self.open.take(group), job.id)
         return True
 
-    def _group_to_adopt_into(self, job: Job, runs: bool) -> OpenGroup | None:
-        position = (job.environment, job.example)
-        finishes_late = self.age_limit.finishes_late(*position, job.group)
-        group_ages = not self.limits.staleness.counts_tokens and not finishes_late
-        if group_ages and job.opened_version < self.age_limit.oldest_version(self.step):
-            return None
-        first = group_id(*position)
-        if job.group != first and not (runs and job.group.startswith(f"{first}.")):
-            return None
-        group = self.open.get(first)
-        if group is None and first not in self.unsaved and self._examples.is_unopened(position):
-            self._examples.mark_opened(position)
-            self._examples.drawn.pop(first, None)
-            return self._new_group(*position, job.opened_version, job.router, job.task)
-        if group is None:  # the example is trained without this rollout
-            carries = finishes_late or self.limits.staleness.surplus == "carry"
-            return self._continuation_to_adopt_into(job) if runs and carries else None
-        if group_ages and group.version != job.opened_version:
-            return None  # the example was opened again under another version
-        self.open.set_version(group, max(group.version, job.opened_version))
-        return group
-
-    def _continuation_to_adopt_into(self, job: Job) -> OpenGroup:
-        """Return the continuation group of the job's example that has room, or a new one."""
-        label, example, version = job.environment, job.example, job.opened_version
-        max_size = self.limits.group_sizes[label]
-
-        def has_room(name: str) -> bool:
-            if (group := self.open.get(name)) is None:
-                return self._is_new(name)
-            return bool(group.to_dispatch) or group.size < max_size
-
-        names = ((n, group_id(label, example, n)) for n in count(self._first_continuation()))
-        number, name = next((n, name) for n, name in names if has_room(name))
-        group = self.open.get(name)
-        if group is None:
-            size = min(self.limits.staleness.at_least, max_size)  # it grows with each adopted job
-            group = OpenGroup(name, label, example, version, job.router, size, list(range(size)), job.task, number)
-            self._add_open(group)
-        elif not group.to_dispatch:
-            self.open.grow(group)
-        newest = self.limits.staleness.counts_tokens
-        self.open.set_version(group, max(group.version, version) if newest else min(group.version, version))
-        return group
-
     # groups
 
     def _may_open(self, available: Collection[str]) -> list[str]:
-        """Return the labels of the environments of which a group may open now."""
+        """Return the labels of the environments that may open a group now."""
         waiting = sum(group.size for group in self.unscored.values()) + _done(self.unsaved.values())
         ready = self.ready.rollouts + waiting
         # Groups that are too old already do not compete for a batch: they are taken whenever they complete.
@@ -477,19 +424,15 @@ class Dispatcher:
             return None
         running = (group.task for group in self._unfinished_groups() if group.environment == position[0])
         task = self._examples.take_task(position, running)
-        return self._new_group(*position, self.version, self.replicas.least_loaded(), task)
-
-    def _new_group(self, label: str, example: int, version: int, router: str, task: int | None) -> OpenGroup:
-        size = self.limits.group_sizes[label]
-        members = list(range(size + self.limits.staleness.extra_rollouts))
-        group = OpenGroup(group_id(label, example), label, example, version, router, size, members, task)
+        group = self.limits.new_group(*position, self.version, self.replicas.least_loaded(), task)
         self._add_open(group)
-        self.counts["groups_opened"] += 1
         return group
 
     def _add_open(self, group: OpenGroup) -> None:
         self.open.add(group)
         self._forecast.opened(group)
+        if not group.continuation:
+            self.counts["groups_opened"] += 1
 
     def _start(self, group: OpenGroup, index: int, job: str) -> None:
         self._jobs[job], group.jobs[job] = group.id, index

@@ -50,11 +50,17 @@ class OpenGroup:
         jobs = {job: renumbered[index] for job, index in self.jobs.items()}
         failures = Counter({renumbered[index]: n for index, n in self.failures.items() if index in renumbered})
         size = max(min_size, self.size - len(self.done) or len(jobs))
-        name = group_id(self.environment, self.example, continuation)
         self.jobs = {}
-        missing = list(range(len(jobs), size))
         return OpenGroup(
-            *(name, self.environment, self.example, version, self.router, size, missing, self.task, continuation),
+            id=group_id(self.environment, self.example, continuation),
+            environment=self.environment,
+            example=self.example,
+            version=version,
+            router=self.router,
+            size=size,
+            to_dispatch=list(range(len(jobs), size)),
+            task=self.task,
+            continuation=continuation,
             jobs=jobs,
             failures=failures,
         )
@@ -159,7 +165,7 @@ class OpenGroups(Mapping[str, OpenGroup]):
             del self._rollouts[group.version]
 
 
-class ReadyGroups(Collection[RolloutGroup]):
+class ReadyGroups(Iterable[RolloutGroup]):
     """Complete groups that wait for a batch. `version_of` returns the version from which the age of a group counts."""
 
     def __init__(self, version_of: Callable[[RolloutGroup], int]) -> None:
@@ -168,9 +174,6 @@ class ReadyGroups(Collection[RolloutGroup]):
         self._version_of = version_of
         self._groups: list[RolloutGroup] = []
         self._by_version: Counter[int] = Counter()
-
-    def __contains__(self, group: object) -> bool:
-        return group in self._groups
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         return iter(self._groups)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
+from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, group_id
 from primeslurm.recipe.sections.staleness import Staleness
 
 
@@ -38,8 +39,14 @@ class DispatchLimits:
         """Return the age limit of groups whose example was not returned before."""
         return AgeLimit(self.max_off_policy_steps, self.staleness)
 
+    def new_group(self, label: str, example: int, version: int, router: str, task: int | None) -> OpenGroup:
+        """Return a new group of an example, with the extra rollouts of the recipe."""
+        size = self.group_sizes[label]
+        members = list(range(size + self.staleness.extra_rollouts))
+        return OpenGroup(group_id(label, example), label, example, version, router, size, members, task)
+
     def may_open(self, label: str, step: int, version: int, ready: int, pending: int, landing: float) -> bool:
-        """Tell whether a group of an environment may open at a policy version, while `step`'s batch is formed.
+        """Tell whether an environment may open a group at a policy version, while the batch of `step` is formed.
 
         `ready` rollouts wait for the trainer, and `pending` ones are in open groups. `landing` of these are expected to
         complete during the trainer's next step.

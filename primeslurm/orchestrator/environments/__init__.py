@@ -34,8 +34,8 @@ from primeslurm.recipe.sections.sandboxes import (
 )
 
 BUNDLED = ("arithmetic", "harbor-local", "math-problems", "reverse-text", "tool-use")
+# Harnesses whose loop runs in the worker. A recipe selects one with `harness: {id: chat}`.
 BUNDLED_HARNESSES = ("chat", "shell")
-"""Harnesses whose loop runs in the worker. A recipe selects one with `harness: {id: chat}`."""
 
 
 def load_from_recipe(environment: AnyEnvironment) -> vf.Env:
@@ -47,7 +47,7 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
     """Load an environment.
 
     Args:
-        name: id of a taskset.
+        name: id of the taskset, bundled or of an installed package.
         args: options of the taskset. `args["env"]` are options of the verifiers Env around it.
         agent: options of every agent (see `agent_options`). Options of an agent in `args["env"]` take precedence.
 
@@ -74,6 +74,7 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
 def _register_bundled(name: str) -> None:
     """Make harnesses and a bundled taskset importable by their bare module names, as verifiers requires."""
     for bundled in (*BUNDLED_HARNESSES, *((name,) if name in BUNDLED else ())):
+        # A bundled taskset is only registered when it is used, so that it never shadows a user's module of that name.
         module = bundled.replace("-", "_")
         sys.modules[module] = importlib.import_module(f"{__name__}.{module}")
 
@@ -137,7 +138,7 @@ class TaskStream:
 
     Args:
         taskset: read only as far as needed.
-        seed: the run's seed.
+        seed: seed of the run, which all workers share.
         shuffle: whether the first epoch is shuffled, too. Endless tasksets are shuffled in small windows, others in
             windows that hold all tasks of nearly every taskset.
     """

@@ -16,8 +16,8 @@ __all__ = ["ArithmeticTaskset", "ChatHarness"]
 
 PROMPT = "What is {a} + {b}? Answer with the number only."
 NUMBER = re.compile(r"-?\d+")
+# Digits. Longer numbers are ignored, because Python takes quadratic time to convert them.
 LONGEST_NUMBER = 12
-"""Digits. Longer numbers are ignored, because Python takes quadratic time to convert them."""
 
 
 class ArithmeticData(vf.TaskData):  # type: ignore[misc]
@@ -50,7 +50,6 @@ class ArithmeticTask(vf.Task[ArithmeticData, vf.State, vf.TaskConfig]):  # type:
 
     @vf.reward(weight=0.6)  # type: ignore[untyped-decorator]
     async def correct(self, trace: vf.Trace) -> float:
-        """Return 1 if the last number of the reply is the sum, else 0."""
         return float(last_number(trace.last_reply or "") == self.data.answer)
 
     @vf.reward(weight=0.2)  # type: ignore[untyped-decorator]

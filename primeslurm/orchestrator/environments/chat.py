@@ -36,7 +36,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """Take one turn. If the rollout has failed, verifiers raises its error after this returns."""
+        # If the rollout has failed, verifiers raises its error after this method returns.
         messages = first_messages(*self.resolve_prompt(data))
         async with internal_client(None, headers={"Authorization": f"Bearer {secret}"}) as client:
             response = await client.post(

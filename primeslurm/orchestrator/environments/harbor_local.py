@@ -69,17 +69,15 @@ class HarborLocalTask(HarborTask):  # type: ignore[misc]
     """A Harbor task whose variables may refer to variables of the job."""
 
     def runtime_env(self) -> dict[str, str]:
-        """Return the variables of all its programs."""
         return _fill_templates(self.data.env)
 
     async def setup(self, runtime: Runtime) -> None:
-        """Copy the task's files to its working directory."""
+        # Containers start in the task's directory, bubblewrap sandboxes in a fixed one.
         if isinstance(runtime, SandboxedRuntime) and self.data.workdir is not None:
             runtime.cwd = self.data.workdir
         await super().setup(runtime)
 
     async def run_verifier(self, runtime: Runtime, trace: vf.Trace) -> float | dict[str, float]:
-        """Run the tests, and read the reward that they write."""
         with_env = runtime.with_env({**runtime.env, **_fill_templates(self.data.grading_env)})
         reward: float | dict[str, float] = await super().run_verifier(with_env, trace)
         return reward
@@ -97,6 +95,7 @@ class HarborLocalTaskset(vf.Taskset[HarborLocalTask, HarborLocalConfig]):  # typ
 
     def load(self) -> Iterator[HarborLocalTask]:
         """Yield the tasks. Raises one ValueError with the problems of all tasks."""
+        # A task may put these variables into others. Their values must not appear in command lines.
         containers.hide_secrets(self.config.variables)
         path, names = self.config.path.resolve(), self.config.tasks
         directories = task_images.task_directories(path, names)
@@ -133,6 +132,7 @@ class HarborLocalEnv(SingleAgentEnv):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        # Only here the runtime is known, which decides which images the tasks need.
         (agent,) = self._agent_specs.values()
         self.taskset.runtime = agent.runtime.type
 
@@ -223,7 +223,7 @@ def _fill_templates(env: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _gigabytes(environment: Mapping[str, Any], name: str) -> float | None:
-    """Return a size in GiB. As in Harbor, the older form (`memory = "2G"`) overrides the one in MiB (`memory_mb`)."""
+    # As in Harbor, the older form (memory = "2G") takes precedence over the one in MiB (memory_mb).
     size = environment.get(name)
     if size is None:
         megabytes = _number(environment, f"{name}_mb")

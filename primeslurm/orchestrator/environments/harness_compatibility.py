@@ -16,12 +16,7 @@ _SHIPPED = "verifiers.v1.harnesses."
 
 
 def contradictions(environment: Environment, env: vf.Env) -> list[Violation]:
-    """Find agents that lack a container, or whose harness cannot use the environment's tools.
-
-    Args:
-        environment: the recipe's environment.
-        env: what was loaded for it.
-    """
+    """Find agents that lack a container, or whose harness cannot use the environment's tools."""
     violations = []
     task, has_tools = type(env.taskset).task_type(), bool(_tool_servers(env))
     for role, agent in env._agent_specs.items():
@@ -40,13 +35,8 @@ def contradictions(environment: Environment, env: vf.Env) -> list[Violation]:
 
 
 def without_reward(environment: Environment, env: vf.Env, task: vf.Task) -> list[Violation]:
-    """Warn if no code gives rollouts a reward, judged by the first task.
-
-    Args:
-        environment: the recipe's environment.
-        env: what was loaded for it.
-        task: its first task.
-    """
+    """Warn if no code gives rollouts of the first task a reward."""
+    # Methods that compute rewards in another way cannot be analysed, so they suppress the warning.
     has_own = type(task).score is not vf.Task.score or type(task).finalize is not vf.Task.finalize
     if has_own or type(env).finalize is not vf.Env.finalize or task.hooks("reward") or task.plugged_judges():
         return []
@@ -67,7 +57,6 @@ def _tool_servers(env: vf.Env) -> Sequence[object]:
 
 
 def _has_own_tools(harness: vf.Harness) -> bool:
-    """Tell whether a harness or one of its base classes is known to offer tools."""
     if isinstance(harness, ShellHarness):
         return True
     modules = [kind.__module__ for kind in type(harness).__mro__]
@@ -76,6 +65,5 @@ def _has_own_tools(harness: vf.Harness) -> bool:
 
 
 def _field(environment: Environment, role: str, part: str) -> str:
-    """Return the recipe's field that sets the harness or runtime of an agent."""
     explicit = dict(environment.args.get(ENV_KEY) or {}).get(role)  # type: ignore[call-overload]
     return f"environments.args.{ENV_KEY}.{role}.{part}" if part in (explicit or {}) else f"environments.{part}"

@@ -1,4 +1,4 @@
-"""What an environment needs of the hosts that its workers run on, and what this host lacks."""
+"""Requirements of an environment on the hosts of its workers, and those that this host does not meet."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from primeslurm.recipe.sandbox_rules import HARNESSES, PROVIDER_KEYS, WITHOUT_IN
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 
+# Harnesses whose packages `primeslurm install --harness NAME` installs.
 LOCKED = ("mini_swe_agent",)
-"""Harnesses whose packages `primeslurm install --harness NAME` installs."""
 _CONTAINERS = ("apptainer", "docker", "podman")
 _RUNTIME = "environments.runtime"
 
@@ -51,7 +51,7 @@ PROVIDERS: Mapping[str, Provider] = {
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What the hosts of an environment's workers must have."""
+    """Requirements on the hosts of an environment's workers."""
 
     runtimes: tuple[str, ...]
     """subprocess: bubblewrap. apptainer, docker, podman: the command. A key of `PROVIDERS`: its client and a key."""
@@ -74,6 +74,7 @@ def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
     for server in (*task_tools, *env.taskset.toolsets(env.taskset.config)):
         if not server.config.url and not getattr(server.config, "colocated", False):
             runtimes[server.config.runtime.type] = None
+    # Trusted programs run without a sandbox, so they do not need bubblewrap.
     if isinstance(environment.runtime, SubprocessRuntime) and environment.runtime.trusted:
         runtimes.pop("subprocess", None)
     return HostNeeds(tuple(runtimes), tuple(harnesses))
@@ -99,7 +100,7 @@ def missing(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
 
 def notes(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """List side effects of rollouts that some users do not want: downloads, and a key in a command line."""
-    found: dict[tuple[str, str], Violation] = {}
+    downloads: dict[tuple[str, str], Violation] = {}
     shows_key = False
     for role, spec in env._agent_specs.items():
         harness, kind = env._harnesses[role], spec.runtime.type
@@ -107,12 +108,12 @@ def notes(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
             name = harness.config.id
             why = f"each rollout installs harness {name} in its container: nodes must reach PyPI, or its download site"
             fix = "`install: false` there, or `runtime: {type: subprocess}` if the nodes have the tasks' programs"
-            found[name, kind] = Violation(_RUNTIME, kind, why, fix)
+            downloads[name, kind] = Violation(_RUNTIME, kind, why, fix)
         is_search = isinstance(harness.config, BashHarnessConfig) and harness.config.search
         # verifiers passes the key in a command line, so that the agent's tools do not inherit it. Programs in a
         # container are processes of the node, too, and their command lines are visible there.
         shows_key |= bool(is_search) and kind not in PROVIDERS
-    violations = list(found.values())
+    violations = list(downloads.values())
     if shows_key:
         why = "SERPER_API_KEY is in the command line of its program, which other users of the node can read"
         fix = "use nodes of your own (`exclusive`), a hosted runtime, or no `search`"
@@ -135,6 +136,7 @@ def _missing_for_runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
         yield from _missing_for_provider(kind, env)
 
 
+# Cached, because all environments of a recipe share the host.
 @functools.cache
 def _bubblewrap_problem() -> str:
     return limits.bubblewrap_problem()
@@ -177,7 +179,7 @@ def _pythons_among_system_programs() -> Iterator[Violation]:
 
 def _missing_for_harness(harness: str) -> Iterator[Violation]:
     name = module_name(harness)
-    if name not in HARNESSES:
+    if name not in HARNESSES:  # nothing is known about the needs of other packages
         return
     field = "environments.harness"
     if name not in WITHOUT_INSTALLING:

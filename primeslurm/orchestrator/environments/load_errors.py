@@ -24,13 +24,13 @@ from primeslurm.recipe.sandbox_rules import module_name
 from primeslurm.wire.probe_messages import UNKNOWN
 
 _ID = "environments.id"
+# Characters of a value or message that are shown.
 _MAX_TEXT = 300
-"""Characters of a value or message that are shown."""
+# Error messages about parts of `verifiers` that version 0.4 has removed.
 _REMOVED = re.compile(
     r"module 'verifiers' has no attribute '(\w+)'|cannot import name '(\w+)' from 'verifiers' "
     r"|No module named 'verifiers\.(?!v1\b)([\w.]+)'"
 )
-"""Errors of imports from `verifiers` that version 0.4 no longer has."""
 _PLUGIN = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not found")
 
 
@@ -40,9 +40,9 @@ def invalid_options(
     """Name each wrong option by its field of the recipe.
 
     Args:
-        error: of a configuration made of a taskset's options and those of the Env around it.
-        env: type of the Env's options.
-        taskset: type of the taskset's options.
+        error: raised for the options of an Env and of the taskset in it.
+        env: type with the fields of the Env's options.
+        taskset: type with the fields of the taskset's options.
         env_args: `args.env` of the recipe. Options of agents that are not in it come from the recipe's own fields.
     """
     return [_invalid_option(each, env, taskset, env_args) for each in error.errors(include_url=False)]
@@ -55,6 +55,7 @@ def _invalid_option(
     of_taskset = path[:1] == ["taskset"]
     kind, path = (taskset, path[1:]) if of_taskset else (env, path)
     field = ".".join(["environments.args", *([] if of_taskset else ["env"]), *path])
+    # agent.harness or agent.runtime: without an entry in `args.env`, the recipe's own field has the option.
     if path[1:2] in (["harness"], ["runtime"]) and not of_taskset and path[1] not in (env_args.get(path[0]) or {}):
         field = ".".join(["environments", *path[1:]])
     if error["type"] != "extra_forbidden":
@@ -72,7 +73,6 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def _options_at(kind: type[BaseModel], path: Sequence[str]) -> set[str]:
-    """Return the option names at a path of a configuration; empty if the types do not tell."""
     part: Any = kind
     for name in path:
         field = part.model_fields.get(name) if isinstance(part, type) and issubclass(part, BaseModel) else None
@@ -83,13 +83,11 @@ def _options_at(kind: type[BaseModel], path: Sequence[str]) -> set[str]:
 
 
 def load_failure(error: BaseException, name: str, bundled: Sequence[str]) -> Violation:
-    """Explain an error while an environment was loaded, other than wrong options.
+    """Explain an error, other than wrong options, that loading environment `name` has raised.
 
-    Args:
-        error: what was raised.
-        name: the environment's id.
-        bundled: ids of the bundled environments, for suggestions.
+    `bundled` are the ids of the bundled environments, for suggestions.
     """
+    # An old package fails in many ways, for example with an AttributeError, so look for one first.
     if reason := _requires_old_verifiers(name) or _uses_removed(error) or _has_old_entry_point(name):
         version = importlib.metadata.version("verifiers")
         why = f"it is made for verifiers before 0.4 ({reason}), and verifiers {version} runs"
@@ -97,12 +95,14 @@ def load_failure(error: BaseException, name: str, bundled: Sequence[str]) -> Vio
         return Violation(_ID, name, why, fix)
     if not isinstance(error, ModuleNotFoundError):
         return Violation(_ID, name, describe(error, name))
+    # verifiers raises this error for missing plugins, with the name of the kind in its text.
     if plugin := _PLUGIN.match(str(error)):
         kind, plugin_id = plugin["kind"], plugin["id"]
         shipped = builtin_harness_ids() if kind == "harness" else []
         fix = _nearest(plugin_id, shipped) or (f"with verifiers come {', '.join(shipped)}" if shipped else "")
         field = "environments.harness.id" if kind == "harness" else f"environments.args.env.{kind}"
         return Violation(field, plugin_id, f"no such {kind}", fix)
+    # verifiers chains its own error to the one of the import, which names the module.
     cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
     if cause.name and cause.name.split(".")[-1] != module_name(name):
         why = f"needs the module {cause.name}, which is not installed"
@@ -114,7 +114,6 @@ def load_failure(error: BaseException, name: str, bundled: Sequence[str]) -> Vio
 
 
 def _requires_old_verifiers(name: str) -> str:
-    """Say if the environment's package requires an older verifiers than the installed one."""
     installed = Version(importlib.metadata.version("verifiers"))
     for package in importlib.metadata.packages_distributions().get(module_name(name), ()):
         for line in importlib.metadata.requires(package) or ():
@@ -131,7 +130,6 @@ def _requires_old_verifiers(name: str) -> str:
 
 
 def _uses_removed(error: BaseException) -> str:
-    """Say which removed part of `verifiers` an import or attribute needs, if that caused the error."""
     cause: BaseException | None = error
     while cause is not None:
         if match := _REMOVED.search(str(cause)):
@@ -168,7 +166,6 @@ def describe(error: BaseException, name: str) -> str:
 
 
 def _code_of(name: str) -> Path | None:
-    """Return the directory of an environment's package, or its module's file."""
     for module in (f"verifiers.v1.tasksets.{module_name(name)}", module_name(name)):
         try:
             spec = importlib.util.find_spec(module)

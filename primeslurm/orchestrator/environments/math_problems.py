@@ -1,4 +1,4 @@
-"""`math-problems`: problems from a JSONL or parquet file. math-verify checks the answer, which stands in a LaTeX box.
+"""`math-problems`: problems from a JSONL or parquet file. math-verify checks the answer in the last LaTeX box.
 
     {"question": "What is 1/3 + 1/6?", "answer": "1/2"}
 
@@ -30,8 +30,8 @@ __all__ = ["ChatHarness", "MathTaskset"]
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 BOX = "\\boxed{"
+# Characters. Longer answers are wrong, and would take long to check.
 LONGEST_ANSWER = 1000
-"""Characters. Longer answers are wrong, and would take long to check."""
 GRADER = (
     "import sys; from math_verify import parse, verify; "
     "gold, given = (parse('\\\\boxed{' + text + '}') for text in sys.argv[1:]); "
@@ -84,7 +84,6 @@ class MathTask(vf.Task[MathData, vf.State, vf.TaskConfig]):  # type: ignore[misc
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def answered(self, trace: vf.Trace) -> float:
-        """Return 1 if the last reply has an answer in a box, else 0."""
         return float(last_box(trace.last_reply or "") is not None)
 
 

@@ -44,13 +44,13 @@ with uncollected():
     from primeslurm.orchestrator.environments import harness_compatibility, host_needs, load_errors
 
 T = TypeVar("T", bound=msgspec.Struct)
+# Most tasks of a local file that are read.
 MAX_TASKS = 10_000
-"""Most tasks of a local file that are read."""
 READ_TIMEOUT_S = 20.0
+# Longest time to read a model's tokenizer, even from a slow file system.
 MODEL_TIMEOUT_S = 120.0
-"""Longest time to read a model's tokenizer, even from a slow file system."""
+# After its timeout, a process normally ends itself. If it does not, it is killed this much later.
 _KILL_AFTER_S = 5.0
-"""After its timeout, a process normally ends itself. If it does not, it is killed this much later."""
 _POLL_INTERVAL_S = 0.02
 _STDERR_CHARS = 20_000
 
@@ -104,14 +104,8 @@ def probe(environment: Environment) -> EnvironmentAnswer:
 
 
 def _read_local_file(environment: Environment, tasks: Iterator[vf.Task]) -> tuple[int | None, list[Violation]]:
-    """Read the tasks after the first one if they come from a local file.
-
-    A bad line would otherwise end rollouts after hours of training. Tasks from elsewhere are not read, because an
-    environment may download or generate each of them.
-
-    Returns:
-        The number of tasks in the file, None if not all were read; and why one of them cannot be read.
-    """
+    # A bad line would otherwise end rollouts after hours of training. Tasks from elsewhere are not read, because an
+    # environment may download or generate each of them.
     path = environment.args.get("path")
     if not isinstance(path, str) or not is_file(Path(path)):
         return None, []
@@ -157,9 +151,11 @@ def _fork(kind: type[T], work: Callable[[], T], timeout_s: float) -> _Child[T]:
         return _Child(kind, pid, time.monotonic() + timeout_s + _KILL_AFTER_S, answer, stderr)
     try:
         end_with_parent()
-        os.setsid()
+        os.setsid()  # so that the parent can kill the process with everything that it has started
+        # Prints of the environment must not mix with the results on stdout.
         os.dup2(stderr.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
+        # The traceback shows the user where a slow environment hangs.
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         answer.write(encoded(work()))
         answer.flush()

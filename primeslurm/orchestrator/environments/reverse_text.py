@@ -53,7 +53,6 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):  # typ
 
 
 def words(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterator[str]:
-    """Yield `n` random lowercase words."""
     rng = random.Random(seed)
     for _ in range(n):
         yield "".join(rng.choices(string.ascii_lowercase, k=rng.randint(min_length, max_length)))

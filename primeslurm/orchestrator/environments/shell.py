@@ -66,7 +66,7 @@ class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """Take turns. If the rollout has failed, verifiers raises its error after this returns."""
+        # If the rollout has failed, verifiers raises its error after this method returns.
         messages = first_messages(*self.resolve_prompt(data))
         async with internal_client(None, headers={"Authorization": f"Bearer {secret}"}) as client:
             while True:
@@ -89,7 +89,7 @@ class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
             return f"error: no tool {function['name']}"
         try:
             command = json.loads(function["arguments"])["command"]
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError):  # the model may write anything
             command = None
         if not isinstance(command, str):
             return "error: arguments must be a JSON object with the string command"

@@ -61,15 +61,8 @@ class Archive:
         return records.evaluations(self._run_dir)
 
     def set_aside(self, newest: int, attempt: int) -> list[int]:
-        """Rename evaluations of steps after the resumed one. Those steps will be trained and evaluated again.
-
-        Args:
-            newest: policy version from which the run resumes.
-            attempt: number of the attempt that resumes.
-
-        Returns:
-            The steps whose evaluations were renamed.
-        """
+        """Rename evaluations of steps after `newest`, from which the run resumes. Return these steps."""
+        # They will be trained and evaluated again. The attempt in the name keeps the directories apart.
         undone = [step for step in records.steps(self._run_dir) if step > newest]
         for step in undone:
             path = records.step_dir(self._run_dir, step)
@@ -82,6 +75,7 @@ class Archive:
         if not steps or files.exists(records.step_dir(self._run_dir, steps[-1]) / records.SUMMARY):
             return None
         try:
+            # A killed orchestrator may leave an incomplete last line, which [:-1] drops.
             lines = files.read_bytes(self._progress(steps[-1])).split(b"\n")[:-1]
         except FileNotFoundError:
             return None
@@ -116,6 +110,7 @@ class Archive:
         """Write the results. If this raises OSError, the evaluation is not finished."""
         directory = records.step_dir(self._run_dir, record.step)
         in_order = sorted(samples, key=lambda each: (each.label, each.example, each.sample))
+        # The summary is written last: it makes the evaluation count as finished.
         for label, of_label in groupby(in_order, key=lambda each: each.label):
             write_atomic(directory / f"{label}.jsonl", _example_lines(list(of_label)))
         durable.write(directory / records.SUMMARY, json.dumps(msgspec.to_builtins(record), indent=2) + "\n")

@@ -42,8 +42,8 @@ from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
 
 TICK_S = 0.5
+# Policy version of the weights that the engines loaded.
 VERSION = 0
-"""Policy version of the weights that the engines loaded."""
 
 
 class EvaluationOrchestrator:
@@ -87,7 +87,7 @@ class EvaluationOrchestrator:
                 while not self._evaluator.settled(VERSION):
                     await self._step()
                 self._journal.state(self._state())
-                for task in background:
+                for task in background:  # they never end by themselves
                     task.cancel()
         finally:
             self._metrics.close()
@@ -99,18 +99,20 @@ class EvaluationOrchestrator:
         for event in self._workers.expire():
             self._handle(event)
         self._check()
-        version = self._policy.current_version
+        version = self._policy.current_version  # None until the engines have loaded their weights
         cancelled, self._cancelled = self._cancelled, []
         await self._workers.cancel(cancelled)
         if version is not None:
             await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
             while job := self._evaluator.next_job(self._workers.available, version):
+                # A task that has killed its workers, maybe before a restart, would kill the next worker, too.
                 if job.task_key in self._deaths.guilty:
                     self._evaluator.give_up_task(job, self._deaths.reason(job))
                     continue
                 self._failures.started(job, self._clock())
                 await self._workers.send(job)
         self._journal.state(self._state())
+        # Addresses and timeouts change without an event, so the loop also runs once per tick.
         try:
             async with asyncio.timeout(TICK_S):
                 await self._wake.wait()
@@ -149,6 +151,7 @@ class EvaluationOrchestrator:
             self._workers.close()
 
     def _handle(self, event: WorkerEvent) -> None:
+        # Workers may still report jobs that were cancelled. The guards ignore those.
         match event:
             case RolloutEnded(job, outcome) if self._evaluator.runs(job):
                 self._evaluator.result(job, outcome)

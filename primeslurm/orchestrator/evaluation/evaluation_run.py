@@ -24,8 +24,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.wire.batches.rollout import Rollout
 
+# Label, example, sample.
 SampleKey = tuple[str, int, int]
-"""Label, example, sample."""
 
 
 class EvaluationRun:
@@ -34,13 +34,11 @@ class EvaluationRun:
     Args:
         step: training step whose policy is evaluated.
         version: policy version of the engines at the start.
-        environments: to evaluate on.
-        max_inflight: most rollouts in flight.
-        routers: routers of the replicas that share the rollouts.
+        routers: one for each replica.
         salt: prefix of all cache salts. Training rollouts must not have it.
         incarnation: makes job ids unique across restarts of the orchestrator.
-        start_timeout_s: if none is in flight and none could start for this long, the remaining samples fail.
-        rollout_timeout_s: if some are in flight and none started or ended for this long, the remaining samples fail.
+        start_timeout_s: remaining samples fail if none is in flight and none could start for this long.
+        rollout_timeout_s: remaining samples fail if some are in flight and none started or ended for this long.
         ended: samples that ended before a restart.
     """
 
@@ -79,7 +77,6 @@ class EvaluationRun:
 
     @property
     def inflight(self) -> int:
-        """Number of rollouts in flight."""
         return len(self._jobs)
 
     @property
@@ -89,21 +86,17 @@ class EvaluationRun:
 
     @property
     def total(self) -> int:
-        """Number of samples."""
         return sum(examples * samples for examples, samples in self._sizes.values())
 
     @property
     def complete(self) -> bool:
-        """Whether all samples have ended."""
         return len(self.samples) == self.total
 
     @property
     def labels(self) -> Collection[str]:
-        """Labels of the environments."""
         return self._sizes.keys()
 
     def runs(self, job: str) -> bool:
-        """Tell whether a job is in flight."""
         return job in self._jobs
 
     def limit(self, tasks: Mapping[str, int]) -> None:
@@ -120,15 +113,11 @@ class EvaluationRun:
         self._progress_at = self._clock()
 
     def next_job(self, available: Iterable[str], version: int) -> Job | None:
-        """Dispatch the next rollout, from the environment with the fewest in flight.
+        """Dispatch the next rollout, or return None if none may start now.
 
-        Args:
-            available: labels of the environments that have a worker.
-            version: policy version of the engines.
-
-        Returns:
-            None if no rollout may start now.
+        `available` are the labels of the environments that have a worker, `version` is the engines' policy version.
         """
+        # The environment with the fewest rollouts in flight is next.
         labels = [label for label in available if self._todo.get(label)]
         if self.inflight >= self._max_inflight or not labels or not self._routers:
             return None
@@ -145,18 +134,17 @@ class EvaluationRun:
         return Job(job, group, label, example, version, router, salt, task=example)
 
     def adopt_job(self, job: Job) -> bool:
-        """Continue a job that an earlier orchestrator of this attempt has dispatched.
-
-        Returns:
-            False if the job is not of this evaluation, its sample has ended or is in flight, or its replica is lost.
-        """
+        """Continue a job of an earlier orchestrator of this attempt. Return whether that is possible."""
+        # Not if the job is of another evaluation, its sample has ended or is in flight, or its replica is lost.
         sample = job.id.rpartition(".")[2]
+        # The cache salt names the run, attempt and step of the evaluation that dispatched the job.
         if not job.cache_salt.startswith(f"{self._salt}:") or job.task is None or not sample.isdecimal():
             return False
         key = (job.environment, job.task, int(sample))
         todo = self._todo.get(job.environment, deque())
         if job.id in self._seen or key not in todo or job.router not in self._routers:
             return False
+        # The worker continues it, so it must not be dispatched again.
         todo.remove(key)
         self._start(job.id, key, job.router)
         return True
@@ -168,10 +156,11 @@ class EvaluationRun:
     def failed(self, job: str, error: str, cause: Cause = "environment") -> Sample | None:
         """Try a failed rollout again. After too many failures, return its failed sample instead."""
         key = self._take(job)
+        # Each cause has its own limit: an engine's failure says less about a sample than its environment's.
         self._failures[key, cause] += 1
         if self._failures[key, cause] >= MAX_FAILURES[cause]:
             return self._end(_failed_sample(key, error))
-        self._todo[key[0]].append(key)
+        self._todo[key[0]].append(key)  # at the end, so that a bad example does not delay the others
         return None
 
     def lost(self, job: str) -> None:
@@ -192,7 +181,7 @@ class EvaluationRun:
         jobs = [job for job, (_, job_router) in self._jobs.items() if job_router == router]
         for job in jobs:
             key = self._take(job)
-            self._todo[key[0]].appendleft(key)
+            self._todo[key[0]].appendleft(key)  # in front, because they had started already
         return jobs
 
     def expire(self) -> tuple[list[Sample], list[str]]:

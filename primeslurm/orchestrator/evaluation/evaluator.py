@@ -32,17 +32,12 @@ from primeslurm.wire.batches.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
+# Seconds after which results are written again if that failed.
 RETRY_S = 5.0
-"""Seconds after which results are written again if that failed."""
 
 
 class Schedule:
-    """The steps that are due, and those that are settled: evaluated or skipped.
-
-    Args:
-        recipe: the run's recipe. Without `evaluation`, no step is ever due.
-        settled: steps that are already settled.
-    """
+    """The steps that are due, and those that are settled: evaluated or skipped."""
 
     def __init__(self, recipe: Recipe, settled: Iterable[int] = ()) -> None:
         self._evaluation = recipe.evaluation
@@ -62,7 +57,7 @@ class Schedule:
 
     def owing(self, version: int) -> list[int]:
         """Return the steps that are due at a policy version and not settled, ascending."""
-        # The policies of steps before a settled one are gone. The initial model can only be evaluated at version 0.
+        # The engines have no policy of a step before a settled one, and the initial model only at version 0.
         newest = max(self.settled, default=-1)
         return [step for step in self.all_due(version) if step > newest and (step or not version)]
 
@@ -72,7 +67,6 @@ class Evaluator:
 
     Args:
         recipe: the run's recipe. Without `evaluation`, the evaluator does nothing.
-        arguments: the orchestrator's arguments.
         newest: policy version from which the run resumes. Later evaluations are set aside.
         incarnation: makes job ids unique across restarts of the orchestrator.
     """
@@ -99,21 +93,18 @@ class Evaluator:
         self._header: EvaluationHeader | None = None
         self._finish_after = 0.0
         for record in self._records:
-            self._report(record)
+            self._report(record)  # again, because its metrics may have been lost in a crash
         if recipe.evaluation is not None and (unfinished := self._archive.unfinished()):
             header, samples = unfinished
             # Samples of a policy that will be trained again must not count.
             self._start(header, [sample for sample in samples if sample.newest_version <= newest])
 
     def follow(self, version: int, tasks: Mapping[str, int]) -> list[str]:
-        """Start the evaluation that is due, and conclude the one that is complete.
+        """Start the evaluation that is due, and conclude the one that is complete. Return the jobs to cancel.
 
         Args:
             version: policy version that all engines have; -1 for none.
             tasks: number of tasks of environments, by label.
-
-        Returns:
-            Jobs to cancel.
         """
         cancelled: list[str] = []
         if self._run is None:
@@ -121,6 +112,7 @@ class Evaluator:
         if self._run is not None and version < 0:
             self._run.wait()
         elif self._run is not None:
+            # Workers report the number of tasks once they have loaded the environment.
             self._run.limit(tasks)
             failed, cancelled = self._run.expire()
             for sample in failed:
@@ -130,15 +122,12 @@ class Evaluator:
         return cancelled
 
     def next_job(self, available: Collection[str], version: int) -> Job | None:
-        """Dispatch the next rollout; None if none may start now. See `EvaluationRun.next_job`."""
         return self._run.next_job(available, version) if self._run and version >= 0 else None
 
     def adopt_job(self, job: Job) -> bool:
-        """Continue a job of an earlier orchestrator. Return False if it is not of the running evaluation."""
         return self._run is not None and self._run.adopt_job(job)
 
     def runs(self, job: str) -> bool:
-        """Tell whether a job is an evaluation's job in flight."""
         return self._run is not None and self._run.runs(job)
 
     def result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
@@ -152,7 +141,6 @@ class Evaluator:
             self._add(self._run.finished(job, outcome))
 
     def lost(self, job: str) -> None:
-        """Run a job's rollout again, because its worker is lost."""
         assert self._run is not None
         self._run.lost(job)
 
@@ -171,13 +159,11 @@ class Evaluator:
         self._journal.write(EvaluationSampleFailed(f"environment-{label}-{worker}", error[:1000]))
 
     def drop_router(self, router: str) -> list[str]:
-        """Remove a lost replica. Return the jobs to cancel."""
         if router in self._routers:
             self._routers.remove(router)
         return self._run.drop_router(router) if self._run else []
 
     def settled(self, version: int) -> bool:
-        """Tell whether all evaluations that are due at a policy version are done or skipped."""
         return self._run is None and not self._schedule.owing(version)
 
     def give_up(self, version: int, why: str) -> None:
@@ -189,18 +175,17 @@ class Evaluator:
         """Return the steps up to `committed` whose checkpoints must stay: the best, and those not evaluated yet."""
         if self._recipe.evaluation is None or self._recipe.evaluation.keep_best is None:
             return []
+        # The evaluation in progress may find a new best step.
         running = [self._run.step] if self._run else []
         best = [self.best.step] if self.best else []
         return sorted({*best, *running, *self._schedule.owing(committed)})
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Routers of the remaining replicas."""
         return tuple(self._routers)
 
     @property
     def running(self) -> bool:
-        """Whether an evaluation runs."""
         return self._run is not None
 
     @property
@@ -211,7 +196,6 @@ class Evaluator:
 
     @property
     def load(self) -> Mapping[str, int]:
-        """Number of rollouts in flight on each replica, by router."""
         return self._run.load if self._run else {}
 
     @property
@@ -236,6 +220,7 @@ class Evaluator:
         if not owing:
             return
         *skipped, step = owing
+        # Write the header before the first job, so that a restarted orchestrator knows about the evaluation.
         try:
             header = EvaluationHeader(step, version, time.time())
             self._archive.begin(header)
@@ -270,9 +255,8 @@ class Evaluator:
             self._archive.add(self._run.step, sample)
 
     def _conclude(self) -> None:
-        """Write the results to disk, and only then report them. If the disk is full, try again later."""
         assert self._run is not None and self._header is not None
-        if time.monotonic() < self._finish_after:
+        if time.monotonic() < self._finish_after:  # the disk was full a moment ago
             return
         samples = list(self._run.samples.values())
         record = self._record(samples, self._header)
@@ -282,6 +266,7 @@ class Evaluator:
             log.warning("evaluation of step %d: cannot write the results, will try again: %s", record.step, error)
             self._finish_after = time.monotonic() + RETRY_S
             return
+        # The results are on disk. From here on, a restart does not repeat the evaluation.
         self._run = self._header = None
         self._records.append(record)
         self._schedule.settled.add(record.step)
@@ -292,6 +277,7 @@ class Evaluator:
 
     def _record(self, samples: Collection[Sample], header: EvaluationHeader) -> EvaluationRecord:
         assert self._recipe.evaluation is not None
+        # Samples without a token, such as failed ones, have no policy version.
         sampled = [sample for sample in samples if sample.oldest_version >= 0]
         results = []
         for environment in self._recipe.evaluation.environments:

@@ -74,9 +74,9 @@ def summarise(label: str, samples: Collection[Sample], passes: Sequence[int], so
     """Compute the results of one environment.
 
     Args:
-        label: the environment's label.
+        label: label of the environment.
         samples: its samples, the same number for each example.
-        passes: each k of pass@k.
+        passes: the values of k for pass@k.
         solved_reward: a sample with at least this reward has solved its example.
     """
     by_example: Mapping[int, list[Sample]] = defaultdict(list)
@@ -85,6 +85,7 @@ def summarise(label: str, samples: Collection[Sample], passes: Sequence[int], so
     examples = list(by_example.values())
     solved = [sum(sample.reward >= solved_reward and sample.error is None for sample in group) for group in examples]
     sizes = [len(group) for group in examples]
+    # Failed samples count as reward 0. Lengths, turns and metrics describe only samples that ran to their end.
     successes = [sample for sample in samples if sample.error is None]
     metrics: Mapping[str, list[float]] = defaultdict(list)
     for sample in successes:

@@ -9,9 +9,9 @@
 - batch: `BatchStage` forms a step's batch from finalized groups and records it.
 - serve: `TrainerService` answers the trainer.
 
-Later stages reach the first one only through `Feedback`: jobs to cancel, and a wake-up. The policy loop, the evaluation
-and the engines' metrics run beside the pipeline. All state changes happen on one event loop. Whatever the trainer is
-told is on disk first, so a killed orchestrator continues with the same answers.
+Later stages reach the first one only through `Feedback`: jobs to cancel, and a wake-up. The weight update loop, the
+evaluation and the engines' metrics run beside the pipeline. All state changes happen on one event loop. Whatever the
+trainer is told is on disk first, so a killed orchestrator continues with the same answers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,14 @@ class OrchestratorPipeline:
         # The stages. `complete` connects collect with finalize.
         self.complete: asyncio.Queue[CompleteGroup] = asyncio.Queue()
         context = PipelineContext(
-            *(recipe, arguments, self.dispatcher, self._evaluator, self._policy, deaths, self._monitor, self._journal)
+            recipe=recipe,
+            arguments=arguments,
+            dispatcher=self.dispatcher,
+            evaluator=self._evaluator,
+            policy=self._policy,
+            deaths=deaths,
+            monitor=self._monitor,
+            journal=self._journal,
         )
         self._feedback = context.feedback
         self.collect = CollectStage(context)
@@ -136,8 +143,15 @@ class OrchestratorPipeline:
         if recipe.orchestrator.rollout_transport == "filesystem":
             self._files = ShardFiles(arguments.run_dir, arguments.attempt, self._batches, progress.committed)
         self.service = TrainerService(
-            *(context, self.batch, self._batches, self._files, self.finalizer, self._filter),
-            *(self.progress, sessions, self._metrics),
+            context,
+            batch=self.batch,
+            batches=self._batches,
+            files=self._files,
+            finalizer=self.finalizer,
+            group_filter=self._filter,
+            progress=self.progress,
+            sessions=sessions,
+            metrics=self._metrics,
         )
         self.link = OrchestratorLink(arguments.bind, self.service.handle)
         self._final_policy_at: float | None = None

@@ -41,6 +41,7 @@ class TrainerService:
     def __init__(
         self,
         context: PipelineContext,
+        *,
         batch: BatchStage,
         batches: Batches,
         files: ShardFiles | None,

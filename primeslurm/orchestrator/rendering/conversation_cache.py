@@ -137,6 +137,7 @@ def cache_conversations(
         key = (session.trace.id, type(dialect))
         if key not in by_rollout:
             by_rollout[key] = make(session.trace)
+            # The session lives as long as the rollout.
             weakref.finalize(session, by_rollout.pop, key, None)
         return await handle(request, by_rollout[key])
 

@@ -37,6 +37,7 @@ class TrainedDialect(RolloutDialect):
 
     def answer(self, response: Response) -> None:
         """Set the raw form of an answer in the program's protocol, and give its calls unique ids."""
+        # The program sends the ids back, and the next turn's calls would have the same numbers.
         calls = response.message.tool_calls
         if calls:
             calls = [call.model_copy(update={"id": _unique_id(call)}) for call in calls]
@@ -55,6 +56,7 @@ class TrainedAnthropicMessages(TrainedDialect, AnthropicDialect):  # type: ignor
         message, usage = response.message, response.usage
         content: list[dict[str, Any]] = []
         if message.reasoning_content:
+            # Clients require a signature. Nothing verifies it.
             content.append({"type": "thinking", "thinking": message.reasoning_content, "signature": _new("sig")})
         if message.content:
             content.append({"type": "text", "text": message.content})

@@ -65,6 +65,7 @@ def select_renderer(
 
 @cache
 def _select(model: str, renderer: str, options_json: str, images: bool) -> Rendering:
+    # Cached, because every environment of a worker asks for the same model. JSON makes the options hashable.
     model_type, options = model_type_of(model), json.loads(options_json)
     if images:
         _check_images(model_type)
@@ -85,6 +86,7 @@ def _select_from_family(model: str, names: Sequence[str], options: dict[str, Any
     for name in names:
         described = renderer_traits(name).describes_tools
         conversations = template_comparison.probes(shown, described)
+        # The first variant that agrees wins, so the renderer's own defaults are preferred.
         for config in _variants(tokenizer, name, options):
             difference = template_comparison.difference(tokenizer, config, options, conversations)
             if not difference:

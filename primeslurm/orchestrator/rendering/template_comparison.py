@@ -145,6 +145,7 @@ def compare(tokenizer: Any, renderer: Any, probe: Probe, options: Mapping[str, A
         return "" if probe.may_raise else f"the chat template says {error}"
     if probe.shown not in tokenizer.decode(expected):
         return ""
+    # Renderers may change the messages.
     messages, tools = copy.deepcopy(list(probe.messages)), list(probe.tools) or None
     try:
         rendered = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
@@ -152,6 +153,7 @@ def compare(tokenizer: Any, renderer: Any, probe: Probe, options: Mapping[str, A
         return f"it says {error}"
     if rendered == expected or _differ_in_empty_thoughts(tokenizer.decode(rendered), tokenizer.decode(expected)):
         return ""
+    # Show the first difference, with a few tokens before it.
     pairs = zip(rendered, expected, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rendered), len(expected)))
     ours, theirs = (tokenizer.decode(ids[max(index - 4, 0) :][:24]) for ids in (rendered, expected))

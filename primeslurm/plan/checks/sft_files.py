@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from primeslurm.base.errors import Violation
 from primeslurm.base.paths import is_file
-from primeslurm.chat.jsonl_lines import LineErrors, parse_line
+from primeslurm.chat.dataset_lines import LineErrors, parse_line, read_record
 from primeslurm.chat.messages import ConversationError, MessageForm
-from primeslurm.chat.training_text import read_line
 from primeslurm.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def data_problems(recipe: Recipe) -> list[Violation]:
     for start, line in lines:
         try:
             record, _ = parse_line(line, images=recipe.model.vlm is not None)
-            read_line(record, recipe.sft.data.train == "all", _ANY)
+            read_record(record, recipe.sft.data.train == "all", _ANY)
         except ConversationError as error:
             errors.add(error, start)
     return errors.violations()

@@ -51,7 +51,7 @@ class Ranks:
     def __init__(self, host: str, port: int, others: int) -> None:
         self._others = others
         self._connections: list[socket.socket] = []
-        self._pulse = liveness()
+        self._liveness = liveness()
         self._begun = 0
         self._arrived = threading.Semaphore(0)
         self._interrupted = threading.Event()
@@ -71,7 +71,7 @@ class Ranks:
     def meet(self) -> None:
         """Wait without a time limit until every rank has arrived, as in a collective."""
         self._begun += 1
-        self._pulse.count_collectives(self._begun)
+        self._liveness.count_collectives(self._begun)
         for _ in self._connections:
             self._arrived.acquire()
         for connection in self._connections:

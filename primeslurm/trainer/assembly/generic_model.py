@@ -46,6 +46,7 @@ class GenericModel(nn.Module):
         super().__init__()
         text = hf.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or ())
+        # transformers selects a mask by layer type if a config has layer types.
         self._windows = {_FULL: None, _SLIDING: text.sliding_window} if _SLIDING in kinds else {}
         self._window = None if kinds else getattr(text, "sliding_window", None)
         self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -82,12 +83,7 @@ class GenericModel(nn.Module):
             self._targets = None
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        *,
-        positions: torch.Tensor,
-        attention_masks: Any,
-        images: VisionInput | None = None,
+        self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any, images: VisionInput | None = None
     ) -> Any:
         """Logits [rows, length, vocab] of tokens [rows, length]; within `scoring`, scores [trained tokens]."""
         inputs = {"input_ids": tokens, "position_ids": positions}
@@ -224,9 +220,10 @@ def build(
     dtypes = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[recipe.model.dtype],
         reduce_dtype=TORCH_DTYPE_MAP[layout.gradient_dtype],
-        cast_forward_inputs=False,
+        cast_forward_inputs=False,  # they are token ids and masks
     )
     _shard(model, dims, dtypes, layout.reshard_after_forward)
+    # Only parameters are loaded from the checkpoint, so `init_weights` has to compute the buffers.
     model.to_empty(device=device)
     model.init_weights()
     model.train()

@@ -76,6 +76,7 @@ class PatchReader:
     def embedded(self, tokens: torch.Tensor, positions: torch.Tensor, images: VisionInput) -> dict[str, torch.Tensor]:
         """Return the model's inputs for tokens and positions [rows, length]."""
         text = self._parts.inner.get_input_embeddings()(tokens)
+        # A frozen encoder keeps no activations.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._frozen):
             output = self._parts.inner.get_image_features(
                 pixel_values=images.pixels, image_grid_thw=images.grids, return_dict=True

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from primeslurm.base.errors import Violation
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.jsonl_lines import LineErrors, line_number, parse_line
+from primeslurm.chat.dataset_lines import Dialogue, LineErrors, line_number, parse_line, read_record
 from primeslurm.chat.messages import THOUGHTS, ConversationError
-from primeslurm.chat.training_text import Dialogue, TrainingText, read_line
+from primeslurm.chat.training_text import TrainingText
 from primeslurm.chat.turn_ends import no_end
 from primeslurm.wire.batches import inline_images
 from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
@@ -81,7 +81,7 @@ class _Scan:
 
     def _line(self, start: int, line: bytes, is_rendered: bool) -> None:
         record, sources = parse_line(line, images=self._request.sees)
-        read = read_line(record, self._request.every, self._text.template.form)
+        read = read_record(record, self._request.every, self._text.template.form)
         if isinstance(read, Dialogue):
             self.converses = True
             if self._thinks is None and _has_thoughts(read.messages, self._request.every):

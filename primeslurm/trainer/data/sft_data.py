@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from primeslurm.base import files
-from primeslurm.chat.jsonl_lines import line_number, parse_line
+from primeslurm.chat.dataset_lines import line_number, parse_line
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row

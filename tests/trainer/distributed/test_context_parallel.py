@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from primeslurm.nn.layers.delta_net import DeltaScan
+from primeslurm.models.qwen3_5.delta_net import DeltaScan
 from primeslurm.trainer.components.varlen_attention import VarlenAttention, visible
 from primeslurm.trainer.distributed import context_parallel
 from primeslurm.trainer.distributed.world import World

@@ -1,4 +1,4 @@
-"""In what order things are flushed: told from the calls, on any file system. `tests/power` cuts the power for real."""
+"""The order of flushes, by system call. `tests/power` cuts the power of a virtual disk."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     return Calls(tmp_path, monkeypatch)
 
 
-def test_a_file_is_flushed_before_it_has_its_name_and_the_name_afterwards(calls: Calls, tmp_path: Path) -> None:
+def test_a_file_is_flushed_before_its_rename_and_the_directory_after(calls: Calls, tmp_path: Path) -> None:
     durable.write(tmp_path / "a", "text")
     assert calls.seen == ["flush *", "name a", "flush ."]
 
 
-def test_directories_are_flushed_where_their_names_are(calls: Calls, tmp_path: Path) -> None:
+def test_a_new_directory_is_flushed_in_its_parent(calls: Calls, tmp_path: Path) -> None:
     durable.make_directory(tmp_path / "a" / "b", mode=0o700)
     durable.make_directory(tmp_path / "a" / "b")
     assert calls.seen == ["flush .", "flush a"]
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
-def test_the_secret_is_flushed_and_an_empty_one_made_anew(calls: Calls, tmp_path: Path) -> None:
+def test_the_secret_is_flushed_and_an_empty_one_replaced(calls: Calls, tmp_path: Path) -> None:
     (tmp_path / secret.FILE).touch()
     secret.create(tmp_path)
     made = secret.read(tmp_path)
@@ -69,7 +69,7 @@ def test_the_secret_is_flushed_and_an_empty_one_made_anew(calls: Calls, tmp_path
     assert calls.seen == ["flush secret", "flush ."]
 
 
-def test_all_that_a_commit_names_is_flushed_before_it(calls: Calls, tmp_path: Path) -> None:
+def test_a_commit_follows_the_flush_of_its_files(calls: Calls, tmp_path: Path) -> None:
     directory = checkpoints.step_dir(tmp_path, 2)
     (directory / "trainer").mkdir(parents=True)
     (directory / "trainer" / "weights").write_bytes(b"1")
@@ -82,7 +82,7 @@ def test_all_that_a_commit_names_is_flushed_before_it(calls: Calls, tmp_path: Pa
     assert calls.seen[named + 1 :] == [f"flush {step}", "flush *", "name checkpoints/NEWEST", "flush checkpoints"]
 
 
-def test_what_a_requeue_starts_from_is_flushed(calls: Calls, tmp_path: Path) -> None:
+def test_the_pickle_of_a_requeue_is_flushed(calls: Calls, tmp_path: Path) -> None:
     saved = NextAttempt(AgentTask("/runs/a", 2, "w"))
     saved.set_timeout(7, 3)
     saved.dump(tmp_path / "agent.pkl")
@@ -91,7 +91,7 @@ def test_what_a_requeue_starts_from_is_flushed(calls: Calls, tmp_path: Path) -> 
     assert calls.seen == ["flush agent.pkl", "flush ."]
 
 
-def test_a_file_system_that_flushes_no_directories_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_may_refuse_to_flush_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -103,7 +103,7 @@ def test_a_file_system_that_flushes_no_directories_is_fine(tmp_path: Path, monke
         durable.sync(tmp_path)
 
 
-def test_a_directory_that_one_may_not_list_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_read_permission_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 

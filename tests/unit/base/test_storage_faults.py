@@ -1,4 +1,4 @@
-"""Operations on a network file system that fails for a moment: by kind of operation and by errno."""
+"""Outages of a network file system, by operation and errno."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FAIL = ("open", "read", "write", "stat", "lstat", "listdir", "rename", "replace"
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", READS)
-def test_a_look_gets_over_two_failures_of_each_call(name: str, number: str, storage: FaultyStorage) -> None:
+def test_a_read_survives_two_failures_of_each_call(name: str, number: str, storage: FaultyStorage) -> None:
     operation, expected = READS[name]
     storage.fail = once(*[getattr(errno, number)] * 2, operations=FAIL)
     with storage.installed():
@@ -77,7 +77,7 @@ def test_a_look_gets_over_two_failures_of_each_call(name: str, number: str, stor
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("name", WRITES)
-def test_a_change_gets_over_two_failures_of_each_call(name: str, number: str, storage: FaultyStorage) -> None:
+def test_a_write_survives_two_failures_of_each_call(name: str, number: str, storage: FaultyStorage) -> None:
     operation, look, expected = WRITES[name]
     storage.fail = once(*[getattr(errno, number)] * 2, operations=FAIL)
     with storage.installed():
@@ -86,7 +86,7 @@ def test_a_change_gets_over_two_failures_of_each_call(name: str, number: str, st
     assert list(storage.root.glob(".*")) == []
 
 
-def test_it_is_tried_for_a_minute_and_the_error_names_path_and_number(
+def test_an_operation_is_retried_for_a_minute(
     storage: FaultyStorage, storage_time: FakeTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage.fail = lambda operation, path: errno.ESTALE
@@ -102,16 +102,14 @@ def test_it_is_tried_for_a_minute_and_the_error_names_path_and_number(
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EISDIR])
-def test_what_the_file_system_says_of_a_file_is_an_answer(
-    number: int, storage: FaultyStorage, storage_time: FakeTime
-) -> None:
+def test_errors_of_a_file_are_not_retried(number: int, storage: FaultyStorage, storage_time: FakeTime) -> None:
     storage.fail = lambda operation, path: number
     with storage.installed(), pytest.raises(OSError, match=os.strerror(number)) as raised:
         files.read_bytes(storage.root / "file")
     assert raised.value.errno == number and storage_time.pauses == []
 
 
-def test_a_directory_that_cannot_be_listed_is_not_empty(storage: FaultyStorage) -> None:
+def test_a_directory_that_cannot_be_listed_is_an_error(storage: FaultyStorage) -> None:
     storage.fail = lambda operation, path: errno.EIO if operation == "listdir" else None
     with storage.installed():
         for look in (files.listing, files.files_below, files.settled_listing):
@@ -119,7 +117,7 @@ def test_a_directory_that_cannot_be_listed_is_not_empty(storage: FaultyStorage) 
                 look(storage.root)
 
 
-def test_a_listing_that_misses_a_name_once_is_completed(storage: FaultyStorage) -> None:
+def test_a_listing_that_misses_a_name_is_repeated(storage: FaultyStorage) -> None:
     listings = [{"file"}]
 
     def miss(operation: str, path: str) -> None:
@@ -131,7 +129,7 @@ def test_a_listing_that_misses_a_name_once_is_completed(storage: FaultyStorage) 
         assert [path.name for path in files.settled_listing(storage.root)] == ["directory", "file"]
 
 
-def test_an_event_loop_stands_still_for_half_a_second_at_most(storage: FaultyStorage, storage_time: FakeTime) -> None:
+def test_an_event_loop_is_blocked_for_half_a_second_at_most(storage: FaultyStorage, storage_time: FakeTime) -> None:
     storage.fail = lambda operation, path: errno.ESTALE
 
     async def read() -> None:
@@ -148,7 +146,7 @@ def test_an_event_loop_stands_still_for_half_a_second_at_most(storage: FaultySto
     assert storage_time.now - began <= 1.0
 
 
-def test_a_flush_that_lost_content_is_not_repeated_but_the_file_written_again(storage: FaultyStorage) -> None:
+def test_a_file_is_written_again_after_a_failed_flush(storage: FaultyStorage) -> None:
     flushed: list[bytes] = []
     real = os.fsync
 
@@ -173,7 +171,7 @@ def test_a_flush_that_lost_content_is_not_repeated_but_the_file_written_again(st
     assert [path.name for path in storage.root.glob(".*")] == []
 
 
-def test_a_journal_whose_flush_has_failed_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_is_rewritten_after_a_failed_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(RunDirectory(tmp_path / "run").attempt(1).path, "head")
     journal.write(AgentStarted("first", ""))
     path = tmp_path / "run" / "attempts" / "1" / "events" / "head.jsonl"
@@ -193,7 +191,7 @@ def test_a_journal_whose_flush_has_failed_is_written_anew(tmp_path: Path, monkey
     assert path.read_bytes().startswith(content) and path.read_bytes().count(b"\n") == 2
 
 
-def test_chunks_are_made_anew_for_each_try(storage: FaultyStorage) -> None:
+def test_chunks_are_made_again_for_each_try(storage: FaultyStorage) -> None:
     storage.fail = once(errno.EIO, operations=("replace",))
     with storage.installed():
         files.write_atomic(storage.root / "file", lambda: iter([b"a", b"b"]))
@@ -201,7 +199,7 @@ def test_chunks_are_made_anew_for_each_try(storage: FaultyStorage) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EBUSY, errno.ENOTEMPTY])
-def test_a_directory_with_a_file_that_another_process_holds_is_removed_once_it_lets_go(
+def test_a_directory_with_an_open_file_is_removed_once_it_is_closed(
     number: int, storage: FaultyStorage, storage_time: FakeTime
 ) -> None:
     """NFS keeps such a file as .nfs0000...; a rank of the attempt before may still be ending."""
@@ -218,7 +216,7 @@ def test_a_directory_with_a_file_that_another_process_holds_is_removed_once_it_l
 
 
 @pytest.mark.parametrize("lost", ["rename", "unlink", "mkdir"])
-def test_what_a_server_has_done_although_its_answer_was_lost_is_done(lost: str, storage: FaultyStorage) -> None:
+def test_an_operation_whose_answer_was_lost_counts_as_done(lost: str, storage: FaultyStorage) -> None:
     real, failures = getattr(os, lost), [1]
 
     def done_but_failed(*arguments: object, **options: object) -> object:
@@ -244,9 +242,7 @@ def test_what_a_server_has_done_although_its_answer_was_lost_is_done(lost: str, 
 
 
 @pytest.mark.parametrize("failures", [1, 10**9])
-def test_an_append_that_fails_in_the_middle_leaves_no_half_line(
-    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_append_leaves_no_half_line(failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log"
     log = Appender(path)
     log.append(b"first\n")
@@ -284,7 +280,7 @@ def test_an_append_that_fails_in_the_middle_leaves_no_half_line(
     assert path.read_bytes() == b"first\nsecond\n"
 
 
-def test_a_line_that_a_killed_writer_left_unfinished_does_not_swallow_the_next(tmp_path: Path) -> None:
+def test_an_append_after_half_a_line_begins_a_new_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b'{"whole": 1}\n{"ha')
     log = Appender(tmp_path / "log")
     log.append(b'{"next": 2}\n')
@@ -298,7 +294,7 @@ def test_a_line_that_a_killed_writer_left_unfinished_does_not_swallow_the_next(t
     ]
 
 
-def test_an_outage_is_told_once_in_the_journal(tmp_path: Path, storage_time: FakeTime) -> None:
+def test_an_outage_is_one_event_in_the_journal(tmp_path: Path, storage_time: FakeTime) -> None:
     run = RunDirectory(tmp_path / "run")
     attempt = run.attempt(1)
     journal = Journal(attempt.path, "head")
@@ -319,7 +315,7 @@ def test_an_outage_is_told_once_in_the_journal(tmp_path: Path, storage_time: Fak
     assert told[0].failures == 2 and "Stale file handle" in told[0].error
 
 
-def test_events_wait_while_the_file_system_is_away_and_come_in_order(tmp_path: Path) -> None:
+def test_events_during_an_outage_are_written_later_in_order(tmp_path: Path) -> None:
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     journal = Journal(attempt.path, "agent-1")
     storage = FaultyStorage(tmp_path, lambda operation, path: errno.EIO if operation == "open" else None)
@@ -337,7 +333,7 @@ def test_a_row_that_could_not_be_written_comes_with_the_next(tmp_path: Path) -> 
     assert [json.loads(line)["step"] for line in (tmp_path / metrics.FILE).read_text().splitlines()] == [1, 2]
 
 
-def test_faults_of_another_thread_are_told_too(tmp_path: Path) -> None:
+def test_outages_in_another_thread_are_reported(tmp_path: Path) -> None:
     told: list[Outage] = []
     files.on_fault = told.append
     (tmp_path / "a").write_text("x")

@@ -34,9 +34,9 @@ def only(message: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_as_text_or_object_render_alike_and_null_content_is_not_printed(name: str) -> None:
     template = ChatTemplate(tokenizer(TEMPLATES[name], "<|im_end|>"))
-    found = {template.render(normalized(calling(given), template.form)) for given in (OBJECT, TEXT)}
-    assert len(found) == 1
-    (text,) = found
+    texts = {template.render(normalized(calling(given), template.form)) for given in (OBJECT, TEXT)}
+    assert len(texts) == 1
+    (text,) = texts
     assert "Rome" in text and "None" not in text and "'city'" not in text and '\\"' not in text
     empty = template.render(normalized(calling(OBJECT, content=""), template.form))
     absent = calling(OBJECT)
@@ -57,8 +57,8 @@ def test_form_of_arguments_follows_the_template() -> None:
 
 def test_argument_text_is_not_reformatted() -> None:
     form = MessageForm(arguments="text")
-    found = [normalized(calling(given), form)[1]["tool_calls"][0] for given in ('{"a":1}', {"a": "é"}, None)]
-    assert [call["function"]["arguments"] for call in found] == ['{"a":1}', '{"a": "é"}', "{}"]
+    calls = [normalized(calling(given), form)[1]["tool_calls"][0] for given in ('{"a":1}', {"a": "é"}, None)]
+    assert [call["function"]["arguments"] for call in calls] == ['{"a":1}', '{"a": "é"}', "{}"]
 
 
 def test_missing_content_is_null_only_if_the_template_then_renders_less() -> None:
@@ -80,34 +80,34 @@ def test_text_parts_are_joined_and_images_stay() -> None:
     texts = [{"type": "text", "text": "a"}, "b", {"type": "output_text", "text": "c"}]
     assert only({"role": "user", "content": texts})["content"] == "abc"
     image = {"type": "image"}
-    found = only({"role": "user", "content": ["a", image]})["content"]
-    assert found == [{"type": "text", "text": "a"}, image]
+    content = only({"role": "user", "content": ["a", image]})["content"]
+    assert content == [{"type": "text", "text": "a"}, image]
 
 
 def test_bare_function_calls_are_wrapped() -> None:
-    found = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]})
-    assert found["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    message = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]})
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
 @pytest.mark.parametrize("nothing", [{}, None, "", " ", "{}", "null"])
 def test_missing_arguments_become_an_empty_object(nothing: Any) -> None:
-    found = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": nothing}]})
-    assert found["tool_calls"][0]["function"]["arguments"] == {}
+    message = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": nothing}]})
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_developer_becomes_system_unless_the_template_supports_it() -> None:
-    said = [{"role": "developer", "content": "Be brief."}, ASKED]
-    assert normalized(said)[0]["role"] == "system"
+    messages = [{"role": "developer", "content": "Be brief."}, ASKED]
+    assert normalized(messages)[0]["role"] == "system"
     knows = ChatTemplate(tokenizer(CHATML + "{% if messages[0].role == 'developer' %}{% endif %}"))
-    assert normalized(said, knows.form)[0]["role"] == "developer"
+    assert normalized(messages, knows.form)[0]["role"] == "developer"
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_get_the_key_that_the_template_reads(given: str) -> None:
-    said = [ASKED, {"role": "assistant", "content": "Hi.", given: "Hm."}]
+    messages = [ASKED, {"role": "assistant", "content": "Hi.", given: "Hm."}]
     for read in ("reasoning_content", "thinking"):
         template = ChatTemplate(tokenizer("{% for m in messages %}{{ m." + read + " }}{{ m.content }}{% endfor %}"))
-        assert template.render(normalized(said, template.form)).endswith("Hm.Hi.")
+        assert template.render(normalized(messages, template.form)).endswith("Hm.Hi.")
         assert template.shows_thoughts
     assert not ChatTemplate(tokenizer(CHATML)).shows_thoughts
 
@@ -152,9 +152,9 @@ def test_errors_name_the_message_and_the_problem(message: Any, why: str) -> None
 def test_lenient_keeps_any_sampled_answer(arguments: str) -> None:
     sampled = calling(arguments)
     before = copy.deepcopy(sampled)
-    found = normalized(sampled, lenient=True)[1]
+    result = normalized(sampled, lenient=True)[1]
     assert sampled == before
-    assert found["content"] == "" and found["tool_calls"][0]["function"]["arguments"] == (arguments or {})
+    assert result["content"] == "" and result["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 
 def test_tools_are_wrapped_and_parsed_from_text() -> None:
@@ -169,9 +169,9 @@ def test_tools_are_wrapped_and_parsed_from_text() -> None:
 
 def refused(template: str, *messages: dict[str, Any], tools: Any = None) -> str:
     text = TrainingText(tokenizer(template, "<|im_end|>"), every=True)
-    with pytest.raises(ConversationError) as found:
+    with pytest.raises(ConversationError) as caught:
         text.parts({"messages": list(messages), "tools": tools})
-    return str(found.value)
+    return str(caught.value)
 
 
 ANSWERED = {"role": "assistant", "content": "Sunny."}

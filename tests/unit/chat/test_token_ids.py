@@ -42,9 +42,9 @@ def sentencepiece(kind: str, template: str) -> Any:
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=kind, split=False)
     made.decoder = decoders.Replace("▁", " ")
-    found = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    found.chat_template = template
-    return found
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.chat_template = template
+    return fast
 
 
 @pytest.mark.parametrize("kind", ["legacy", "first", "always"])

@@ -228,18 +228,18 @@ def test_answer_followed_by_a_role_that_ends_no_turn_is_an_error(role: str, tmp_
 def test_end_token_inside_an_answer_does_not_cut_it(tmp_path: Path) -> None:
     # <|endoftext|> is one of GLM's stop tokens, and the text of an answer may contain it.
     text = training_text(tmp_path, bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS)
-    said = "It is <|endoftext|> there."
-    (found,) = trained(text, [ASKED, {"role": "assistant", "content": said}])
-    assert found == f"\n<think></think>\n{said}<|user|>"
+    content = "It is <|endoftext|> there."
+    (answer,) = trained(text, [ASKED, {"role": "assistant", "content": content}])
+    assert answer == f"\n<think></think>\n{content}<|user|>"
 
 
 def test_end_of_an_answer_with_much_whitespace_is_found_in_linear_time(tmp_path: Path) -> None:
     # A regular expression that may start at each space would take 10^11 steps here.
     text = training_text(tmp_path, CHATML, "<|im_end|>", "<|im_end|>")
-    said = "a" + " \n" * 200_000 + "b"
-    assert trained(text, [ASKED, {"role": "assistant", "content": said}]) == [f"{said}<|im_end|>"]
-    assert text.ends.within(f"{said}<|im_end|>{said}") is None
-    assert text.ends.within(f"{said}<|im_end|>" + " " * 200_000) == len(said) + len("<|im_end|>")
+    content = "a" + " \n" * 200_000 + "b"
+    assert trained(text, [ASKED, {"role": "assistant", "content": content}]) == [f"{content}<|im_end|>"]
+    assert text.ends.within(f"{content}<|im_end|>{content}") is None
+    assert text.ends.within(f"{content}<|im_end|>" + " " * 200_000) == len(content) + len("<|im_end|>")
 
 
 @pytest.mark.parametrize(("messages", "every"), [([SUNNY], False), ([SUNNY], True), ([SUNNY, MORE, RAIN], True)])

@@ -80,7 +80,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"id": "fine-words", "name": "e", "harness": {"id": "bash"}, "runtime": {"type": "podman"}},
-        "runtime = podman: `podman` is not installed here (install it, or another runtime)",
+        "runtime = podman: `podman` is not installed here (install it, or use another runtime)",
     ),
     (
         {"id": "broken-import"},
@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"id": "broken-tasks"},
-        "id = broken-tasks: its first task cannot be read: KeyError: 'prompt' (broken_tasks.py, line 21, in load)",
+        "id = broken-tasks: its first task cannot be read: KeyError: 'prompt' (broken_tasks.py, line 20, in load)",
     ),
     ({"id": "ends-python"}, "id = ends-python: loading it ended the interpreter (exit code 3): no licence found"),
     ({"id": "never-loads", "load_timeout_s": 1}, "id = never-loads: has not loaded after 1 s; it is at "),
@@ -121,7 +121,7 @@ def test_what_only_nodes_can_tell_is_a_warning(place: Path) -> None:
     assert result.code == 0, result.err
     warning = "warning: environments.0.runtime = podman: `podman` is not installed here; the nodes are checked when "
     assert warning in result.err
-    assert "note: environments.0.runtime = podman: each rollout installs harness bash into its container" in result.err
+    assert "note: environments.0.runtime = podman: each rollout installs harness bash in its container" in result.err
 
 
 def test_what_cannot_be_tried_here_is_said(place: Path) -> None:

@@ -67,8 +67,8 @@ def test_model_types_are_unique() -> None:
 def test_family_of_an_installed_package_is_found(site_packages: Path) -> None:
     install(site_packages, "other_package:FOUND")
     assert families()[:-1] == bundled()
-    found = family_of("found_moe")
-    assert found is not None and found.name == "found" and found.model_types["found_moe"].ep
+    family = family_of("found_moe")
+    assert family is not None and family.name == "found" and family.model_types["found_moe"].ep
     assert renderers_of("found", "m") == ("other_package:Renderer",)
     assert renderer_traits("other_package:Renderer").describes_tools
     assert renderer_traits("other_package:Another") == RendererTraits()
@@ -80,13 +80,13 @@ def test_only_families_name_renderers() -> None:
     names = {*RENDERERS, *own} - {DEFAULT}
     for family in bundled():
         assert family.renderer_traits.keys() <= {family.renderer, *family.renderers.values()}
-    found = [
+    mentions = [
         (path.name, node.value)
         for path in (ROOT / "primeslurm" / "orchestrator").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     ]
-    assert found == []
+    assert mentions == []
 
 
 @pytest.mark.parametrize(

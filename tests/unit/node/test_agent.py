@@ -95,6 +95,12 @@ class Running:
     def events(self, kind: type[E]) -> list[E]:
         return [event for event in all_events(self.run) if isinstance(event, kind)]
 
+    def ended(self) -> Ending:
+        """Wait for the end of the attempt, and return how it ended."""
+        self.join()
+        assert self.head.ending is not None
+        return self.head.ending
+
     def join(self) -> None:
         for thread in [*self.threads, self.head]:
             thread.join(600)
@@ -146,8 +152,7 @@ def test_an_attempt_ends_when_a_newer_one_owns_the_run(start: Callable[..., Runn
     running = start((process("orchestrator", 0, SLEEP),))
     pid = running.wait_state("orchestrator", "ready").pid
     (running.run.path / "attempts" / "2").mkdir()
-    running.join()
-    assert running.head.ending == Ending(Outcome.CANCELLED, "attempt 2 has taken over the run")
+    assert running.ended() == Ending(Outcome.CANCELLED, "attempt 2 has taken over the run")
     assert not alive(pid) and not running.head.conclude()
     assert (end := running.attempt.end()) is not None and not end.requeued
 
@@ -208,20 +213,18 @@ def test_shared_memory_of_a_killed_engine_is_freed(start: Callable[..., Running]
 
 def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Running]) -> None:
     running = start((process("bad", 0, python("raise SystemExit(3)"), max_restarts=1),))
-    running.join()
-    assert running.head.ending is not None
-    assert running.head.ending.outcome is Outcome.FAILED
-    assert running.head.ending.reason == "bad ended with exit code 3 after 1 restarts"
+    ending = running.ended()
+    assert ending.outcome is Outcome.FAILED
+    assert ending.reason == "bad ended with exit code 3 after 1 restarts"
     assert running.head.conclude() is True
 
 
 def test_the_error_of_a_process_is_in_the_reason(start: Callable[..., Running]) -> None:
     bad = python("print('INFO: up', flush=True); raise RuntimeError('no room ' + 300 * '.')")
     running = start((process("bad", 0, bad, max_restarts=0),))
-    running.join()
-    assert running.head.ending is not None
+    ending = running.ended()
     error = f"RuntimeError: no room {300 * '.'}"
-    assert running.head.ending.reason == f"bad ended with exit code 1 ({error[:197]}...)"
+    assert ending.reason == f"bad ended with exit code 1 ({error[:197]}...)"
     assert running.events(ProcessExited)[0].reason == f"{error[:197]}..."
 
 
@@ -230,8 +233,7 @@ def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running
     running = start((process("orchestrator", 0, IGNORES_TERM, role="orchestrator"),), (trainer,))
     other = running.wait_state("orchestrator", "ready").pid
     os.kill(int(str(running.wait_state("trainer-rank-0", "ready").pid)), signal.SIGKILL)
-    running.join()
-    assert running.head.ending == Ending(Outcome.FAILED, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
+    assert running.ended() == Ending(Outcome.FAILED, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
     assert not alive(other)
 
 
@@ -267,8 +269,7 @@ def test_sigterm_to_every_process_lets_trainers_checkpoint_first(start: Callable
         os.killpg(pid, signal.SIGTERM)
     for agent in (running.head, *running.agents):
         agent.terminate()
-    running.join()
-    assert running.head.ending == Ending(Outcome.CANCELLED, BY_SIGTERM)
+    assert running.ended() == Ending(Outcome.CANCELLED, BY_SIGTERM)
     assert running.report("trainer-rank-0").exit_code == exit_codes.CHECKPOINTED
     assert (running.attempt.path / "checkpointed").exists()
     assert running.head.conclude() is False
@@ -285,8 +286,7 @@ def test_a_cancel_saves_what_was_trained(
 ) -> None:
     running = start_training(start, steps)
     running.attempt.cancel_file.write_text(words)
-    running.join()
-    assert running.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
+    assert running.ended() == Ending(Outcome.CANCELLED, "cancelled by the user")
     assert (running.attempt.path / "checkpointed").exists() is checkpoints
 
 
@@ -349,8 +349,7 @@ def test_completion_ends_servers_and_removes_directories(start: Callable[..., Ru
         (process("orchestrator", 0, done, role="orchestrator"),),
         (process("trainer-rank-0", 1, done, role="trainer", restart="attempt"), process("engine", 1, SLEEP)),
     )
-    running.join()
-    assert running.head.ending is not None and running.head.ending.outcome is Outcome.COMPLETED
+    assert running.ended().outcome is Outcome.COMPLETED
     assert running.head.conclude() is False
     assert not any(agent.tmp.exists() for agent in running.agents)
     assert all(agent.processes is not None and not agent.processes.children for agent in running.agents)
@@ -358,9 +357,8 @@ def test_completion_ends_servers_and_removes_directories(start: Callable[..., Ru
 
 def test_a_program_that_does_not_exist_is_reported(start: Callable[..., Running]) -> None:
     running = start((process("bad", 0, ("/no/such/program",), max_restarts=0),))
-    running.join()
-    assert running.head.ending is not None
-    assert "No such file" in running.head.ending.reason
+    ending = running.ended()
+    assert "No such file" in ending.reason
 
 
 def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,9 +367,8 @@ def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], mo
 
     monkeypatch.setattr(Head, "_publish_addresses", broken)
     running = start((process("engine", 0, SLEEP),))
-    running.join()
-    assert running.head.ending is not None
-    assert running.head.ending.reason == "head: PermissionError: [Errno 13] Permission denied"
+    ending = running.ended()
+    assert ending.reason == "head: PermissionError: [Errno 13] Permission denied"
 
 
 def test_the_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
@@ -590,8 +587,7 @@ def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None
     running = start((process("engine", 0, SLEEP),))
     pid = running.wait_state("engine", "ready").pid
     running.attempt.cancel_file.touch()
-    running.join()
-    assert running.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
+    assert running.ended() == Ending(Outcome.CANCELLED, "cancelled by the user")
     assert not alive(pid)
 
 

@@ -1,4 +1,4 @@
-"""The end of an attempt: whether another one follows."""
+"""The end of an attempt, and the decision about another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent gives to the processes that it starts."""
+"""Limits of the processes that an agent starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands in the surroundings of a process, and of its agent where it has ended."""
+"""Commands with the environment of a process, or of its agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a killed agent leaves on its node's disk goes."""
+"""Directories of a killed agent are removed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _OWNER = """
 import sys, time
 from pathlib import Path
 from primeslurm.node.host.exit_cleanup import ExitCleanup
-sweeper = ExitCleanup()
-sweeper.add(Path(sys.argv[1]))
-sweeper.add(Path(sys.argv[2]))
-print(sweeper.pid, flush=True)
+cleanup = ExitCleanup()
+cleanup.add(Path(sys.argv[1]))
+cleanup.add(Path(sys.argv[2]))
+print(cleanup.pid, flush=True)
 time.sleep(600)
 """
 
@@ -47,20 +47,20 @@ def test_only_directories_of_the_killed_process_are_removed(tmp_path: Path) -> N
     argv = [sys.executable, "-c", _OWNER, str(first), str(second)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        sweeper = int(owner.stdout.readline())
+        cleanup = int(owner.stdout.readline())
         # Slurm warns, and ends, every process of a step: this one has to be there when the others are gone
-        assert settled(lambda: ignores(sweeper, signal.SIGTERM))
+        assert settled(lambda: ignores(cleanup, signal.SIGTERM))
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
-            subprocess.run(["kill", f"-{number.value}", str(sweeper)], check=True)
+            subprocess.run(["kill", f"-{number.value}", str(cleanup)], check=True)
         assert first.exists() and second.exists()
         owner.kill()
     assert gone(first, second)
     assert (other / "below").exists()
-    assert gone(Path(f"/proc/{sweeper}"))
+    assert gone(Path(f"/proc/{cleanup}"))
 
 
 def test_the_shell_ends_when_nothing_is_left(tmp_path: Path) -> None:
-    sweeper = ExitCleanup()
-    sweeper.add(tmp_path / "gone already")
-    sweeper.close()
-    assert not Path(f"/proc/{sweeper.pid}").exists()
+    cleanup = ExitCleanup()
+    cleanup.add(tmp_path / "gone already")
+    cleanup.close()
+    assert not Path(f"/proc/{cleanup.pid}").exists()

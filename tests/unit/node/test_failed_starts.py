@@ -1,4 +1,4 @@
-"""Engines that cannot start: when the attempt ends early, when the run does, and when restarts go on."""
+"""Engines that cannot start end the attempt, and then the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liveness of processes, and trainer ranks that keep the others waiting. Clocks are set by hand."""
+"""Liveness of processes, and trainer ranks that keep the others waiting. The clock is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that could not be started: what Slurm says of them, and what follows."""
+"""Agents that could not be started, according to srun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports that agents claim before anybody listens there."""
+"""Claims of ports, and the address of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight: each check against what it looks at."""
+"""Each check of preflight, and preflight as a whole."""
 
 from __future__ import annotations
 

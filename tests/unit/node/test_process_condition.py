@@ -1,4 +1,4 @@
-"""What keeps a process from running, with those that it has started."""
+"""Conditions that keep a process and its children from running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What killed processes leave in /dev/shm is removed, and nothing else."""
+"""Shared memory of killed processes is removed, and nothing else."""
 
 from __future__ import annotations
 

@@ -13,31 +13,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, DockerConfig, PodmanConfig, Runtime, make_runtime
 
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.recipe.sections.sandboxes import Limits
+from tests.support.fake_programs import put_on_path
 from tests.support.verifiers_restored import restored
 
 SECRET = "a 'quoted' one\nof two $LINES"
-STAND_IN = (
+FAKE = (
     f"#!{sys.executable} -IS"
     + '''
 """A fake docker, podman and apptainer. Commands run on the host, with the variables that the options pass."""
 import json, os, pathlib, sys
 words = sys.argv[1:]
-with (pathlib.Path(__file__).parent / "asked").open("a") as asked:
-    print(json.dumps(sys.argv), file=asked)
+with (pathlib.Path(__file__).parent / "asked").open("a") as log:
+    print(json.dumps(sys.argv), file=log)
 if words[0] == "exec":
     (at,) = [index for index, word in enumerate(words) if word.startswith(("vf-", "instance://vf-"))]
     options, command = words[:at], words[at + 1 :]
-    told = [word for option, word in zip(options, options[1:]) if option == "--env"]
+    passed = [word for option, word in zip(options, options[1:]) if option == "--env"]
     env = {"PATH": os.environ["PATH"]}
-    env |= {word: os.environ[word] for word in told if "=" not in word}
-    env |= dict(word.split("=", 1) for word in told if "=" in word)
+    env |= {word: os.environ[word] for word in passed if "=" not in word}
+    env |= dict(word.split("=", 1) for word in passed if "=" in word)
     if "--env-file" in options:
         file = options[options.index("--env-file") + 1]
         command = ["sh", "-c", 'set -a; . "$0"; exec "$@"', file, *command]
@@ -54,17 +54,18 @@ each_engine = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def _stand_in(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    stand_in = tmp_path / config.type
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def _verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with restored(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def _fake_engine(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _verifiers: None) -> None:
+    put_on_path(monkeypatch, tmp_path, FAKE, config.type)
     monkeypatch.setenv("TOKEN", SECRET)
     monkeypatch.setenv("LEVEL", "the worker's")
     monkeypatch.delenv("APPTAINER_BIND", raising=False)
     monkeypatch.setattr(containers, "_secret_names", {"TOKEN"})
-    with restored(monkeypatch):
-        yield
 
 
 async def started(config: Config, tmp_path: Path, env: dict[str, str], shown: tuple[Path, ...] = ()) -> Runtime:
@@ -80,22 +81,22 @@ async def started(config: Config, tmp_path: Path, env: dict[str, str], shown: tu
 
 
 @each_engine
-@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.usefixtures("_fake_engine")
 async def test_command_lines_hold_no_secret(config: Config, tmp_path: Path) -> None:
     runtime = await started(config, tmp_path, {"TOKEN": SECRET})
     for _ in range(2):
         result = await runtime.run(["sh", "-c", 'echo "$LEVEL: $TOKEN"'], {"LEVEL": "the program's"})
         assert result.stdout == f"the program's: {SECRET}\n"
-    asked = (tmp_path / "asked").read_text()
-    assert "quoted" not in asked and "two $LINES" not in asked
-    assert "LEVEL=the program's" in json.loads(asked.splitlines()[-1])
+    calls = (tmp_path / "asked").read_text()
+    assert "quoted" not in calls and "two $LINES" not in calls
+    assert "LEVEL=the program's" in json.loads(calls.splitlines()[-1])
     for file in tmp_path.glob("*.env"):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(list(tmp_path.glob("*.env"))) == (config.type == "apptainer"), "one for each set of variables"
 
 
 @each_engine
-@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.usefixtures("_fake_engine")
 async def test_command_lines_hold_no_secret_that_a_task_renames_or_embeds(config: Config, tmp_path: Path) -> None:
     runtime = await started(config, tmp_path, {"KEY": SECRET, "HEADER": f"it's {SECRET}, {SECRET}", "OTHER": "'s"})
     result = await runtime.run([sys.executable, "-c", "import os; print(dict(os.environ))"], {})
@@ -103,12 +104,12 @@ async def test_command_lines_hold_no_secret_that_a_task_renames_or_embeds(config
     seen = ast.literal_eval(result.stdout)
     assert (seen["KEY"], seen["HEADER"], seen["OTHER"]) == (SECRET, f"it's {SECRET}, {SECRET}", "'s")
     assert "TOKEN" not in seen
-    asked = (tmp_path / "asked").read_text()
-    assert "quoted" not in asked and "two $LINES" not in asked and "OTHER='s" in asked
+    calls = (tmp_path / "asked").read_text()
+    assert "quoted" not in calls and "two $LINES" not in calls and "OTHER='s" in calls
     printing = ["sh", "-c", 'echo "$KEY; $TOKEN"']
     for token in (SECRET, "the task's", f"more than {SECRET}"):
-        told = await runtime.run(printing, {"TOKEN": token})
-        assert told.stdout == f"{SECRET}; {token}\n"
+        result = await runtime.run(printing, {"TOKEN": token})
+        assert result.stdout == f"{SECRET}; {token}\n"
     with pytest.raises(SandboxError, match=r"gives a secret to 'A\\nB', which is not a valid name"):
         await runtime.run(["true"], {"A\nB": SECRET})
 
@@ -126,7 +127,7 @@ def test_variables_of_harbor_tasks_are_hidden(tmp_path: Path, monkeypatch: pytes
 
 
 @each_engine
-@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.usefixtures("_fake_engine")
 async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: Path) -> None:
     # Commands of the fake see the whole host, so the test checks the options that show directories.
     shown = uv_scripts.environment_directories()
@@ -139,11 +140,11 @@ async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: P
     argv = await runtime.prepare_uv_script(script)
     result = await runtime.run(argv, {})
     assert (result.stdout, result.stderr) == (f"{sys.prefix} {sys.base_prefix}\n", "")
-    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    calls = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
     if config.type == "apptainer":
         binds = os.environ["APPTAINER_BIND"].split(",")
     else:
-        (words,) = [words for words in asked if words[1] == "run"]
+        (words,) = [words for words in calls if words[1] == "run"]
         binds = [value for option, value in itertools.pairwise(words) if option == "--volume"]
     assert binds == [f"{path}:{path}:ro" for path in shown]
     for prefix in (sys.prefix, sys.base_prefix):
@@ -160,6 +161,7 @@ mkdir -p "$logs" && touch "$logs/$last.out" "$logs/$last.err"
 """
 
 
+@pytest.mark.usefixtures("_verifiers")
 async def test_apptainer_writes_nothing_to_the_home_directory_and_keeps_no_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,14 +170,9 @@ async def test_apptainer_writes_nothing_to_the_home_directory_and_keeps_no_logs(
     for login in (".apptainer/docker-config.json", ".docker/config.json"):
         (home / login).parent.mkdir(parents=True)
         (home / login).write_text(login)
-    (tmp_path / "apptainer").write_text(APPTAINER)
-    (tmp_path / "apptainer").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    put_on_path(monkeypatch, tmp_path, APPTAINER, "apptainer")
     monkeypatch.setenv("HOME", str(home))
-    for name in ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores what the code sets
-    for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
-        monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
+    monkeypatch.delenv("APPTAINER_CONFIGDIR", raising=False)
     containers.use_directory(run)
     containers.patch_runtimes("tasks-0")
     ended, killed = (make_runtime(ApptainerConfig(image=str(image))) for _ in range(2))
@@ -183,8 +180,8 @@ async def test_apptainer_writes_nothing_to_the_home_directory_and_keeps_no_logs(
     await killed.start()
     logs = run / "config" / "instances" / "logs" / "node" / "user"
     assert {path.stem for path in logs.iterdir()} == {ended._instance, killed._instance}
-    asked = (tmp_path / "apptainer.asked").read_text().splitlines()
-    assert len(asked) == 8 and all(line.endswith(f"{run}/config {run}/cache") for line in asked), asked
+    calls = (tmp_path / "apptainer.asked").read_text().splitlines()
+    assert len(calls) == 8 and all(line.endswith(f"{run}/config {run}/cache") for line in calls), calls
     assert (run / "config/docker-config.json").read_text() == ".apptainer/docker-config.json"
     assert (run / "config/config.json").read_text() == ".docker/config.json"
     await ended.stop()
@@ -208,32 +205,29 @@ echo "$@" >>"$0.asked"
 """
 
 
-@pytest.mark.parametrize("stand_in", [UNLIMITED, LIMITED], ids=["unlimited", "limited"])
+@pytest.mark.usefixtures("_verifiers")
+@pytest.mark.parametrize("fake", [UNLIMITED, LIMITED], ids=["unlimited", "limited"])
 async def test_limits_of_tasks_are_dropped_only_if_apptainer_cannot_set_them(
-    stand_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "apptainer").write_text(stand_in)
-    (tmp_path / "apptainer").chmod(0o755)
+    put_on_path(monkeypatch, tmp_path, fake, "apptainer")
     (tmp_path / "image.sif").touch()
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
-        monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
     config = ApptainerConfig(image=str(tmp_path / "image.sif"), cpu=1, memory=2)
     containers.patch_runtimes("tasks-0")
     for _ in range(2):
         runtime = make_runtime(config)
         await runtime.start()
         await runtime.stop()
-    asked = (tmp_path / "apptainer.asked").read_text().splitlines()
-    starts = [line for line in asked if line.startswith("instance start")]
+    calls = (tmp_path / "apptainer.asked").read_text().splitlines()
+    starts = [line for line in calls if line.startswith("instance start")]
     assert len(starts) == 2
-    assert all(("--memory 2.0g" in line and "--cpus 1" in line) == (stand_in == LIMITED) for line in starts), starts
-    assert len([line for line in asked if line.startswith("exec --containall --memory")]) == 1, (
+    assert all(("--memory 2.0g" in line and "--cpus 1" in line) == (fake == LIMITED) for line in starts), starts
+    assert len([line for line in calls if line.startswith("exec --containall --memory")]) == 1, (
         "apptainer is probed once"
     )
     containers.patch_runtimes("tasks-0", limits=Limits(memory_gb=2))
     runtime = make_runtime(config)
-    if stand_in == LIMITED:
+    if fake == LIMITED:
         await runtime.start()
         await runtime.stop()
     else:

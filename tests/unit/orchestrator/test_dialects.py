@@ -46,21 +46,21 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def messages(base: str, secret: str, streams: bool, thinks_again: bool) -> tuple[list[str], list[dict[str, Any]]]:
     tool = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
-    told: list[Any] = [{"role": "user", "content": [{"type": "text", "text": ASKED}]}]
+    conversation: list[Any] = [{"role": "user", "content": [{"type": "text", "text": ASKED}]}]
     thoughts, calls = [], []
     async with anthropic.DefaultAsyncHttpxClient(trust_env=False) as http:
         program = anthropic.AsyncAnthropic(base_url=base, api_key=secret, http_client=http, max_retries=0)
-        asked: dict[str, Any] = {"model": "m", "max_tokens": 99, "system": SYSTEM, "tools": [tool]}
+        options: dict[str, Any] = {"model": "m", "max_tokens": 99, "system": SYSTEM, "tools": [tool]}
         while True:
             if streams:
-                async with program.messages.stream(messages=told, **asked) as stream:
+                async with program.messages.stream(messages=conversation, **options) as stream:
                     answer = await stream.get_final_message()
             else:
-                answer = await program.messages.create(messages=told, **asked)
+                answer = await program.messages.create(messages=conversation, **options)
             blocks = [block.model_dump(exclude_none=True) for block in answer.content]
             thoughts += [block["thinking"] for block in blocks if block["type"] == "thinking"]
             used = [block for block in blocks if block["type"] == "tool_use"]
-            told.append(
+            conversation.append(
                 {"role": "assistant", "content": [b for b in blocks if thinks_again or b["type"] != "thinking"]}
             )
             assert answer.stop_reason == ("tool_use" if used else "end_turn")
@@ -70,36 +70,38 @@ async def messages(base: str, secret: str, streams: bool, thinks_again: bool) ->
                 return thoughts, calls
             calls += [block["input"] for block in used]
             results = [{"type": "tool_result", "tool_use_id": b["id"], "content": "found"} for b in used]
-            told.append({"role": "user", "content": results})
+            conversation.append({"role": "user", "content": results})
 
 
 async def responses(
     base: str, secret: str, streams: bool, thinks_again: bool
 ) -> tuple[list[str], list[dict[str, Any]]]:
     tools = [{"type": "function", **FUNCTION}, {"type": "web_search"}]  # the provider would run the second: not offered
-    told: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": ASKED}]}]
+    conversation: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": ASKED}]}]
     thoughts, calls = [], []
     async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
         program = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=secret, http_client=http, max_retries=0)
-        asked: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "tools": tools}
+        options: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "tools": tools}
         while True:
             if streams:
-                async with program.responses.stream(input=told, **asked) as stream:
+                async with program.responses.stream(input=conversation, **options) as stream:
                     answer = await stream.get_final_response()
             else:
-                answer = await program.responses.create(input=told, **asked)
+                answer = await program.responses.create(input=conversation, **options)
             items = [item.model_dump(exclude_none=True) for item in answer.output]
             for item in items:
                 item.pop("parsed_arguments", None)
             thoughts += [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
             used = [item for item in items if item["type"] == "function_call"]
-            told += [item for item in items if thinks_again or item["type"] != "reasoning"]
+            conversation += [item for item in items if thinks_again or item["type"] != "reasoning"]
             assert answer.status == "completed" and answer.usage.total_tokens > 0
             if not used:
                 assert answer.output_text == SAID[-1]["content"]
                 return thoughts, calls
             calls += [json.loads(item["arguments"]) for item in used]
-            told += [{"type": "function_call_output", "call_id": item["call_id"], "output": "found"} for item in used]
+            conversation += [
+                {"type": "function_call_output", "call_id": item["call_id"], "output": "found"} for item in used
+            ]
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "whole"])
@@ -113,17 +115,17 @@ async def test_other_protocols_are_trained_on_the_sampled_tokens(
     engine = ScriptedEngine([sampled(renderer, message) for message in SAID])
     async with engine.serving(), rollout(qwen3, Rendering(config), engine) as (base, secret, ended):
         thoughts, calls = await program(base, secret, streams, thinks_again)
-        found: Conversation = ended([])
+        conversation: Conversation = ended([])
     assert calls == [message["tool_calls"][0]["function"]["arguments"] for message in SAID[:-1]]
     assert [thought.strip() for thought in thoughts] == [message["reasoning_content"] for message in SAID]
-    rollouts = trained(found)
+    rollouts = trained(conversation)
     assert_trained_as_seen(rollouts, engine)
     assert len(rollouts) == 1 and rollouts[0].info.turns == TURNS
-    told: list[Message] = list(START)
+    prompt: list[Message] = list(START)
     for turn, (message, request) in enumerate(zip(SAID, engine.requests, strict=True)):
-        assert request["token_ids"] == renderer.render_ids(told, tools=[TOOL], add_generation_prompt=True), turn
-        told.append(message)
-        told += [
+        assert request["token_ids"] == renderer.render_ids(prompt, tools=[TOOL], add_generation_prompt=True), turn
+        prompt.append(message)
+        prompt += [
             {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "found"}
             for call in message.get("tool_calls", ())
         ]
@@ -156,10 +158,10 @@ async def test_malformed_arguments_are_sent_as_an_empty_object(said: str, qwen3:
     async with engine.serving(), rollout(qwen3, Rendering(config), engine) as (base, secret, ended):
         async with anthropic.DefaultAsyncHttpxClient(trust_env=False) as http:
             program = anthropic.AsyncAnthropic(base_url=base, api_key=secret, http_client=http, max_retries=0)
-            asked = [{"role": "user", "content": ASKED}]
+            question = [{"role": "user", "content": ASKED}]
             tool = {"name": "look_up", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
-            answer = await program.messages.create(model="m", max_tokens=9, messages=asked, tools=[tool])
-        found = ended([])
+            answer = await program.messages.create(model="m", max_tokens=9, messages=question, tools=[tool])
+        conversation = ended([])
     assert [block.input for block in answer.content if block.type == "tool_use"] == [{}]
-    (sequence,) = trained(found)
+    (sequence,) = trained(conversation)
     assert sequence.token_ids[-len(script[0]) :].tolist() == list(script[0])

@@ -1,4 +1,4 @@
-"""An orchestrator whose run directory fails for a moment: recovery, the spool, and a whole run."""
+"""Temporary failures of the run directory: recovery, the spool, and a whole run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.stored import checkpoints
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
 from tests.support.scripted_run import OFF_POLICY, STEPS
-from tests.unit.orchestrator.test_end_to_end import FakeRun, check_whole_run
+from tests.unit.orchestrator.test_end_to_end import FakeRun, finish
 from tests.unit.orchestrator.test_packing import group
 
 NUMBERS = pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ESHUTDOWN])
 
 
 @NUMBERS
-def test_every_call_of_a_recovery_may_fail_twice(number: int, tmp_path: Path) -> None:
+def test_recovery_repeats_failed_calls(number: int, tmp_path: Path) -> None:
     directory = checkpoints.step_dir(tmp_path, 2)
     RunProgress(1, 3, 2, cursors={"a": 9}).save(directory / CHECKPOINT_PART)
     checkpoints.commit(directory, 2, 1)
@@ -36,7 +36,7 @@ def test_every_call_of_a_recovery_may_fail_twice(number: int, tmp_path: Path) ->
         assert restore(tmp_path, 2) == found
 
 
-def test_a_checkpoint_that_is_not_seen_is_not_begun_before(tmp_path: Path) -> None:
+def test_invisible_checkpoint_is_an_error(tmp_path: Path) -> None:
     for step in (2, 4):
         RunProgress(1, step + 1, step).save(checkpoints.step_dir(tmp_path, step) / CHECKPOINT_PART)
         checkpoints.commit(checkpoints.step_dir(tmp_path, step), step, 1)
@@ -48,7 +48,7 @@ def test_a_checkpoint_that_is_not_seen_is_not_begun_before(tmp_path: Path) -> No
 
 
 @NUMBERS
-def test_every_call_of_the_spool_may_fail_twice(number: int, tmp_path: Path) -> None:
+def test_spool_repeats_failed_calls(number: int, tmp_path: Path) -> None:
     made = group([3, 7], [0.25, 1.0])
     with FaultyStorage(tmp_path, once(number, number)).installed():
         spool = Spool(tmp_path / "rollouts")
@@ -60,7 +60,7 @@ def test_every_call_of_the_spool_may_fail_twice(number: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("seconds", [0.01, 20.0])
-def test_a_group_that_is_on_record_is_waited_for(seconds: float, tmp_path: Path, storage_time: FakeTime) -> None:
+def test_recorded_group_is_waited_for(seconds: float, tmp_path: Path, storage_time: FakeTime) -> None:
     made = group([3, 7], [0.25, 1.0])
     Spool(tmp_path).put(made)
     storage, until = FaultyStorage(tmp_path), storage_time.now + seconds
@@ -76,7 +76,7 @@ def test_a_group_that_is_on_record_is_waited_for(seconds: float, tmp_path: Path,
     assert spool.damaged == {}
 
 
-def test_a_group_that_one_listing_misses_loses_no_rollouts(tmp_path: Path) -> None:
+def test_incomplete_listing_loses_no_group(tmp_path: Path) -> None:
     Spool(tmp_path).put(group([3, 7], [0.25, 1.0]))
     storage, listings = FaultyStorage(tmp_path), [{"g.group"}]
 
@@ -89,7 +89,7 @@ def test_a_group_that_one_listing_misses_loses_no_rollouts(tmp_path: Path) -> No
         assert [each.id for each in Spool(tmp_path).load()] == ["g"]
 
 
-def test_a_spool_that_cannot_be_read_damages_no_group(tmp_path: Path) -> None:
+def test_unreadable_spool_damages_no_group(tmp_path: Path) -> None:
     Spool(tmp_path).put(group([3, 7], [0.25, 1.0]))
     spool = Spool(tmp_path)
     away = FaultyStorage(tmp_path, lambda operation, path: errno.EIO if path.endswith(".group") else None)
@@ -98,7 +98,7 @@ def test_a_spool_that_cannot_be_read_damages_no_group(tmp_path: Path) -> None:
     assert spool.damaged == {} and [each.id for each in spool.load()] == ["g"]
 
 
-def test_a_damaged_group_is_set_aside_with_its_reason(tmp_path: Path) -> None:
+def test_damaged_group_is_set_aside_with_its_reason(tmp_path: Path) -> None:
     Spool(tmp_path).put(group([3, 7], [0.25, 1.0]))
     (tmp_path / "g.group").write_bytes(b"nothing of the kind")
     spool = Spool(tmp_path)
@@ -109,7 +109,7 @@ def test_a_damaged_group_is_set_aside_with_its_reason(tmp_path: Path) -> None:
 
 
 @NUMBERS
-def test_an_evaluation_that_was_under_way_goes_on(number: int, tmp_path: Path) -> None:
+def test_unfinished_evaluation_is_read_despite_failures(number: int, tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     archive.begin(EvaluationHeader(5, 5, 1.0))
     with (
@@ -133,19 +133,13 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
         run.stop()
 
 
-def test_a_whole_run_on_a_file_system_where_each_first_call_fails(run: FakeRun) -> None:
-    run.start("orchestrator")
-    run.start("worker")
-    link = run.link()
-    run.publish(link, 0)
+def test_run_on_a_faulty_file_system(run: FakeRun) -> None:
+    link = run.begin()
     run.train(link, 1)
     run.train(link, 2)
     run.kill("orchestrator")
     run.start("orchestrator")
-    for step in range(3, STEPS + 1):
-        run.train(link, step)
-    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    check_whole_run(run)
-    told = run.events("storage_fault")
-    assert told and all(event["recovered"] for event in told)
+    finish(run, link, 3)
+    faults = run.events("storage_fault")
+    assert faults and all(event["recovered"] for event in faults)
     assert json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["step"] == STEPS

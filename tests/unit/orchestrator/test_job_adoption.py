@@ -19,10 +19,9 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from tests.support.scripted_run import STEPS
 from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, rollout, run_all
 from tests.unit.orchestrator.test_dispatch_sizes import age
-from tests.unit.orchestrator.test_end_to_end import FakeRun, check_whole_run
+from tests.unit.orchestrator.test_end_to_end import FakeRun, finish
 
 LAST = 12
 RULES = [
@@ -306,29 +305,20 @@ def test_any_order_of_ends_failures_and_kills(
 
 def test_killed_orchestrator_adopts_running_rollouts(tmp_path: Path) -> None:
     """With real processes, rollouts in flight continue in their worker."""
-    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
-        run = FakeRun(engine, tmp_path)
+    engine = FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05)
+    with engine, FakeRun(engine, tmp_path) as run:
         state = run.run_dir / "attempts/1/state/orchestrator.json"
 
-        def seen(what: str) -> int:
-            return int(json.loads(state.read_text())["counts"].get(what, 0)) if state.exists() else 0
+        def counted(name: str) -> int:
+            return int(json.loads(state.read_text())["counts"].get(name, 0)) if state.exists() else 0
 
-        try:
-            engine.held = True
-            run.start("orchestrator")
-            run.start("worker")
-            link = run.link()
-            run.publish(link, 0)
-            while not (seen("dispatched") and engine.requests):
-                time.sleep(0.1)
-            run.kill("orchestrator")
-            run.start("orchestrator")
-            while not seen("claimed"):
-                time.sleep(0.1)
-            engine.held = False
-            for step in range(1, STEPS + 1):
-                run.train(link, step)
-            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-            check_whole_run(run)
-        finally:
-            run.stop()
+        engine.held = True
+        link = run.begin()
+        while not (counted("dispatched") and engine.requests):
+            time.sleep(0.1)
+        run.kill("orchestrator")
+        run.start("orchestrator")
+        while not counted("claimed"):
+            time.sleep(0.1)
+        engine.held = False
+        finish(run, link, 1)

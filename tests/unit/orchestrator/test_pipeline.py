@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from primeslurm.wire.batches.rollouts import RankShard, Rollout
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.dispatch import MAX_FAILURES
@@ -19,7 +18,9 @@ from primeslurm.orchestrator.pipeline.progress import restore
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_events import JobLost, RolloutEnded, WorkerDied
 from primeslurm.recipe import Recipe
-from primeslurm.wire.link.trainer_link import Answer, GetBatch
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.link.messages import Answer, GetBatch
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout

@@ -23,12 +23,7 @@ from tests.support.conversations import write_tokenizer as write_tokenizer_of
 from tests.support.turn_templates import CHATML, UNENDING
 from tests.support.turn_templates import write_model as write_with_template
 
-VISION = {
-    "qwen3_5": "qwen3.5",
-    "qwen3_5_moe": "qwen3.5",
-    "qwen3_vl": "qwen3-vl",
-    "qwen3_vl_moe": "qwen3-vl",
-}
+VISION = {"qwen3_5": "qwen3.5", "qwen3_5_moe": "qwen3.5", "qwen3_vl": "qwen3-vl", "qwen3_vl_moe": "qwen3-vl"}
 
 
 def write_config(directory: Path, model_type: str) -> str:
@@ -66,11 +61,7 @@ def test_renderers_of_families_exist(family: Family) -> None:
         ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
         ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
         ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),
-        (
-            "deepseek_v3",
-            "DeepSeek-V3.1-Terminus",
-            "primeslurm.models.deepseek_v3.renderer:DeepSeekV31Renderer",
-        ),
+        ("deepseek_v3", "DeepSeek-V3.1-Terminus", "primeslurm.models.deepseek_v3.renderer:DeepSeekV31Renderer"),
         ("kimi_k2", "Kimi-K2-Thinking", "primeslurm.models.kimi_k2.renderer:KimiK2ThinkingRenderer"),
         ("kimi_k2", "Kimi-K2-Instruct", "kimi-k2"),
         ("nemotron_h", "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nemotron-3-ultra"),
@@ -162,8 +153,8 @@ def test_template_that_requires_a_system_message_is_accepted(tmp_path: Path) -> 
 
 def test_misspelled_renderer_is_refused_with_a_suggestion() -> None:
     fields = {"name": "test", "seq_len": 64, "model": {"path": "m", "renderer": "Qwen-3"}, "task": "serve"}
-    (found,) = violations(Recipe.model_validate(fields))
-    assert found.field == "model.renderer" and found.fix == "nearest: qwen3"
+    (violation,) = violations(Recipe.model_validate(fields))
+    assert violation.field == "model.renderer" and violation.fix == "nearest: qwen3"
     assert not violations(Recipe.model_validate(fields | {"model": {"path": "m", "renderer": "mine.chat:Renderer"}}))
 
 

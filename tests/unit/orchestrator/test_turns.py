@@ -65,10 +65,10 @@ ONE_SEQUENCE = {"deepseek-v4", "laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwe
 
 def messages_of(name: str) -> list[Message]:
     """Return the model's answers, turn by turn."""
-    said = [answering(turn) if turn in (QUESTION, TURNS - 1) else calling(turn) for turn in range(TURNS)]
+    answers = [answering(turn) if turn in (QUESTION, TURNS - 1) else calling(turn) for turn in range(TURNS)]
     if name in THOUGHTLESS:
-        said = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in said]
-    return said
+        answers = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in answers]
+    return answers
 
 
 def replies(turn: int, message: Message) -> list[Message]:
@@ -105,42 +105,42 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
     config = renderer_config(name, THINKING.get(name, {}))
     model = write_harmony_tokenizer(tmp_path) if name == "gpt-oss" else write_tokenizer(tmp_path, config)
     renderer = create_renderer(load_tokenizer(str(model)), config)
-    said = messages_of(name)
+    answers = messages_of(name)
     speaking = renderer
     if name == "gpt-oss":  # its prompts never show thoughts
         speaking = create_renderer(renderer._tokenizer, renderer_config(name, {"auto_drop_analysis": False}))
-    engine = ScriptedEngine([sampled(speaking, message) for message in said])
+    engine = ScriptedEngine([sampled(speaking, message) for message in answers])
     async with engine.serving():
-        found = await converse(model, Rendering(config), engine, replies)
-    rollouts = trained(found)
+        conversation = await converse(model, Rendering(config), engine, replies)
+    rollouts = trained(conversation)
     assert_trained_as_seen(rollouts, engine)
     assert len(rollouts) == (1 if name in ONE_SEQUENCE | THOUGHTLESS else SEQUENCES.get(name, 2))
     assert {rollout.info.turns for rollout in rollouts} == {TURNS}
-    calls = [message["tool_calls"][0]["function"] for message in found.messages if message.get("tool_calls")]
+    calls = [message["tool_calls"][0]["function"] for message in conversation.messages if message.get("tool_calls")]
     assert [call["arguments"] for call in calls] == [
         f'{{"word": "w {turn}"}}' for turn in range(TURNS) if turn % 10 != 9
     ]
     if name not in THOUGHTLESS | {"deepseek-r1"}:  # R1's template starts no thoughts after a tool's result
-        thoughts = [m.get("reasoning_content", "").strip() for m in found.messages if m["role"] == "assistant"]
-        assert thoughts == [message["reasoning_content"] for message in said]
-    assert_rendered_as_a_whole(renderer, engine, found)
+        thoughts = [m.get("reasoning_content", "").strip() for m in conversation.messages if m["role"] == "assistant"]
+        assert thoughts == [message["reasoning_content"] for message in answers]
+    assert_rendered_as_a_whole(renderer, engine, conversation)
     if name == "gpt-oss":
-        assert_rendered_as_by_its_makers(renderer, engine, found)
+        assert_rendered_as_by_its_makers(renderer, engine, conversation)
 
 
-def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, found: Conversation) -> None:
+def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, conversation: Conversation) -> None:
     """Assert that the prompts, rendered turn by turn, equal the renderer's output for the whole conversation."""
-    told = 2
+    length = 2
     for turn, request in enumerate(engine.requests):
-        whole = renderer.render_ids(found.messages[:told], tools=[TOOL], add_generation_prompt=True)
+        whole = renderer.render_ids(conversation.messages[:length], tools=[TOOL], add_generation_prompt=True)
         seen = renderer._tokenizer.decode(request["token_ids"])
         assert seen == renderer._tokenizer.decode(whole) and request["token_ids"] == whole, f"turn {turn}"
-        told += 2
-    assert told == len(found.messages) + 1
-    assert list(START) == found.messages[:2]
+        length += 2
+    assert length == len(conversation.messages) + 1
+    assert list(START) == conversation.messages[:2]
 
 
-def assert_rendered_as_by_its_makers(renderer: Any, engine: ScriptedEngine, found: Conversation) -> None:
+def assert_rendered_as_by_its_makers(renderer: Any, engine: ScriptedEngine, conversation: Conversation) -> None:
     """Assert that OpenAI's encoder gives the same prompts, except that it does not choose the answer's channel.
 
     The encoder gets no thoughts before the last question, because it drops them after an answer, and shows them again
@@ -156,9 +156,10 @@ def assert_rendered_as_by_its_makers(renderer: Any, engine: ScriptedEngine, foun
     ]
     for turn, request in enumerate(engine.requests):
         question = 3 + 2 * QUESTION if turn > QUESTION else 1
-        told = found.messages[1 : 2 + 2 * turn]
-        said = [part for at, message in enumerate(told, 1) for part in as_harmony(message, thinks=at > question)]
-        history = Conversations.from_messages([*head, *said])
+        messages = conversation.messages[1 : 2 + 2 * turn]
+        numbered = enumerate(messages, 1)
+        converted = [part for number, message in numbered for part in as_harmony(message, thinks=number > question)]
+        history = Conversations.from_messages([*head, *converted])
         theirs = renderer._enc.render_conversation_for_completion(history, Role.ASSISTANT)
         assert request["token_ids"] == [*theirs, *opened], f"turn {turn}"
 
@@ -176,8 +177,8 @@ def as_harmony(message: Message, thinks: bool) -> list[HarmonyMessage]:
         thought = HarmonyMessage.from_role_and_content(Role.ASSISTANT, message["reasoning_content"])
         made.append(thought.with_channel("analysis"))
     for call in message.get("tool_calls") or ():
-        said = HarmonyMessage.from_role_and_content(Role.ASSISTANT, call["function"]["arguments"])
-        made.append(said.with_channel("commentary").with_recipient("functions.look_up"))
+        call_message = HarmonyMessage.from_role_and_content(Role.ASSISTANT, call["function"]["arguments"])
+        made.append(call_message.with_channel("commentary").with_recipient("functions.look_up"))
     if message.get("content"):
         made.append(HarmonyMessage.from_role_and_content(Role.ASSISTANT, message["content"]).with_channel("final"))
     return made
@@ -195,20 +196,20 @@ async def test_deepseek_v31_thinks_once_per_question_and_drops_the_thoughts(tmp_
     ]
     engine = ScriptedEngine(script)
     async with engine.serving():
-        found = await converse(model, Rendering(config), engine, replies)
-    rollouts = trained(found)
+        conversation = await converse(model, Rendering(config), engine, replies)
+    rollouts = trained(conversation)
     assert_trained_as_seen(rollouts, engine)
     assert len(rollouts) == 3
-    answers = [message for message in found.messages if message["role"] == "assistant"]
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
     assert [m.get("reasoning_content") for m in answers if m.get("reasoning_content")] == ["I think 0.", "I think 10."]
-    assert_rendered_as_a_whole(renderer, engine, found)
+    assert_rendered_as_a_whole(renderer, engine, conversation)
 
 
 def test_malformed_calls_of_deepseek_v31_get_a_status(tmp_path: Path) -> None:
     config = renderer_config(DEEPSEEK_V3_1, {})
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, config)))
     begin, call, sep, end = (f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end"))
-    told = {
+    calls = {
         f'{call}add{sep}{{"a": 1}}{end}': ("ok", "add", {"a": 1}),
         f"{call}add{sep}{end}": ("ok", "add", {}),
         f'{call}add{sep}{{"a": {end}': ("invalid_json", "add", '{"a": '),
@@ -217,32 +218,32 @@ def test_malformed_calls_of_deepseek_v31_get_a_status(tmp_path: Path) -> None:
         f"{call}add{end}": ("malformed_structure", None, None),
         f'{call}add{sep}{{"a": 1}}': ("unclosed_block", "add", {"a": 1}),
     }
-    ids = tokenizer.encode(f"Now.{begin}{''.join(told)}", add_special_tokens=False)
-    found = create_renderer(tokenizer, config).parse_response(ids)
-    assert found.content == "Now."
-    assert [(one.status, one.name, one.arguments) for one in found.tool_calls] == list(told.values())
+    ids = tokenizer.encode(f"Now.{begin}{''.join(calls)}", add_special_tokens=False)
+    parsed = create_renderer(tokenizer, config).parse_response(ids)
+    assert parsed.content == "Now."
+    assert [(call.status, call.name, call.arguments) for call in parsed.tool_calls] == list(calls.values())
 
 
 async def test_cost_of_a_turn_does_not_grow_with_the_conversation(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Turn 200 tokenizes and hashes only what is new, like turn 2.
-    turns, tokenised, hashed = 200, [0], [0]
+    turns, tokenized, hashed = 200, [0], [0]
     encode, message_hash = PreTrainedTokenizerFast._encode_plus, conversation_cache._hash_message
 
     def counting_encode(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-        found = encode(tokenizer, *args, **kwargs)
-        tokenised[-1] += len(found["input_ids"])
-        return found
+        encoding = encode(tokenizer, *args, **kwargs)
+        tokenized[-1] += len(encoding["input_ids"])
+        return encoding
 
     def counting_hash(message: Any) -> str:
         hashed[-1] += 1
         return message_hash(message)
 
     def more(turn: int, message: Message) -> list[Message]:
-        tokenised.append(0)
+        tokenized.append(0)
         hashed.append(0)
         (call,) = message["tool_calls"]
-        found = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": f"found {100 + turn}"}
-        return [found] if turn < turns - 1 else []
+        result = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": f"found {100 + turn}"}
+        return [result] if turn < turns - 1 else []
 
     config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
@@ -250,10 +251,10 @@ async def test_cost_of_a_turn_does_not_grow_with_the_conversation(qwen3: Path, m
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting_encode)
     monkeypatch.setattr(conversation_cache, "_hash_message", counting_hash)
     async with engine.serving():
-        found = await converse(qwen3, Rendering(config), engine, more)
-    (rollout,) = trained(found)
+        conversation = await converse(qwen3, Rendering(config), engine, more)
+    (rollout,) = trained(conversation)
     assert len(engine.requests) == rollout.info.turns == turns
-    assert tokenised[1] > 0 and set(tokenised[1:turns]) == {tokenised[1]}
+    assert tokenized[1] > 0 and set(tokenized[1:turns]) == {tokenized[1]}
     assert hashed[1] > 0 and set(hashed[1:turns]) == {hashed[1]}
 
 
@@ -262,13 +263,13 @@ async def test_turn_requests_only_its_own_rows_of_router_replay(qwen3: Path) -> 
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in messages_of("qwen3")], routed=True)
     async with engine.serving():
-        found = await converse(qwen3, Rendering(config), engine, replies)
+        conversation = await converse(qwen3, Rendering(config), engine, replies)
     seen = [len(request["token_ids"]) for request in engine.requests]
     asked = [request["sampling_params"].get("routed_experts_prompt_start", 0) for request in engine.requests]
-    wanted = [0] + [seen[turn] + len(engine.script[turn]) - 1 for turn in range(TURNS - 1)]
-    wanted[QUESTION + 1] = 0  # a new sequence
-    assert asked == wanted
-    for rollout in trained(found):  # the row of an answer's last token arrives with the next turn
+    expected = [0] + [seen[turn] + len(engine.script[turn]) - 1 for turn in range(TURNS - 1)]
+    expected[QUESTION + 1] = 0  # a new sequence
+    assert asked == expected
+    for rollout in trained(conversation):  # the row of an answer's last token arrives with the next turn
         assert rollout.routed_experts is not None
         last = len(rollout.token_ids) - 1
         assert rollout.routed_experts[:, 2, 1].tolist() == [*(p % 200 for p in range(last)), 255]
@@ -286,55 +287,55 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def talked(
-    model: Path, said: list[Message], options: dict[str, Any], **talk: Any
+    model: Path, answers: list[Message], options: dict[str, Any], **talk: Any
 ) -> tuple[Conversation, ScriptedEngine]:
     config = extending_config("qwen3", options)
     renderer = create_renderer(load_tokenizer(str(model)), config)
-    engine = ScriptedEngine([sampled(renderer, message) for message in said])
+    engine = ScriptedEngine([sampled(renderer, message) for message in answers])
     async with engine.serving():
         return await converse(model, Rendering(config), engine, **talk), engine
 
 
 async def test_programs_that_resend_answers_without_thoughts_extend_the_sequence(qwen3: Path) -> None:
-    said = [*messages_of("qwen3")[:QUESTION], answering(9)]
+    answers = [*messages_of("qwen3")[:QUESTION], answering(9)]
     for turn in (3, 4):  # the same call after different thoughts
-        said[turn]["tool_calls"] = said[2]["tool_calls"]
+        answers[turn]["tool_calls"] = answers[2]["tool_calls"]
 
     def more(turn: int, message: Message) -> list[Message]:
         return replies(turn, message) if turn < QUESTION else []
 
-    found, engine = await talked(qwen3, said, {}, replies=more, says_again=bare)
-    (rollout,) = trained(found)
+    conversation, engine = await talked(qwen3, answers, {}, replies=more, says_again=bare)
+    (rollout,) = trained(conversation)
     assert_trained_as_seen((rollout,), engine)
     assert all(f"I think {turn}." in load_tokenizer(str(qwen3)).decode(rollout.token_ids) for turn in range(QUESTION))
 
 
 @pytest.mark.parametrize(
-    ("thinks", "options", "wanted"),
+    ("thinks", "options", "expected"),
     [(False, {}, 1), (True, {}, 4), (True, {"thinking_retention": "all"}, 1), (False, {"enable_thinking": False}, 1)],
 )
 async def test_questions_branch_only_if_thoughts_are_dropped(
-    qwen3: Path, thinks: bool, options: dict[str, Any], wanted: int
+    qwen3: Path, thinks: bool, options: dict[str, Any], expected: int
 ) -> None:
-    said = [answering(turn) for turn in range(4)]
+    answers = [answering(turn) for turn in range(4)]
     if not thinks:
-        said = [{"role": "assistant", "content": f"  It is {turn}. "} for turn in range(4)]
+        answers = [{"role": "assistant", "content": f"  It is {turn}. "} for turn in range(4)]
 
     def ask(turn: int, message: Message) -> list[Message]:
         return [{"role": "user", "content": "And then?"}] if turn < 3 else []
 
     if thinks or options:
-        found, engine = await talked(qwen3, said, options, replies=ask)
+        conversation, engine = await talked(qwen3, answers, options, replies=ask)
     else:  # the template adds empty thoughts before the last answer, but such models sample none
         tokenizer = load_tokenizer(str(qwen3))
-        engine = ScriptedEngine([tokenizer.encode(message["content"] + "<|im_end|>") for message in said])
+        engine = ScriptedEngine([tokenizer.encode(message["content"] + "<|im_end|>") for message in answers])
         async with engine.serving():
-            found = await converse(
+            conversation = await converse(
                 qwen3, Rendering(extending_config("qwen3", {})), engine, replies=ask, says_again=bare
             )
-    rollouts = trained(found)
+    rollouts = trained(conversation)
     assert_trained_as_seen(rollouts, engine)
-    assert len(rollouts) == wanted
+    assert len(rollouts) == expected
 
 
 async def test_tools_that_cannot_be_rendered_are_refused_with_a_reason(qwen3: Path) -> None:
@@ -353,21 +354,21 @@ def test_equal_answer_of_another_branch_is_not_restored() -> None:
     trace = vf.Trace(task=TraceTask(type="Task", data=vf.TaskData(prompt="")), agent=AgentInfo(config=AgentConfig()))
 
     def add(parent: int | None, role: str, text: str, thoughts: str | None = None) -> int:
-        told = {"role": role, "content": text, "reasoning_content": thoughts}
-        trace.nodes.append(MessageNode(parent=parent, message=parse_message(told), sampled=thoughts is not None))
+        message = {"role": role, "content": text, "reasoning_content": thoughts}
+        trace.nodes.append(MessageNode(parent=parent, message=parse_message(message), sampled=thoughts is not None))
         return len(trace.nodes) - 1
 
-    told: list[list[Message]] = []
+    conversations: list[list[Message]] = []
     for agent in ("one", "other"):
         place = None
-        told.append([])
+        conversations.append([])
         for question in (agent, "And then?"):
             asked = add(place, "user", question)
             place = add(asked, "assistant", "Done.", f"{agent}: {question}")
-            told[-1] += [{"role": "user", "content": question}, {"role": "assistant", "content": "Done."}]
-    for agent, messages in zip(("one", "other"), told, strict=True):
-        found = ConversationCache(trace).messages(messages, parse_message)
-        assert [found[i].reasoning_content for i in (1, 3)] == [f"{agent}: {agent}", f"{agent}: And then?"]
-    retold = [{"role": "user", "content": "In other words"}, *told[1][1:]]
-    found = ConversationCache(trace).messages(retold, parse_message)
-    assert found[1].reasoning_content == "one: one", "ambiguous: the first one"
+            conversations[-1] += [{"role": "user", "content": question}, {"role": "assistant", "content": "Done."}]
+    for agent, messages in zip(("one", "other"), conversations, strict=True):
+        restored = ConversationCache(trace).messages(messages, parse_message)
+        assert [restored[i].reasoning_content for i in (1, 3)] == [f"{agent}: {agent}", f"{agent}: And then?"]
+    rephrased = [{"role": "user", "content": "In other words"}, *conversations[1][1:]]
+    restored = ConversationCache(trace).messages(rephrased, parse_message)
+    assert restored[1].reasoning_content == "one: one", "ambiguous: the first one"

@@ -1,4 +1,4 @@
-"""The log of metrics that RL and SFT share: what a resumed run forgets, and where else the rows go."""
+"""The metrics log: resumed runs, TensorBoard, Weights & Biases, and evaluations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recipe(**monitor: Any) -> Recipe:
 RECIPE = recipe()
 
 
-def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
+def test_rows_after_the_resumed_step_are_replaced(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0, **RECIPE.metrics_options())
     for step in (1, 2, 2, 3):
         log.write(step, {"loss": float(step)})
@@ -52,7 +52,7 @@ def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
 
 
 class FakeWandb(types.ModuleType):
-    """A stand-in for the module wandb that notes what it is told. Nothing leaves this process."""
+    """A fake module wandb that keeps its calls."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -84,9 +84,7 @@ class FakeWandb(types.ModuleType):
         self._current = ""
 
 
-def test_attempts_of_a_run_share_a_wandb_run_and_runs_of_one_name_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_of_a_run_share_a_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     to_wandb = recipe(tensorboard=False, wandb={"project": "p"})
@@ -105,7 +103,7 @@ def test_attempts_of_a_run_share_a_wandb_run_and_runs_of_one_name_do_not(
 
 
 @pytest.mark.parametrize("lock", [["run_id"], {"run_id": 7}])
-def test_a_damaged_lock_file_costs_wandb_the_runs_id_and_nothing_else(
+def test_wandb_uses_the_runs_name_if_lock_json_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: object
 ) -> None:
     fake = FakeWandb()
@@ -115,10 +113,7 @@ def test_a_damaged_lock_file_costs_wandb_the_runs_id_and_nothing_else(
     assert fake.runs == {tmp_path.name: []}
 
 
-def test_what_evaluations_measured_joins_the_step_that_was_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes late, once, and stays over a restart; what was measured of steps that were undone goes with them."""
+def test_evaluations_are_merged_into_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     options = recipe(tensorboard=False, wandb={"project": "p"}).metrics_options()
@@ -141,7 +136,7 @@ def test_what_evaluations_measured_joins_the_step_that_was_evaluated(
     assert [row.get("eval/words/reward_mean") for row in rows(tmp_path / "metrics.jsonl")] == [None, 0.2, 0.5]
 
 
-def test_readers_find_the_metrics_of_sft_under_the_names_of_rl() -> None:
+def test_sft_metrics_are_read_under_the_names_of_rl() -> None:
     row = {"step": 3, "time": 9.0, "loss": 0.5, "tokens_per_s": 7.0, "seconds/optimizer": 1.0, "seconds/publish": 0.5}
     assert with_rl_names(row) == {
         "step": 3,

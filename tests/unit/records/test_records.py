@@ -1,4 +1,4 @@
-"""What processes write is read back, and what they did not write is passed over."""
+"""Records and events: reading back, other releases, and damaged files."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from tests.support.golden import assert_golden
         b"",
     ],
 )
-def test_what_is_damaged_or_of_another_release_is_passed_over(line: bytes) -> None:
+def test_damaged_and_unknown_events_are_skipped(line: bytes) -> None:
     assert decode(line) is None
 
 
-def test_a_new_field_is_passed_over_and_a_missing_one_has_a_default() -> None:
+def test_a_new_field_is_ignored_and_a_missing_one_has_a_default() -> None:
     line = b'{"time": 1.0, "process": "agent-0", "kind": "started", "name": "router-0", "cores": [1, 2]}'
     assert decode(line) == ProcessStarted("router-0", time=1.0, process="agent-0")
 
 
 @settings(deadline=None)
 @given(st.floats(), st.text(st.characters(categories=["L", "Cs"])), st.none() | st.floats())
-def test_whatever_a_journal_writes_is_read_back(seconds: float, error: str, loss: float | None) -> None:
+def test_events_and_states_are_read_back(seconds: float, error: str, loss: float | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         journal = Journal(Path(directory), "p")
         journal.write(StepTrained(1, loss))
@@ -66,12 +66,12 @@ def test_whatever_a_journal_writes_is_read_back(seconds: float, error: str, loss
     assert (repr(step.loss), failed.error, repr(state.seconds["train"])) == (repr(loss), error, repr(seconds))
 
 
-def test_events_without_a_time_are_left_out_and_the_rest_is_put_in_order() -> None:
+def test_events_are_sorted_and_those_without_time_dropped() -> None:
     late, early = AgentFailed("b", time=2.0), AgentFailed("a", time=1.0)
     assert in_order([late, AgentFailed("c"), early]) == [early, late]
 
 
-def test_a_record_is_there_or_not_or_damaged(tmp_path: Path) -> None:
+def test_missing_incomplete_and_wrong_records(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     assert read_record(path, FleetView) is None
     path.write_text('{"time": 1.')
@@ -86,7 +86,7 @@ def test_a_record_is_there_or_not_or_damaged(tmp_path: Path) -> None:
     assert read_record(path, LockRecord) == LockRecord()
 
 
-def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path) -> None:
+def test_the_end_of_a_file_is_read_in_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     assert last_lines(path) == []
     path.write_bytes(b"one\ntwo\nthree\nfo")
@@ -120,12 +120,12 @@ for turn in range(30):
 """
 
 
-def test_threads_may_read_the_first_record_of_a_kind_at_once() -> None:
+def test_threads_may_read_the_first_record_of_a_kind_concurrently() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_events_that_do_not_fit_on_the_disk_follow_in_order_and_whole(tmp_path: Path) -> None:
+def test_events_on_a_full_disk_are_written_later_in_order(tmp_path: Path) -> None:
     directory = tmp_path / "run" / "attempts" / "1"
     journal, path = Journal(directory, "agent-1"), directory / "events" / "agent-1.jsonl"
     journal.write(AgentStarted("before", ""))

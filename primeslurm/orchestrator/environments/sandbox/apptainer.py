@@ -31,15 +31,15 @@ from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
+# Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
+# even if apptainer is installed setuid.
 PRIVATE_NETWORK = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USERNS": "1"}
-"""Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
-even if apptainer is installed setuid."""
+# Command of util-linux that enters namespaces.
 NSENTER = "nsenter"
-"""Command of util-linux that enters namespaces."""
+# Programs that a disk of fixed size needs. Packages of apptainer may bring the first two.
 DISK_PROGRAMS = ("fuse2fs", "fuse-overlayfs", "mke2fs")
-"""Programs that a disk of fixed size needs. Packages of apptainer may bring the first two."""
+# Directories that are not on every user's PATH.
 _ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
-"""Directories that are not on every user's PATH."""
 _ISOLATION = ("--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths,home,tmp", "--no-eval")
 _INODE_BYTES = 4096
 _COPY = 'if [ -d "$1" ]; then cp -R -P "$1"/. "$2"/; fi'
@@ -67,33 +67,28 @@ class PrivateNetwork(PrivateLoopback):
         self._lock = asyncio.Lock()
 
     async def expose(self, port: int) -> str:
-        """Return a URL on the node that leads to a port inside."""
         return f"http://127.0.0.1:{await self._forwarder.expose(port)}"
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        """Run a program to its end."""
         await self._forward_ports()
         result: ProgramResult = await super().run(argv, env)  # type: ignore[misc]
         return result
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
-        """Start a program whose streams stay open."""
         await self._forward_ports()
         process: RuntimeProcess = await super().open_process(argv, env)  # type: ignore[misc]
         return process
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Start a program that runs as long as the instance."""
         await self._forward_ports()
         await super().run_background(argv, env, log)  # type: ignore[misc]
 
     async def teardown(self) -> None:
-        """End the instance and its connections."""
         self._forwarder.close()
         await super().teardown()  # type: ignore[misc]
 
     async def _forward_ports(self) -> None:
-        async with self._lock:
+        async with self._lock:  # programs of a rollout may start at the same time
             try:
                 for port in sorted(self._ports):
                     await self._forwarder.forward(port)
@@ -101,6 +96,7 @@ class PrivateNetwork(PrivateLoopback):
                 raise SandboxError(str(error)) from error
 
     async def _make_socket(self, port: int | None) -> socket.socket:
+        # Only `instance list` tells the pid of the instance's first process.
         listed = await cli("apptainer", "instance", "list", self._instance)
         rows = [line.split() for line in listed.stdout.splitlines()]
         pids = [row[1] for row in rows if row[:1] == [self._instance] and row[1].isdigit()]
@@ -116,24 +112,24 @@ async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
     user namespace belongs to this user.
 
     Args:
-        pid: a process of the instance.
+        pid: process whose namespaces the helper enters.
         port: loopback port on which the socket listens; None: the socket is not connected.
 
     Raises:
         SandboxGoneError: the namespaces cannot be entered, or the port is in use.
     """
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
+    worker_end, helper_end = socket.socketpair()
+    with worker_end:
+        with helper_end:
             enter = [NSENTER, f"--user=/proc/{pid}/ns/user", f"--net=/proc/{pid}/ns/net", "--preserve-credentials"]
-            make = [sys.executable, "-I", "-S", "-c", _MAKE_SOCKET, str(theirs.fileno()), str(port or 0)]
+            make = [sys.executable, "-I", "-S", "-c", _MAKE_SOCKET, str(helper_end.fileno()), str(port or 0)]
             process = await asyncio.create_subprocess_exec(
                 *(*enter, "--", *make),
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[helper_end.fileno()],
             )
         try:
             async with asyncio.timeout(_ENTER_TIMEOUT_S):
@@ -144,10 +140,10 @@ async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
         if process.returncode:
             why = (stderr.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
             raise SandboxGoneError(f"cannot enter the container's network: {why}")
-        _, fds, _, _ = socket.recv_fds(ours, 1, 1)
-    made = socket.socket(fileno=fds[0])
-    made.setblocking(False)
-    return made
+        _, fds, _, _ = socket.recv_fds(worker_end, 1, 1)
+    received = socket.socket(fileno=fds[0])
+    received.setblocking(False)
+    return received
 
 
 class LimitProbe:
@@ -225,8 +221,10 @@ class FixedSizeDisk(ApptainerRuntime):  # type: ignore[misc]
         target = f"/{self._instance}"
         bind = ("--bind", f"{workdir}:{target}")
         await _apptainer("exec", *_ISOLATION, *bind, image, "sh", "-c", _COPY, "copy", self.config.workdir, target)
+        # Sparse: blocks take space only once programs write to them.
         with disk.open("wb") as file:
             file.truncate(size)
+        # A small journal and no blocks reserved for root, so that nearly all of the size is usable.
         options = ["-q", "-F", "-t", "ext3", "-m", "0", "-b", "4096", "-i", str(_INODE_BYTES), "-J", "size=4"]
         owner = f"root_owner={os.getuid()}:{os.getgid()}"
         program = find_program("mke2fs") or "mke2fs"
@@ -251,14 +249,12 @@ def find_program(program: str) -> str | None:
 
 
 def missing_for_disks() -> list[str]:
-    """List what this host lacks for disks of fixed size."""
     missing = [program for program in DISK_PROGRAMS if find_program(program) is None]
     return missing if os.access("/dev/fuse", os.R_OK | os.W_OK) else [*missing, "/dev/fuse"]
 
 
 @functools.cache
 def _bundled_programs() -> tuple[str, ...]:
-    """Return the directory with apptainer's own programs, if there is one."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         words = ["apptainer", "buildcfg", "LIBEXECDIR"]
         libexec = subprocess.run(

@@ -16,24 +16,24 @@ from primeslurm.base import errors
 WORKDIR = "/app"
 HOME = "/home/user"
 _UID = "1000"
+# Size of /dev/shm, as in docker.
 _SHM_BYTES = 64 << 20
-"""Size of /dev/shm, as in docker."""
+# /dev/shm gets at most this fraction of the disk limit.
 _MAX_SHM_FRACTION = 0.25
-"""/dev/shm gets at most this fraction of the disk limit."""
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# Entries of /etc that programs read. All of them are readable by every user of the node.
 _ETC = """
     alternatives ca-certificates ca-certificates.conf crypto-policies debian_version default/locale ld.so.cache
     ld.so.conf ld.so.conf.d localtime locale.alias mime.types nsswitch.conf os-release pki profile protocols python3
     python3.11 redhat-release services shells ssl terminfo timezone
 """
-"""Entries of /etc that programs read. All of them are readable by every user of the node."""
 _PASSWD = f"root:x:0:0::/root:/bin/sh\nuser:x:{_UID}:{_UID}::{HOME}:/bin/bash\nnobody:x:65534:65534::/:/bin/false\n"
 _GROUP = f"root:x:0:\nuser:x:{_UID}:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+# Files that replace the node's.
 FILES = {"/etc/passwd": _PASSWD, "/etc/group": _GROUP, "/etc/hosts": _HOSTS}
-"""Files that replace the node's."""
+# Directories that are never shown as a whole, even if Python's path names them.
 NEVER_SHOWN = (Path("/"), Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/etc"), Path.home())
-"""Directories that are never shown as a whole, even if Python's path names them."""
 
 
 def python_paths() -> tuple[Path, ...]:
@@ -61,11 +61,15 @@ def bwrap_args(
     """
     # /dev/shm is a file system of its own, because bubblewrap makes it itself: it cannot be a link into /.
     shm = min(_SHM_BYTES, int(_MAX_SHM_FRACTION * disk))
+    # No nested user namespaces: in one, a program would have all capabilities, and more of the kernel to attack.
     args = ["bwrap", "--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     args += [] if open_network else ["--unshare-net"]
+    # --new-session: without a terminal, programs cannot push input to one (CVE-2017-5226).
     args += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     args += ["--hostname", "sandbox", "--uid", _UID, "--gid", _UID]
+    # bubblewrap mounts in the order of its arguments: the root in memory, visible directories, then hidden ones.
     args += ["--size", str(disk - shm), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
+    # On merged-/usr systems these are links, which must exist inside, too.
     args += [arg for link in _SYSTEM_LINKS for arg in _link_args(link)]
     args += [arg for name in (*_ETC.split(), *(["resolv.conf"] if open_network else [])) for arg in _etc_args(name)]
     args += [arg for path, fd in files.items() for arg in ("--file", str(fd), path)]
@@ -73,9 +77,11 @@ def bwrap_args(
     shown = list(outermost(path for path in absolute if path.exists() and not path.is_relative_to("/usr")))
     args += [arg for path in shown for arg in ("--ro-bind", str(path), str(path))]
     for path in outermost(path.resolve() for path in hidden):
+        # An empty read-only directory covers a hidden one, unless that would also cover a visible directory below it.
         is_below = any(path.is_relative_to(other.resolve()) for other in shown)
         if is_below and path.exists() and not any(other.resolve().is_relative_to(path) for other in shown):
             args += ["--tmpfs", str(path), "--remount-ro", str(path)]
+    # A process list of its own, and a /dev without the node's devices.
     args += ["--proc", "/proc", "--dev", "/dev", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for directory in ("/tmp", "/var/tmp", "/run", HOME, WORKDIR):
         args += ["--dir", directory]

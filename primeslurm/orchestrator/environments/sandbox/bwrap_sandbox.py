@@ -30,8 +30,8 @@ from primeslurm.wire.decoding import DamagedError, decode_json
 
 _START_TIMEOUT_S = 60
 _ANSWER_TIMEOUT_S = 30
+# A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them.
 _JOIN_GROUPS = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
-"""A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them."""
 
 
 class SandboxProcess:
@@ -43,11 +43,9 @@ class SandboxProcess:
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
-        """Return the exit code once the program has ended. Raises SandboxGoneError."""
         return await asyncio.shield(self.exited)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the program's process group, unless the program has ended."""
         if not self.exited.done():
             with contextlib.suppress(SandboxGoneError):
                 await self._sandbox.request("signal", pid=self.pid, signal=number)
@@ -94,10 +92,11 @@ class Sandbox:
             self.group.limit(self.allowed)
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # SOCK_SEQPACKET keeps the boundaries of messages, so a forged length cannot confuse the worker.
+        worker_end, sandbox_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         info, info_write = os.pipe()
         files = {path: _memory_file(text.encode()) for path, text in FILES.items()}
-        program = [sys.executable, "-I", "-S", "-c", _init_source(), str(theirs.fileno())]
+        program = [sys.executable, "-I", "-S", "-c", _init_source(), str(sandbox_end.fileno())]
         program.append(json.dumps(self.allowed.rlimits(self.group)))
         procs_files = self.group.procs_files if self.group is not None else []
         bwrap = bwrap_args(self._visible, self._hidden, files, self.allowed.disk, self.allowed.open_network)
@@ -110,15 +109,15 @@ class Sandbox:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(), info_write, *files.values()),
-                start_new_session=True,
+                pass_fds=(sandbox_end.fileno(), info_write, *files.values()),
+                start_new_session=True,  # Ctrl-C in a terminal must not reach it before the worker can clean up
             )
         finally:
-            theirs.close()
+            sandbox_end.close()
             _close([info_write, *files.values()])
-        self._control = ours
-        ours.setblocking(False)
-        loop.add_reader(ours, self._read)
+        self._control = worker_end
+        worker_end.setblocking(False)
+        loop.add_reader(worker_end, self._read)
         try:
             self.first_pid = await asyncio.to_thread(_read_first_pid, info)
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -179,7 +178,6 @@ class Sandbox:
                     pending.set_result(_Reply(message, fds, process))
 
     def _fail_all(self, why: str) -> None:
-        """Close the socket, and fail everything that waits for an answer."""
         self.end_reason = self.end_reason or why
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control)
@@ -232,6 +230,7 @@ class Sandbox:
             SandboxGoneError: the sandbox has ended.
             OSError: the program does not exist, or the limit of processes is reached.
         """
+        # A file, because argv and env may be larger than a packet.
         spec = _memory_file(json.dumps({"argv": list(argv), "env": dict(env), "cwd": cwd}).encode())
         try:
             answer, fds, process = await self.request("spawn", (spec, stdin, stdout, stderr))
@@ -257,6 +256,7 @@ class Sandbox:
             _close(fds)
             raise SandboxGoneError(f"the sandbox sent no socket: {answer.error[:200]}")
         received = socket.socket(fileno=fds[0])
+        # A forged descriptor could be anything, for example a socket that blocks or belongs to another network.
         if received.type != socket.SOCK_STREAM or received.family != socket.AF_INET:
             received.close()
             raise SandboxGoneError("the sandbox sent a socket of another kind than requested")
@@ -282,15 +282,13 @@ class Sandbox:
         if self.group is not None:
             await asyncio.to_thread(self.group.remove)
 
-    def abandon(self) -> None:
-        """Kill the sandbox when no event loop runs any more."""
+    def abandon(self) -> None:  # for when the event loop has ended
         self.kill("the worker ended")
         if self.group is not None:
             self.group.remove(1.0)
 
 
 def _memory_file(data: bytes) -> int:
-    """Return a descriptor of a file in memory with this content."""
     fd = os.memfd_create("primeslurm")
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(data)

@@ -38,18 +38,18 @@ from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
+# verifiers' own label, with the run's id (`VF_RUN_ID`).
 RUN_LABEL = "verifiers.run"
-"""verifiers' own label, with the run's id (`VF_RUN_ID`)."""
 WORKER_LABEL = "primeslurm.worker"
+# Timeout of a command of a container engine.
 COMMAND_TIMEOUT_S = 60.0
-"""Timeout of a command of a container engine."""
+# Environment variable: the directory that apptainer uses instead of `~/.apptainer`.
 CONFIG = "APPTAINER_CONFIGDIR"
-"""Environment variable: the directory that apptainer uses instead of `~/.apptainer`."""
 _NO_LIMITS = Limits()
+# Variables of this process whose values appear in no command line; see `hide_secrets`.
 _secret_names: set[str] = set()
-"""Variables of this process whose values appear in no command line; see `hide_secrets`."""
+# The user's files with registry logins, by their names in apptainer's directory; see `use_directory`.
 _logins: dict[str, Path] = {}
-"""The user's files with registry logins, by their names in apptainer's directory; see `use_directory`."""
 
 
 class _ScriptRuntime:
@@ -74,6 +74,7 @@ class _MarkedDocker(_ScriptRuntime, DockerRuntime):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._label_args = [*self._label_args, "--label", f"{WORKER_LABEL}={self.worker}"]
+        # verifiers puts these arguments into `docker run`, which makes them the place for volumes, too.
         self._label_args += [word for path in self.shown for word in ("--volume", f"{path}:{path}:ro")]
 
     async def start(self) -> None:
@@ -143,7 +144,6 @@ class _MarkedApptainer(_ScriptRuntime, FixedSizeDisk):
 
 
 def _same_in_worker(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that have the same value in the worker's environment."""
     return {name: value for name, value in env.items() if os.environ.get(name) == value}
 
 
@@ -184,7 +184,7 @@ def _derive_in_shell(derived: Mapping[str, _Derived], secrets: Mapping[str, str]
     """Return a shell command that sets derived variables, restores what the secrets hid, and runs the words after it.
 
     Args:
-        derived: variables to set.
+        derived: variables that the shell sets.
         secrets: variables that were passed only for this.
         env: what the program must see in the end.
     """
@@ -201,7 +201,7 @@ def _derive_in_shell(derived: Mapping[str, _Derived], secrets: Mapping[str, str]
 
 
 def hide_secrets(names: Iterable[str]) -> None:
-    """Keep the values of these variables of this process out of all command lines, even as part of another value."""
+    """Keep the values of these variables of this process out of command lines, even as part of other values."""
     _secret_names.update(names)
 
 
@@ -229,7 +229,6 @@ def _link_logins() -> None:
 
 
 def _remove_logs(prefix: str) -> None:
-    """Remove the logs of instances whose names have this prefix."""
     if config := os.environ.get(CONFIG):
         for path in Path(config).glob(f"instances/logs/*/*/{prefix}*"):
             path.unlink(missing_ok=True)
@@ -296,5 +295,5 @@ def _output(argv: list[str]) -> str:
 
 
 def _instance_prefix(worker: str) -> str:
-    """Return how names of a worker's instances begin. It includes the run, as a user's runs on a node share names."""
+    # With the run's id, because all runs of a user on a node share one list of instances.
     return f"vf-{hashlib.sha256(f'{run_scope()} {worker}'.encode()).hexdigest()[:16]}-"

@@ -25,6 +25,7 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
         images: directory for container images and apptainer's files, shared by all processes of the run.
         hidden: directories that no sandbox may see, such as the run directory.
     """
+    # With a container runtime, tool servers may still run as programs of the node. They get default limits.
     kind: type[runtimes.Runtime] = TrustedRuntime
     if not isinstance(runtime, SubprocessRuntime):
         kind = _sandboxed(SandboxLimits(), (), hidden)
@@ -62,7 +63,6 @@ class TrustedRuntime(unprotected.SubprocessRuntime):  # type: ignore[misc]
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
-        """Write a script to the rollout's directory. Return the command that runs it. Raises SandboxError."""
         text, python = uv_scripts.text_and_python(script)
         assert self.workdir is not None
         path = self.workdir.resolve() / ".program.py"

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from primeslurm.wire.transport.loopback import far_socket
 
+# Open connections of one sandbox. Each needs two file descriptors of the worker.
 MAX_CONNECTIONS = 64
-"""Open connections of one sandbox. Each needs two file descriptors of the worker."""
 
 
 class SandboxGoneError(RuntimeError):
@@ -53,7 +53,7 @@ class PortForwarder:
         """Make a port of the node's loopback reachable inside, under the same number. Raises SandboxGoneError."""
         if port in self._forwarded:
             return
-        self._forwarded.add(port)
+        self._forwarded.add(port)  # before the first await: a second call must not listen again
         listener = await self._make_socket(port)
 
         async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -84,6 +84,7 @@ class PortForwarder:
         """Copy bytes both ways until both sides have ended."""
         task = asyncio.current_task()
         assert task is not None
+        # A program inside could open connections until the worker has no file descriptors left.
         if len(self._connections) >= MAX_CONNECTIONS:
             other_side.close()
             writer.close()
@@ -118,5 +119,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while data := await reader.read(1 << 16):
         writer.write(data)
         await writer.drain()
+    # Pass on the end of one direction only: HTTP clients may close theirs and still read the response.
     if writer.can_write_eof():
         writer.write_eof()

@@ -16,19 +16,19 @@ from typing import Any, ClassVar
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, Runtime, RuntimeProcess, SubprocessConfig, SubprocessRuntimeInfo
 
-from primeslurm.orchestrator.environments.sandbox import bwrap_args, limits, uv_scripts
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, limit_watcher, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox, SandboxProcess
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import PrivateLoopback, SandboxGoneError
 
+# Most bytes of each output stream of a command that are kept. Endless output must not fill the worker's memory.
 MAX_OUTPUT = 16 << 20
-"""Most bytes of each output stream of a command that are kept. Endless output must not fill the worker's memory."""
+# Variables of the worker that programs get. None of them holds a secret.
 _PASSED = ("LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
-"""Variables of the worker that programs get. None of them holds a secret."""
+# Without these, libraries first try to reach the internet, and wait.
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "UV_OFFLINE": "1"}
-"""Without these, libraries first try to reach the internet, and wait."""
+# Wait for the rest of a command's output after its exit. A background process may hold the streams open.
 _OUTPUT_GRACE_S = 1.0
-"""Wait for the rest of a command's output after its exit. A background process may hold the streams open."""
 
 
 class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
@@ -59,7 +59,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
 
     async def sandbox(self) -> Sandbox:
         """Return the sandbox, with all of the rollout's endpoints reachable. Raises SandboxError if it cannot start."""
-        async with self._lock:
+        async with self._lock:  # programs of a rollout may start at the same time
             try:
                 if self._sandbox is None:
                     if self.stopped:
@@ -81,9 +81,8 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         return {**base, **from_worker, **_OFFLINE, **self.process_env(env)}
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        """Run a program to its end. The first `MAX_OUTPUT` bytes of each stream are kept."""
         with _Pipes("r", "w", "w") as pipes:
-            os.close(pipes.take(0))
+            os.close(pipes.take(0))  # the program reads an empty stdin
             process = await self._spawn(argv, env, pipes)
             return await self._result(process, pipes)
 
@@ -97,7 +96,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         except SandboxGoneError as error:
             raise SandboxError(str(error)) from error
         except BaseException:
-            # Whoever cancels must not wait for the kill. The attribute keeps a reference to the task.
+            # Do not await the kill, so that cancelling is fast. The attribute keeps the task alive.
             self._kill_task = asyncio.create_task(process.signal(signal.SIGKILL))
             raise
         finally:
@@ -112,7 +111,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         for text in (*argv, *variables, *variables.values()):
             os.fsencode(text)
             if "\0" in text:
-                raise ValueError("embedded null byte")  # as Python's own subprocess does
+                raise ValueError("embedded null byte")  # as Python's subprocess does
         sandbox = await self.sandbox()
         try:
             process = await sandbox.spawn(argv, variables, self.cwd, *pipes.inner)
@@ -124,14 +123,12 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         return process
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
-        """Start a program whose streams stay open."""
         with _Pipes("r", "w", "w") as pipes:
             process = await self._spawn(argv, env, pipes)
             stdin = await _writer(pipes.take(0))
             return SandboxRuntimeProcess(process, stdin, _chunks(pipes.take(1)), _chunks(pipes.take(2)))
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Start a program that runs as long as the sandbox."""
         words = ["sh", "-c", 'log=$1; shift; exec "$@" >"$log" 2>&1 </dev/null', "background", log, *argv]
         with _Pipes("r", "w", "w") as pipes:
             await self._spawn(words, env, pipes)
@@ -139,6 +136,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         limit = self.limits.disk if max_bytes is None else max_bytes
         with _Pipes("r", "w", "w") as pipes:
+            # `head` runs inside, so links cannot lead to files of the node.
             process = await self._spawn(["head", "-c", str(limit), "--", path], {}, pipes)
             content = asyncio.create_task(_read_start(pipes.take(1), limit))
             errors = asyncio.create_task(_read_start(pipes.take(2), 4096))
@@ -156,7 +154,6 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         return data
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file in the sandbox. Raises SandboxError."""
         target = shlex.quote(path)
         parent = shlex.quote(str(PurePosixPath(path).parent))
         with _Pipes("r", "w", "w") as pipes:
@@ -169,32 +166,29 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
-        """Write a script into the sandbox. Return the command that runs it. Raises SandboxError."""
         return await uv_scripts.upload(self, script, activate)
 
     async def expose(self, port: int) -> str:
-        """Return a URL on the node that leads to a port inside."""
         return f"http://127.0.0.1:{await (await self.sandbox()).expose(port)}"
 
     async def teardown(self) -> None:
-        """End all programs of the rollout."""
         async with self._lock:
             if self._sandbox is not None:
                 await self._sandbox.stop()
 
-    def cleanup(self) -> None:
-        """End all programs of the rollout when no event loop runs any more."""
+    def cleanup(self) -> None:  # verifiers calls this after the event loop has ended
         if self._sandbox is not None:
             self._sandbox.abandon()
 
     @classmethod
     def _watch(cls, sandbox: Sandbox) -> None:
-        """Watch a sandbox whose memory or processes no control group limits."""
+        # Control groups hold these limits exactly, so such a sandbox needs no watcher.
         if sandbox.group is not None and sandbox.group.holds("memory") and sandbox.group.holds("pids"):
             return
+        # Attributes of the base class, because each worker needs only one watcher.
         SandboxedRuntime.watched.add(sandbox)
         if SandboxedRuntime._watcher is None or SandboxedRuntime._watcher.done():
-            SandboxedRuntime._watcher = asyncio.create_task(limits.watch(SandboxedRuntime.watched))
+            SandboxedRuntime._watcher = asyncio.create_task(limit_watcher.watch(SandboxedRuntime.watched))
 
 
 class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
@@ -205,12 +199,10 @@ class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
         self.stdout, self.stderr = stdout, stderr
 
     async def write(self, data: bytes) -> None:
-        """Write to the program's stdin."""
         self._stdin.write(data)
         await self._stdin.drain()
 
     async def wait(self) -> int:
-        """Return the exit code once the program has ended. Raises SandboxError."""
         try:
             return await self._process.wait()
         except SandboxGoneError as error:
@@ -219,18 +211,15 @@ class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
             self._stdin.close()
 
     async def poll(self) -> int | None:
-        """Return the exit code, or None while the program runs."""
         exited = self._process.exited
         if not exited.done():
             return None
         return exited.result() if exited.exception() is None else -signal.SIGKILL
 
     async def terminate(self) -> None:
-        """Send SIGTERM."""
         await self._process.signal(signal.SIGTERM)
 
     async def kill(self) -> None:
-        """Send SIGKILL."""
         await self._process.signal(signal.SIGKILL)
 
 
@@ -274,7 +263,7 @@ async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]
 
 
 async def _read_start(fd: int, limit: int) -> bytes:
-    """Read to the end and return the first `limit` bytes. If cancelled, return what has arrived."""
+    """Read to the end and return the first `limit` bytes. If cancelled, return the bytes so far."""
     reader, transport = await _reader(fd)
     start = bytearray()
     try:

@@ -39,7 +39,8 @@ def spawn(fds: list[int]) -> dict[str, object]:
         file.seek(0)
         message = json.load(file)
     os.makedirs(message["cwd"], exist_ok=True)  # noqa: PTH103 - pathlib would cost an import in every sandbox
-    read, write = os.pipe()  # a successful exec closes the write end
+    # The child reports an error through this pipe. A successful exec closes its end, and the parent reads nothing.
+    read, write = os.pipe()
     pid = os.fork()
     if pid:
         os.close(write)
@@ -48,7 +49,7 @@ def spawn(fds: list[int]) -> dict[str, object]:
             error = pipe.read(MAX_MESSAGE // 8).decode(errors="replace")
         return {"pid": pid, "error": error}
     try:
-        os.setsid()
+        os.setsid()  # so that a signal reaches the program with its children
         os.chdir(message["cwd"])
         for target, fd in enumerate(fds[1:]):
             os.dup2(fd, target)

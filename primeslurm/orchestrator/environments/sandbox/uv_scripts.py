@@ -67,15 +67,11 @@ def text_and_python(script: str | bytes) -> tuple[str, str]:
 async def upload(runtime: Runtime, script: str | bytes, activate: bool) -> list[str]:
     """Write a script into a runtime that sees the node's environments, once, and return the command that runs it.
 
-    Args:
-        runtime: where the script will run.
-        script: its text.
-        activate: whether programs that the script starts also find its Python on PATH.
-
-    Raises:
-        SandboxError: no environment has the script's dependencies, or the file cannot be written.
+    With `activate`, programs that the script starts find its Python on PATH. Raises SandboxError if no environment has
+    the script's dependencies, or if the file cannot be written.
     """
     text, python = text_and_python(script)
+    # Files are per user, because another user could not read or replace them.
     user = "" if runtime.user is None else f"-{runtime.user}"
     path = f"{runtime.scripts_dir}{user}/{hashlib.sha256(text.encode()).hexdigest()}.py"
     if path not in runtime._uv_interpreters:
@@ -104,7 +100,6 @@ def _environments() -> tuple[Path, ...]:
 
 
 def _read_header(script: str) -> tuple[SpecifierSet, list[Requirement]]:
-    """Return the Python versions and the dependencies that a script declares."""
     match = _HEADER.search(script)
     lines = match["body"].splitlines() if match else []
     header = tomllib.loads("\n".join(line[2:] for line in lines))
@@ -121,7 +116,6 @@ def _is_met(requirement: Requirement, packages: dict[str, str]) -> bool:
 
 @functools.cache
 def _installed(environment: Path) -> tuple[dict[str, str], str]:
-    """Return the packages of an environment, name to version, and its Python version."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     directories = [str(path) for path in environment.glob("lib/python3*/site-packages")]
     if environment != Path(sys.prefix):

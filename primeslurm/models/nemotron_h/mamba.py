@@ -64,13 +64,14 @@ class Mamba2(Module):
         self.conv_weight = nn.Parameter(torch.empty(sum(self.widths), 1, config.conv_width))
         self.conv_bias = nn.Parameter(torch.empty(sum(self.widths))) if config.conv_bias else None
         self.dt_bias = nn.Parameter(torch.empty(config.heads))
+        # The names follow the checkpoints.
         self.A_log = nn.Parameter(torch.empty(config.heads))
         self.D = nn.Parameter(torch.empty(config.heads))
         self.norm_weight = nn.Parameter(torch.empty(inner))
         self.out_proj = config.out_proj.build()
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Map [rows, length, dim] to the same shape. State and convolution start anew where `positions` are 0."""
+        """Map [rows, length, dim] to the same shape. State and convolution start at zero where `positions` are 0."""
         gate, mixed, dt = self.in_proj(x).split([self.widths[0], sum(self.widths), self.config.heads], dim=-1)
         biases = NO_BIASES if self.conv_bias is None else self._by_head(self.conv_bias, dim=0)
         conv = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *biases)

@@ -28,6 +28,7 @@ class DeltaScan(HeadScan):
         beta = torch.sigmoid(b)
         if linear_attention.fits(mixed):
             return linear_attention.gated_delta_rule(q, k, v, log_decay, beta, positions, state)
+        # The kernels read shared heads in place. This recurrence needs a copy per head of values.
         q, k = (values.repeat_interleave(v.shape[2] // values.shape[2], dim=2) for values in (q, k))
         return gated_delta_rule(q, k, v, log_decay, beta, positions, state, self.chunk)
 
@@ -66,7 +67,7 @@ class DeltaNet(Module):
         self.out_proj = config.out_proj.build()
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Map [rows, length, dim] to the same shape. State and convolution start anew where `positions` are 0."""
+        """Map [rows, length, dim] to the same shape. State and convolution start at zero where `positions` are 0."""
         mixed = self._by_head(self.in_proj_qkv(x), dim=-1)
         by_head = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *NO_BIASES, self.dt_bias, self.A_log)
         out = self.scan((*mixed, self.in_proj_a(x), self.in_proj_b(x)), by_head, positions)
