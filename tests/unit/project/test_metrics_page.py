@@ -21,8 +21,8 @@ WRITERS = (
     ("orchestrator/batching/group_filter.py", "env/*/", {"take_metrics"}),
     ("trainer/components/loss.py", "trainer/", {"from_recipe", "cross_entropy", "_mismatch", "_policy_gradient"}),
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
-    ("trainer/loops/step.py", "trainer/", {"train"}),
-    ("trainer/loops/compilations.py", "trainer/", {"take"}),
+    ("trainer/policy/train_step.py", "trainer/", {"train"}),
+    ("trainer/policy/compilation_metrics.py", "trainer/", {"take"}),
 )
 """Module, prefix of its metric names, and the functions that write them; None for all."""
 PLACEHOLDERS = {"E", "A", "R", "*"}
