@@ -1,8 +1,8 @@
 """Cost for the orchestrator of polling many engines: `python -m benchmarks engine_polls [--write]`.
 
-Engines are emulated servers in other processes, each with its own port. Measured in the process of the policy loop: its
-CPU share while nothing happens, the longest time between two polls of an engine, and the time to confirm a policy on
-all engines.
+Engines are emulated servers in other processes, each with its own port. Measured in the process of the weight update
+loop: its CPU share while nothing happens, the longest time between two polls of an engine, and the time to confirm a
+policy on all engines.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Orchestrator cost of rollouts in flight: `python -m benchmarks rollouts_at_scale [--sizes 100 ...] [--write]`.
 
-The orchestrator, job protocol, spool and policy loop are real. The controller is real, too, unless `--static` starts
-all rollouts at once, as for the recorded results. There are 128 emulated engines, each a replica with its own port;
-environment workers that send each of a rollout's 100 turns to its engine with the real client; and a trainer that takes
-every batch, so that policies change. A turn takes 90 s at any size. Not included: GPU computation, verifiers with its
-token client, routed experts, and vllm-router, which the orchestrator does not talk to.
+The orchestrator, job protocol, spool and weight update loop are real. The controller is real, too, unless `--static`
+starts all rollouts at once, as for the recorded results. There are 128 emulated engines, each a replica with its own
+port; environment workers that send each of a rollout's 100 turns to its engine with the real client; and a trainer that
+takes every batch, so that policies change. A turn takes 90 s at any size. Not included: GPU computation, verifiers with
+its token client, routed experts, and vllm-router, which the orchestrator does not talk to.
 
 The first groups start somewhere between their first and last turn, so that groups end evenly, as in the middle of a
 long run. Measured once all slots are in use: CPU seconds by kind of process, memory, open files, and the lag of the

@@ -11,7 +11,7 @@ from primeslurm.records.record import Record
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
-    """State of one engine, as the policy loop sees it."""
+    """State of one engine, as the weight update loop sees it."""
 
     state: str  # DOWN, STALE, UPDATING or CURRENT
     since: float = 0.0  # begin of this state, in Unix seconds

@@ -9,5 +9,4 @@ class InstalledParts(msgspec.Struct, frozen=True):
     """One line of JSON in the output of a node."""
 
     node: str
-    parts: dict[str, str | None]
-    """Version of each part by name; None: not installed."""
+    parts: dict[str, str | None]  # version of each part by name; None: not installed

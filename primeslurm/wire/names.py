@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+# Variable with a rank's directory for checkpoint copies on its node. The agent creates and removes it.
 LOCAL_CHECKPOINTS = "PRIMESLURM_LOCAL_CHECKPOINTS"
-"""Variable with a rank's directory for checkpoint copies on its node. The agent creates and removes it."""
+# Header of each answer of an engine with its own address (`host:port`). Routers pass it on.
 ENGINE_HEADER = "X-Primeslurm-Engine"
-"""Header of each answer of an engine with its own address (`host:port`). Routers pass it on."""
+# URL of an engine's EngineStatus. It answers as soon as the HTTP server is up, while `/health` waits for the current
+# policy. Only engines of trained policies have it.
 STATUS_PATH = "/primeslurm/status"
-"""URL of an engine's EngineStatus. It answers as soon as the HTTP server is up, while `/health` waits for the current
-policy. Only engines of trained policies have it."""

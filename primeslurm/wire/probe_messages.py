@@ -1,6 +1,7 @@
-"""What `check` and nodes ask of `orchestrator.environments.probe` and `trainer.data.probe`: a line of JSON each way.
+"""Messages between `check` or preflight and the probes of environments and SFT data: a line of JSON each way.
 
-Both ends are of one release, and of one process tree.
+Both ends are of the same release, in one process tree. The probes are `orchestrator.environments.probe` and
+`trainer.data.probe`.
 """
 
 from __future__ import annotations
@@ -14,93 +15,73 @@ from primeslurm.base.errors import Violation
 from primeslurm.wire.decoding import DamagedError
 
 T = TypeVar("T")
-UNKNOWN = "no such environment"
-"""Why an environment does not load that is neither bundled nor a module that can be imported."""
+UNKNOWN = "no such environment"  # why an environment does not load that is neither bundled nor an importable module
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """What to try, as sections of a recipe: fields by name."""
+    """Environments and model to probe, as sections of a recipe."""
 
     environments: list[dict[str, object]]
     model: dict[str, object]
 
 
 class EnvironmentAnswer(msgspec.Struct, frozen=True):
-    """What loading an environment and its first task showed."""
+    """Result of loading an environment and its first task."""
 
-    violations: list[Violation] = []
-    """What would go wrong anywhere."""
-    missing: list[Violation] = []
-    """What this host lacks."""
-    notes: list[Violation] = []
-    """What rollouts do that not everybody wants."""
-    tools: list[tuple[str, str]] = []
-    """Agents that offer the model tools: where the recipe says their harness, and its name."""
+    violations: list[Violation] = []  # problems on any host
+    missing: list[Violation] = []  # software that this host lacks
+    notes: list[Violation] = []  # side effects of rollouts that a user should know
+    tools: list[tuple[str, str]] = []  # recipe field and name of each harness that offers the model tools
+    # Number of tasks in the local file that the environment reads. None: it reads none, or the file has more tasks than
+    # were read.
     tasks: int | None = None
-    """Number of tasks in the local file that the environment reads. None: it reads none, or the file has more tasks
-    than were read."""
 
 
 class ModelAnswer(msgspec.Struct, frozen=True):
-    """What choosing a model's renderer showed."""
+    """Result of selecting a model's renderer."""
 
-    violations: list[Violation] = []
-    """Why none can be chosen."""
-    no_tools: str = ""
-    """Why the one that was chosen cannot render tools; "" if it can."""
+    violations: list[Violation] = []  # why no renderer can be selected
+    no_tools: str = ""  # why the selected renderer cannot render tools; "" if it can
 
 
 class ProbeResult(msgspec.Struct, Generic[T], frozen=True):
-    """What came of one environment, or of the model, each of which is tried in a process of its own."""
+    """Result for one environment or the model. Each is probed in its own process."""
 
-    answer: T | None
-    """None if its process did not get so far."""
-    code: int
-    """Exit code of its process; negative: by that signal."""
+    answer: T | None  # None if its process failed
+    code: int  # exit code of its process; negative: ended by that signal
     stderr: str
 
 
 class ProbeResults(msgspec.Struct, frozen=True):
-    """The answer to a request."""
+    """The answer to a ProbeRequest."""
 
-    environments: list[ProbeResult[EnvironmentAnswer]]
-    """In the order of the request."""
+    environments: list[ProbeResult[EnvironmentAnswer]]  # in the order of the request
     model: ProbeResult[ModelAnswer]
 
 
 class DataRequest(msgspec.Struct, frozen=True):
-    """Which data of SFT to render, as the trainer does."""
+    """SFT data to render as the trainer does."""
 
-    path: str
-    """JSONL."""
-    model: str
-    """Directory of the tokenizer."""
-    every: bool
-    """Every answer of the assistant is trained, not only the last."""
-    sees: bool
-    """Images are trained on, too."""
+    path: str  # JSONL file
+    model: str  # directory of the tokenizer
+    every: bool  # whether every answer of the assistant is trained, or only the last
+    sees: bool  # whether images are trained
 
 
 class DataAnswer(msgspec.Struct, frozen=True):
-    """What rendering data of SFT showed."""
+    """Result of rendering SFT data."""
 
-    violations: list[Violation] = []
-    """What would end the run, the first line of each kind."""
+    violations: list[Violation] = []  # problems that would end the run, with the first line of each kind
     warnings: list[Violation] = []
     notes: list[Violation] = []
 
 
 def encoded(message: msgspec.Struct) -> str:
-    """Encode a message. An error's text may hold half a surrogate pair, which msgspec's own JSON refuses."""
+    """Encode a message. Error texts may contain surrogates, which msgspec's own JSON refuses."""
     return json.dumps(msgspec.to_builtins(message))
 
 
 def decoded(text: str, kind: type[T]) -> T:
-    """Decode a message.
-
-    Raises:
-        DamagedError: it is not one of this kind.
-    """
     try:
         return msgspec.convert(json.loads(text), kind)
     except (ValueError, msgspec.ValidationError, RecursionError) as error:

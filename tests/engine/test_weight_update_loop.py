@@ -1,4 +1,4 @@
-"""The policy loop with real engines."""
+"""The weight update loop with real engines."""
 
 from __future__ import annotations
 

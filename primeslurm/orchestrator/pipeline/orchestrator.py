@@ -9,9 +9,9 @@
 - batch: `BatchStage` forms a step's batch from finalized groups and records it.
 - serve: `TrainerService` answers the trainer.
 
-Later stages reach the first one only through `Feedback`: jobs to cancel, and a wake-up. The policy loop, the evaluation
-and the engines' metrics run beside the pipeline. All state changes happen on one event loop. Whatever the trainer is
-told is on disk first, so a killed orchestrator continues with the same answers.
+Later stages reach the first one only through `Feedback`: jobs to cancel, and a wake-up. The weight update loop, the
+evaluation and the engines' metrics run beside the pipeline. All state changes happen on one event loop. Whatever the
+trainer is told is on disk first, so a killed orchestrator continues with the same answers.
 """
 
 from __future__ import annotations

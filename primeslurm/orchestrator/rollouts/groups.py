@@ -26,13 +26,10 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     id: str
     environment: str
-    example: Count
-    """Position in the environment's task stream."""
+    example: Count  # position in the environment's task stream
     opened_version: Count
-    branches: list[Count]
-    """Number of token sequences of each rollout, in the order of the sequences."""
-    task: Count | None = None
-    """Index in the taskset, if a curriculum chose the task."""
+    branches: list[Count]  # number of token sequences of each rollout, in the order of the sequences
+    task: Count | None = None  # index in the taskset, if a curriculum chose the task
 
 
 class GroupHead(msgspec.Struct, frozen=True):
@@ -42,10 +39,8 @@ class GroupHead(msgspec.Struct, frozen=True):
     newest_version: Count
     given_rewards: list[float]
     scored: bool
-    size: Count
-    """Bytes of the file after the head."""
-    digest: str
-    """Digest of these bytes."""
+    size: Count  # bytes of the file after the head
+    digest: str  # digest of these bytes
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,8 @@ class RolloutGroup:
     example: int
     opened_version: int
     rollouts: tuple[tuple[Rollout, ...], ...]
+    # Index in the taskset, if a curriculum chose the task; None: the task at `example` of the stream.
     task: int | None = None
-    """Index in the taskset, if a curriculum chose the task; None: the task at `example` of the stream."""
 
     @property
     def rewards(self) -> list[float]:
@@ -76,17 +71,14 @@ class RolloutGroup:
 
     @property
     def size(self) -> int:
-        """Return the number of rollouts."""
         return len(self.rollouts)
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
-        """Return all token sequences, rollout by rollout."""
         return tuple(sequence for rollout in self.rollouts for sequence in rollout)
 
     @property
     def traces(self) -> tuple[tuple[Rollout, ...], ...]:
-        """Return the token sequences of each trace, rollout by rollout."""
         return tuple(trace for rollout in self.rollouts for trace in traces_of(rollout))
 
     @property
@@ -159,7 +151,6 @@ class RolloutGroup:
         return self, [None] * len(self.sequences)
 
     def to_bytes(self) -> bytes:
-        """Encode the content of the group's file."""
         return b"".join(self.to_parts())
 
     @classmethod
@@ -188,8 +179,7 @@ def digest_of(parts: Iterable[Frame]) -> str:
     return XXH3 + state.hexdigest()
 
 
-PREFIX_BYTES = 6
-"""Bytes of a group's file before its head."""
+PREFIX_BYTES = 6  # bytes of a group's file before its head
 
 
 def head_size(prefix: bytes) -> int:

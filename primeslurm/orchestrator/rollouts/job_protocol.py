@@ -34,16 +34,15 @@ from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import Count, DamagedError, Size
 
+# Maximum size of an array of a result [bytes]. Routed experts are the largest: 79 MB for 131,072 tokens of 75 layers
+# and 8 experts each, 1 GB for a million tokens of 61 layers with two bytes per expert.
 LARGEST_RESULT = 2 << 30
-"""Maximum size of an array of a result [bytes]. Routed experts are the largest: 79 MB for 131,072 tokens of 75 layers
-and 8 experts each, 1 GB for a million tokens of 61 layers with two bytes per expert."""
-LONGEST_ERROR = 16384
-"""Characters of an error that are kept. An error may contain the output of a model's programs."""
+LONGEST_ERROR = 16384  # Characters of an error that are kept. An error may contain the output of a model's programs.
 
 
+# Why a rollout failed. environment: its code, its programs, or the model's answers. prompt: the task's own prompt does
+# not fit into the context window. engine: no engine gave a usable answer.
 Cause = Literal["environment", "prompt", "engine"]
-"""Why a rollout failed. environment: its code, its programs, or the model's answers. prompt: the task's own prompt does
-not fit into the context window. engine: no engine gave a usable answer."""
 
 
 class RolloutError(Exception):
@@ -68,8 +67,7 @@ class EngineError(RolloutError):
 class JobFailure:
     """Why a job has no rollout."""
 
-    error: str
-    """Type and message."""
+    error: str  # type and message
     cause: Cause = "environment"
 
 
@@ -78,30 +76,24 @@ class AnswerCounts(msgspec.Struct):
 
     good: Count = 0
     damaged: Count = 0
-    tasks: list[str] = []
-    """Some of the tasks whose requests got damaged answers."""
-    error: str = ""
-    """What was wrong with the last damaged answer."""
+    tasks: list[str] = []  # some of the tasks whose requests got damaged answers
+    error: str = ""  # what was wrong with the last damaged answer
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
     """Run one rollout."""
 
-    id: str
-    """Unique over all restarts of the orchestrator."""
+    id: str  # unique over all restarts of the orchestrator
     group: str
     environment: str
     example: int
     opened_version: int
-    router: str
-    """Process name of the router of the rollout's replica."""
+    router: str  # process name of the router of the rollout's replica
     cache_salt: str
+    # Index in the taskset, if a curriculum or an evaluation chose it. None: the task at `example` of the stream.
     task: int | None = None
-    """Index in the taskset, if a curriculum or an evaluation chose it. None: the task at `example` of the stream."""
-    number: int = 0
-    """Greater than the numbers of all jobs that were sent before."""
-    sender: str = ""
-    """The orchestrator that dispatched the job, if another one may adopt it."""
+    number: int = 0  # greater than the numbers of all jobs that were sent before
+    sender: str = ""  # the orchestrator that dispatched the job, if another one may adopt it
 
     @property
     def task_key(self) -> str:
@@ -132,21 +124,15 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
     environment: str
     worker: Count
-    incarnation: str
-    """Greater after each restart of the worker, on any node."""
+    incarnation: str  # greater after each restart of the worker, on any node
     jobs: list[str]
-    tasks: Count | None = None
-    """Number of the environment's tasks; None: unknown or unlimited."""
-    node: str = ""
-    """The worker's node, for the limit of rollouts per node."""
-    seen: int = 0
-    """Number of the newest job that it received. A job up to this number that is not in `jobs` is lost."""
-    busy_s: float = 0.0
-    """Seconds since the last status in which the event loop computed or waited for a CPU."""
-    held: dict[str, Size] = {}
-    """Size of each finished job's result [bytes], for results that the worker still has."""
+    tasks: Count | None = None  # number of the environment's tasks; None: unknown or unlimited
+    node: str = ""  # the worker's node, for the limit of rollouts per node
+    seen: int = 0  # Number of the newest job that it received. A job up to this number that is not in `jobs` is lost.
+    busy_s: float = 0.0  # seconds since the last status in which the event loop computed or waited for a CPU
+    held: dict[str, Size] = {}  # size of each finished job's result [bytes], for results that the worker still has
+    # Answers since the last status, by address of the engine, or of its router if the engine is unknown.
     answers: dict[str, AnswerCounts] = {}
-    """Answers since the last status, by address of the engine, or of its router if the engine is unknown."""
 
 
 class JobDescriptions(msgspec.Struct, frozen=True, tag="Claims"):
@@ -167,16 +153,14 @@ class ResultReady(msgspec.Struct, frozen=True, tag="Ended"):
     """A job succeeded, and its result can be requested. A failed job sends its Result at once."""
 
     job: str
-    size: Size
-    """Size of the result [bytes]."""
+    size: Size  # size of the result [bytes]
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
     """The result of a job. If `error` is set, the rollout failed and has no sequences."""
 
     job: str
-    frames: list[Count] = []
-    """Number of frames of each sequence."""
+    frames: list[Count] = []  # number of frames of each sequence
     error: str | None = None
     cause: Cause = "environment"
 

@@ -40,13 +40,11 @@ from primeslurm.wire.transport import curve, secret
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 1.0
-NOTICE_S = 5.0
-"""How long `give_notice` waits for the orchestrator."""
+NOTICE_S = 5.0  # how long `give_notice` waits for the orchestrator
+# Maximum size of sent results that a worker holds [bytes]. It drops the oldest first. If the orchestrator is then
+# killed before their group is on disk, they are sampled again.
 HELD_BYTES = 1 << 30
-"""Maximum size of sent results that a worker holds [bytes]. It drops the oldest first. If the orchestrator is then
-killed before their group is on disk, they are sampled again."""
-LARGEST_JOB = 16 << 20
-"""Maximum size of a message to a worker [bytes]."""
+LARGEST_JOB = 16 << 20  # maximum size of a message to a worker [bytes]
 
 
 def give_notice(environment: str, number: int, address: str, error: BaseException) -> None:
@@ -62,12 +60,7 @@ class JobRunner:
     """Runs all jobs that it receives.
 
     Args:
-        environment: Label of the environment.
-        number: Number of this worker among the environment's workers.
-        address: The orchestrator's ZMQ address.
         rollout: Runs a job and returns its token sequences. Any exception makes the job fail.
-        tasks: Number of the environment's tasks, if known.
-        node: The worker's node.
         answers: Returns counts of engines' answers since its last call, by address.
     """
 
@@ -91,12 +84,9 @@ class JobRunner:
         # is behind, the worker is ignored until the old one has been given up.
         self._incarnation = f"{time.time_ns():016x}"
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._jobs: dict[str, Job] = {}
-        """Jobs that run, and finished ones whose results are here."""
-        self._unsent: dict[str, list[Frame]] = {}
-        """Results that were not requested yet."""
-        self._held: dict[str, list[Frame]] = {}
-        """Results that were sent, oldest first."""
+        self._jobs: dict[str, Job] = {}  # jobs that run, and finished ones whose results are here
+        self._unsent: dict[str, list[Frame]] = {}  # results that were not requested yet
+        self._held: dict[str, list[Frame]] = {}  # results that were sent, oldest first
         self._held_bytes = 0
         self._seen = 0
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)

@@ -15,12 +15,10 @@ import numpy as np
 from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.decoding import DamagedError, Size, decode_msgpack
 
+# Size of a chunk. pyzmq copies frames below 64 KiB, which is cheaper there than sending them without a copy.
 CHUNK_BYTES = 60 << 10
-"""Size of a chunk. pyzmq copies frames below 64 KiB, which is cheaper there than sending them without a copy."""
-MAX_FRAME_BYTES = 64 << 10
-"""Maximum size of a frame on ZMQ (`MAXMSGSIZE`)."""
-_SPLIT_MARK = b"\xc1"
-"""First byte of a split message. No msgpack value begins with it."""
+MAX_FRAME_BYTES = 64 << 10  # maximum size of a frame on ZMQ (`MAXMSGSIZE`)
+_SPLIT_MARK = b"\xc1"  # First byte of a split message. No msgpack value begins with it.
 
 
 def split_frames(frames: Sequence[Frame]) -> list[Frame]:
@@ -34,7 +32,6 @@ def split_frames(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def is_split(frames: Sequence[Frame]) -> bool:
-    """Return whether a message was split."""
     return bool(frames) and bytes(frames[0][:1]) == _SPLIT_MARK
 
 

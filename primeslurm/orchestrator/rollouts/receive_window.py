@@ -1,22 +1,17 @@
 """Limit on the bytes of results that workers send at once, over all connections, like TCP's receive window.
 
-ZMQ buffers whatever peers send. The rollouts of a group end together, and all their results would wait in memory in
-small chunks, which the allocator keeps after they are joined and freed: for 16 rollouts of 80 MB, 1.3 GB besides the
+ZMQ buffers everything that peers send. The rollouts of a group end together, and all their results would wait in memory
+in small chunks, which the allocator keeps after they are joined and freed: for 16 rollouts of 80 MB, 1.3 GB besides the
 joined results.
 """
 
 from __future__ import annotations
 
-WINDOW = 256 << 20
-"""Bytes in flight: three of the longest rollouts, so the next results arrive while one is joined."""
+WINDOW = 256 << 20  # bytes in flight: three of the longest rollouts, so the next results arrive while one is joined
 
 
 class ReceiveWindow:
-    """Selects the results to request: the oldest that fit into the window besides those in flight.
-
-    Args:
-        size: Bytes that may be in flight.
-    """
+    """Selects the results to request: the oldest that fit into the window besides those in flight."""
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size = size

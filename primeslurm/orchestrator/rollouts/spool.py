@@ -1,6 +1,6 @@
 """Finished groups on disk, `<run>/rollouts/<group>.group`, so that a killed orchestrator loses none of them.
 
-Of a group on disk only the head is in memory. Its rollouts are read when they are needed.
+Only the heads of groups on disk are in memory. Their rollouts are read when they are needed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from primeslurm.wire.decoding import DamagedError
 
 log = logging.getLogger(__name__)
 SUFFIX = ".group"
-_FIRST_READ_BYTES = 4096
-"""Bytes of the first read of a file, which include most heads."""
+_FIRST_READ_BYTES = 4096  # bytes of the first read of a file, which include most heads
 
 
 class SpooledGroup(RolloutGroup):
@@ -71,7 +70,7 @@ class SpooledGroup(RolloutGroup):
         return self._decoded(self._read())
 
     def experts_apart(self) -> tuple[RolloutGroup, list[StoredArray | None]]:
-        """Read and check the whole file, but keep only what is small: everything but routed experts.
+        """Read and check the whole file, but keep everything except routed experts, which are large.
 
         Returns:
             The group without routed experts, and for each sequence the place of its experts in the file, if any.
@@ -105,9 +104,7 @@ class SpooledGroup(RolloutGroup):
 def open_group(path: Path) -> SpooledGroup:
     """Read and check the head of a group's file.
 
-    Raises:
-        DamagedError: The head is damaged, or the file has another size.
-        OSError: The file cannot be read.
+    Raise DamagedError if the head is damaged, or the file has another size, and OSError if the file cannot be read.
     """
     return files.reading(path, lambda file: _opened(path, file))
 
@@ -138,10 +135,9 @@ class Spool:
     def __init__(self, directory: Path) -> None:
         durable.make_directory(directory)
         self._directory = directory
-        self.waiting: dict[str, RolloutGroup] = {}
-        """Groups that are not on disk yet, by id."""
+        self.waiting: dict[str, RolloutGroup] = {}  # groups that are not on disk yet, by id
+        # Why a group's file cannot be used, by the id in the file's name. `delete` sets such files aside.
         self.damaged: dict[str, str] = {}
-        """Why a group's file cannot be used, by the id in the file's name. `delete` sets such files aside."""
 
     def put(self, group: RolloutGroup) -> bool:
         """Write a group to disk.

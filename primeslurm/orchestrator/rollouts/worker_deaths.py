@@ -21,8 +21,7 @@ from primeslurm.wire.decoding import Count, DamagedError, decode_json
 log = logging.getLogger(__name__)
 
 PATH = "rollouts/worker_deaths.json"
-SPLIT = 4
-"""After a death, the suspects are divided among this many workers."""
+SPLIT = 4  # after a death, the suspects are divided among this many workers
 DEATHS = 3
 DEATHS_ALONE = 2
 
@@ -31,12 +30,10 @@ class Suspect(msgspec.Struct):
     """A task whose rollouts were in flight in workers that died."""
 
     deaths: Count = 0
-    alone: Count = 0
-    """Deaths of workers that ran only this task."""
-    together: Count = 1
-    """Maximum number of tasks, including this one, in its next worker."""
+    alone: Count = 0  # deaths of workers that ran only this task
+    together: Count = 1  # maximum number of tasks, including this one, in its next worker
+    # Number of the worker that died last. Another one runs the task next, because a node may kill its workers.
     worker: int = -1
-    """Number of the worker that died last. Another one runs the task next, because a node may kill its workers."""
 
     @property
     def is_guilty(self) -> bool:
@@ -48,8 +45,7 @@ class WorkerDeaths(msgspec.Struct):
     """Suspects and guilty tasks by their key (`Job.task_key`)."""
 
     suspects: dict[str, Suspect] = {}
-    guilty: dict[str, Count] = {}
-    """Number of deaths with each guilty task."""
+    guilty: dict[str, Count] = {}  # number of deaths with each guilty task
 
     def died(self, jobs: Iterable[Job], worker: int = 0) -> list[Job]:
         """Record the death of a worker with these jobs in flight. Return one job of each task that is now guilty."""
@@ -73,7 +69,6 @@ class WorkerDeaths(msgspec.Struct):
             del self.suspects[job.task_key]
 
     def reason(self, job: Job) -> str:
-        """Return why a guilty task is given up."""
         return f"{self.guilty[job.task_key]} environment workers died while they ran it, at last alone"
 
     def together(self, job: Job) -> int | None:

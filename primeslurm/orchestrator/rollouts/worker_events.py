@@ -35,8 +35,7 @@ class WorkerDied(NamedTuple):
 
     environment: str
     worker: int
-    guilty: Sequence[Job]
-    """One job of each task that is now known to kill workers."""
+    guilty: Sequence[Job]  # one job of each task that is now known to kill workers
 
 
 class EnginesAnswered(NamedTuple):

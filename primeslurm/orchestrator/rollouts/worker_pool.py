@@ -60,20 +60,17 @@ from primeslurm.wire.transport import curve
 
 log = logging.getLogger(__name__)
 
-NO_NEW_JOBS_S = 5.0
-"""A worker without a heartbeat for this long gets no new jobs, because it may be lost with its node."""
+NO_NEW_JOBS_S = 5.0  # a worker without a heartbeat for this long gets no new jobs, because it may be lost with its node
+# After this time without a heartbeat, a worker's jobs are reassigned, if other workers of its environment respond.
 REASSIGN_S = 10.0
-"""After this time without a heartbeat, a worker's jobs are reassigned, if other workers of its environment respond."""
+# A worker without a heartbeat for this long is given up, even if it is the only one of its environment.
 GIVE_UP_S = 30.0
-"""A worker without a heartbeat for this long is given up, even if it is the only one of its environment."""
+# A worker that computed or waited for a CPU for more than this fraction of a gap between heartbeats was busy.
 BUSY_FRACTION = 0.5
-"""A worker that computed or waited for a CPU for more than this fraction of a gap between heartbeats was busy."""
+# A job that its worker has not received after this time is lost, because a connection broke on the way.
 DELIVERY_TIMEOUT_S = 60.0
-"""A job that its worker has not received after this time is lost, because a connection broke on the way."""
-UNRESOLVED_S = 900.0
-"""How long a suspect waits to learn what became of an unresponsive worker that ran it in isolation."""
-RESEND_S = 60.0
-"""A result that was requested this long ago and has not arrived is requested again."""
+UNRESOLVED_S = 900.0  # how long a suspect waits to learn what became of an unresponsive worker that ran it in isolation
+RESEND_S = 60.0  # a result that was requested this long ago and has not arrived is requested again
 
 
 class _Sent(NamedTuple):
@@ -81,16 +78,14 @@ class _Sent(NamedTuple):
 
     job: Job
     at: float
-    requested: float = -math.inf
-    """Time at which its result was requested."""
+    requested: float = -math.inf  # time at which its result was requested
 
 
 class _Unresponsive(NamedTuple):
     """A worker that was given up without a heartbeat. It may hang, be lost, or respond again."""
 
     worker: _Worker
-    jobs: list[Job]
-    """Jobs that it ran."""
+    jobs: list[Job]  # jobs that it ran
     at: float
 
 
@@ -98,34 +93,26 @@ class _Unresponsive(NamedTuple):
 class _Node:
     """A node with workers."""
 
-    load: int = 0
-    """Unfinished jobs of its workers."""
-    workers: int = 0
-    """Number of live workers."""
+    load: int = 0  # unfinished jobs of its workers
+    workers: int = 0  # number of live workers
+    # Workers that may get jobs, by environment and number.
     listening: dict[str, dict[int, _Worker]] = field(default_factory=dict)
-    """Workers that may get jobs, by environment and number."""
 
 
 @dataclass
 class _Worker:
     """A live environment worker."""
 
-    identity: bytes
-    """ZMQ's name of its connection."""
+    identity: bytes  # ZMQ's name of its connection
     environment: str
     number: int
     incarnation: str
     node: _Node
-    heard: float
-    """Time of its last heartbeat."""
-    sent: dict[str, _Sent] = field(default_factory=dict)
-    """Unfinished jobs by id."""
-    runs: frozenset[str] = frozenset()
-    """Jobs that run, by its last status."""
-    settled: bool = False
-    """Whether its last status had only jobs that are known here."""
-    isolated: bool = False
-    """Whether it gets only jobs of suspects."""
+    heard: float  # time of its last heartbeat
+    sent: dict[str, _Sent] = field(default_factory=dict)  # unfinished jobs by id
+    runs: frozenset[str] = frozenset()  # jobs that run, by its last status
+    settled: bool = False  # whether its last status had only jobs that are known here
+    isolated: bool = False  # whether it gets only jobs of suspects
 
     @property
     def jobs(self) -> list[Job]:
@@ -136,11 +123,8 @@ class WorkerPool:
     """Sends each job to the least loaded worker of the least loaded node, and collects results.
 
     Args:
-        bind: ZMQ address for the workers.
         keeper: Decides which jobs of an earlier orchestrator are adopted, and which results workers keep. None: none.
-        clock: Returns the time [s].
         max_per_node: Maximum number of concurrent jobs per node. None: no limit.
-        deaths: Knowledge about tasks that kill workers.
     """
 
     def __init__(
@@ -153,26 +137,20 @@ class WorkerPool:
         deaths: WorkerDeaths | None = None,
     ) -> None:
         self._deaths = WorkerDeaths() if deaths is None else deaths
-        self._waiting: dict[str, Job] = {}
-        """Jobs of suspects that wait for a worker, by id."""
-        self._has_isolated = False
-        """Whether a worker is, or may be, isolated."""
+        self._waiting: dict[str, Job] = {}  # jobs of suspects that wait for a worker, by id
+        self._has_isolated = False  # whether a worker is, or may be, isolated
+        # Workers that were given up without a heartbeat, by environment and number.
         self._unresponsive: dict[tuple[str, int], _Unresponsive] = {}
-        """Workers that were given up without a heartbeat, by environment and number."""
         self._keeper = keeper or KeepNothing()
-        self._events: list[WorkerEvent] = []
-        """Events that `receive` and `expire` return next."""
+        self._events: list[WorkerEvent] = []  # events that `receive` and `expire` return next
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node
         self._checked_at = clock()
-        self.tasks: dict[str, int] = {}
-        """Number of tasks by environment, as reported by workers."""
-        self._live: dict[tuple[str, int], _Worker] = {}
-        """Live workers by environment and number."""
-        self._reassign_s: dict[str, float] = {}
-        """REASSIGN_S by environment, where a longer time was learned."""
+        self.tasks: dict[str, int] = {}  # number of tasks by environment, as reported by workers
+        self._live: dict[tuple[str, int], _Worker] = {}  # live workers by environment and number
+        self._reassign_s: dict[str, float] = {}  # REASSIGN_S by environment, where a longer time was learned
+        # Time of the last heartbeat of workers whose jobs were reassigned, by environment, number and incarnation.
         self._reassigned: dict[tuple[str, int, str], float] = {}
-        """Time of the last heartbeat of workers whose jobs were reassigned, by environment, number and incarnation."""
         self._nodes: dict[str, _Node] = {}
         self._owners: dict[str, _Worker] = {}
         self._window = ReceiveWindow()
@@ -193,7 +171,6 @@ class WorkerPool:
 
     @property
     def environments(self) -> set[str]:
-        """Return the labels of the environments that have a live worker."""
         return {environment for environment, _ in self._live}
 
     def settled(self, environments: Collection[str]) -> int:
@@ -202,7 +179,6 @@ class WorkerPool:
 
     @property
     def load(self) -> dict[str, int]:
-        """Return the number of jobs of each node that has a live worker."""
         return {name: node.load for name, node in self._nodes.items() if node.workers}
 
     @property
@@ -231,7 +207,6 @@ class WorkerPool:
         return self._take_events()
 
     def close(self) -> None:
-        """Close the connection to the workers."""
         self._socket.close()
 
     def _take_events(self) -> list[WorkerEvent]:
@@ -321,7 +296,6 @@ class WorkerPool:
         self._list(worker)
 
     async def cancel(self, jobs: Iterable[str]) -> None:
-        """Cancel jobs. They cause no more events."""
         by_worker: dict[bytes, list[str]] = {}
         for job in jobs:
             self._waiting.pop(job, None)
@@ -403,7 +377,6 @@ class WorkerPool:
         log.warning(text, status.environment, status.worker, gap_s, longer_s)
 
     async def _reconcile(self, identity: bytes, status: Status) -> None:
-        """Compare a worker's jobs with those that it was sent."""
         now = self._clock()
         self._learn_timeout(status, now)
         if status.answers:
@@ -443,7 +416,6 @@ class WorkerPool:
             await self._tell(identity, Describe(unknown))
 
     async def _request_results(self) -> None:
-        """Request the results that fit into the receive window."""
         by_worker: dict[bytes, list[str]] = {}
         for job in self._window.admit():
             worker = self._owners[job]

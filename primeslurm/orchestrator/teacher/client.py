@@ -1,4 +1,4 @@
-"""The teacher over HTTP: token ids to `/v1/completions`, the log-probability of each of them back."""
+"""The teacher over HTTP: token ids to `/v1/completions`, the log-probability of each token back."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ from primeslurm.wire.transport.retry import retry_with_backoff
 
 log = logging.getLogger(__name__)
 
-AVOID_S = 5.0
-"""An engine that failed a request gets no other for this long, as long as there are others."""
-MOST_DAMAGED = 3
-"""Answers without the log-probabilities of one prompt, after which the teacher is no teacher."""
+AVOID_S = 5.0  # an engine that failed a request gets no other one for this long, if there are other engines
+MAX_DAMAGED = 3  # damaged answers to one prompt after which the attempt ends
 
 
 class TeacherError(PrimeslurmError):
-    """The teacher refuses, or does not answer what it was asked. It would do so every time: the attempt ends."""
+    """The teacher refuses a request, or gives damaged answers. A retry would not help, so the attempt ends."""
 
     exit_code = exit_codes.STALLED
 
@@ -50,13 +48,11 @@ class _Logprob(msgspec.Struct):
     logprob: float
 
 
-_Entry = dict[str, _Logprob] | None
-"""By token; null for the first one."""
+_Entry = dict[str, _Logprob] | None  # log-probabilities of a position by token; None for the first position
 
 
 class _Choice(msgspec.Struct):
-    prompt_logprobs: list[msgspec.Raw]
-    """An `_Entry` for each token."""
+    prompt_logprobs: list[msgspec.Raw]  # an `_Entry` for each token
 
 
 class _Answer(msgspec.Struct):
@@ -64,12 +60,11 @@ class _Answer(msgspec.Struct):
 
 
 class Teacher:
-    """A model, on one engine or several.
+    """A model on one or several engines.
 
     Args:
-        where: base URLs (`.../v1`) of its engines, those that are known now. Requests go to the one with the fewest.
-        http: with the headers that admit to it.
-        model: the name it is served by; None: whatever is served.
+        where: Returns the current base URLs (`.../v1`) of its engines. The engine with the fewest requests is used.
+        model: Name of the served model; None: the only one.
     """
 
     def __init__(
@@ -87,15 +82,12 @@ class Teacher:
         self._avoided: dict[str, float] = {}
 
     async def logprobs(self, token_ids: Sequence[int]) -> Float32:
-        """Ask for the log-probability of each token, given those before it. Waits as long as it takes.
+        """Return the log-probability of each token given the tokens before it: [tokens], 0 for the first.
 
-        Returns:
-            [n_tokens]; 0 for the first.
-
-        Raises:
-            TeacherError: it refuses the request, or MOST_DAMAGED of its answers have no log-probabilities.
+        It retries without limit while engines do not answer. Raise TeacherError if the teacher refuses the request, or
+        MAX_DAMAGED answers have no log-probabilities.
         """
-        # No token is wanted, but one is the least that can be asked for; it is not even turned into text.
+        # One token is the least that can be requested. It is not even turned into text.
         body: dict[str, object] = {
             "prompt": list(token_ids),
             "max_tokens": 1,
@@ -104,35 +96,30 @@ class Teacher:
         }
         if self._model is not None:
             body["model"] = self._model
-        for damaged in range(1, MOST_DAMAGED + 1):
-            engine, answer = await self._ask(body)
+        for damaged in range(1, MAX_DAMAGED + 1):
+            answer: tuple[str, httpx.Response] = await retry_with_backoff(UnavailableError)(self._try, body)
+            engine, response = answer
             try:
-                return await asyncio.to_thread(_logprobs_in, answer.content, token_ids)
+                return await asyncio.to_thread(_logprobs_in, response.content, token_ids)
             except (LookupError, ValueError) as error:
-                why = f"{answer.url}: no log-probabilities of the prompt: {error!r}"
-                if damaged == MOST_DAMAGED:
+                why = f"{response.url}: no log-probabilities of the prompt: {error!r}"
+                if damaged == MAX_DAMAGED:
                     raise TeacherError(why) from error
-                log.warning("%s; the prompt is asked about again", why)
+                log.warning("%s; the request is repeated", why)
                 self._avoided[engine] = self._clock() + AVOID_S
         raise AssertionError("unreachable")
 
-    async def _ask(self, body: dict[str, object]) -> tuple[str, httpx.Response]:
-        """Ask until an engine answers. Return the URL of the engine, and its answer."""
-        asked: tuple[str, httpx.Response] = await retry_with_backoff(UnavailableError)(self._try, body)
-        return asked
-
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     def _engine(self) -> str | None:
-        """The engine with the fewest requests; one that failed lately only if all did, the one longest ago first."""
+        """Return the engine with the fewest requests. If all have failed lately, return the one that failed first."""
         now = self._clock()
         since = {url: max(now, self._avoided.get(url, now)) for url in self._where()}
         return min(since, key=lambda url: (since[url], self._inflight[url]), default=None)
 
     async def _try(self, body: dict[str, object]) -> tuple[str, httpx.Response]:
-        """One try. Raises UnavailableError if it has to be tried again."""
+        """Return the URL of an engine and its answer. Raise UnavailableError if the request must be repeated."""
         url = self._engine()
         if url is None:
             raise UnavailableError("no engine of the teacher is known")
@@ -153,49 +140,42 @@ class Teacher:
 
 
 def _logprobs_in(content: bytes, token_ids: Sequence[int]) -> Float32:
-    """Read an answer about a prompt of these tokens: 0.1 s for 131,072, so not on the event loop.
+    """Decode an answer about a prompt of these tokens.
 
-    Entries are decoded one by one: what decodes all at once lets nobody else compute meanwhile.
-
-    Raises:
-        LookupError: a token's log-probability is missing.
-        ValueError: it is no answer, or about another number of tokens, or has what is no log-probability.
+    It takes 0.1 s for 131,072 tokens, so it runs in a thread. Entries are decoded one by one, because decoding all at
+    once would hold the interpreter's lock. Raise LookupError if a token has no log-probability, and ValueError if the
+    answer is invalid, or has another number of tokens.
     """
-    found = decode_json(content, _Answer).choices[0].prompt_logprobs
-    given = zip(token_ids[1:], found[1:], strict=True)
-    values = [0.0, *(_logprob_in(entry, token) for token, entry in given)]
+    entries = decode_json(content, _Answer).choices[0].prompt_logprobs
+    values = [0.0, *(_logprob_in(entry, token) for token, entry in zip(token_ids[1:], entries[1:], strict=True))]
     if not all(abs(value) <= LARGEST_LOGPROB for value in values):
         raise ValueError(f"a log-probability of {max(values, key=abs)}")
     return np.array(values, np.float32)
 
 
-def _logprob_in(entry: msgspec.Raw, token: int) -> float:
-    found: _Entry = decode_json(entry, _Entry)  # type: ignore[arg-type]  # a union is no type
-    return (found or {})[str(token)].logprob
+def _logprob_in(raw: msgspec.Raw, token: int) -> float:
+    entry: _Entry = decode_json(raw, _Entry)  # type: ignore[arg-type]  # a union is no type
+    return (entry or {})[str(token)].logprob
 
 
 def teacher_of(recipe: Recipe, arguments: OrchestratorArguments) -> Teacher:
-    """Make the recipe's teacher, which it must have.
-
-    Raises:
-        TeacherError: the variable of its key is not set.
-    """
+    """Create the recipe's teacher, which must exist. Raise TeacherError if the variable of its key is not set."""
     teacher = recipe.teacher
     assert teacher is not None
     timeout_s = recipe.orchestrator.request_timeout_s
     if isinstance(teacher, PolicyTeacher):
-        return Teacher(lambda: [f"{url}/v1" for url in _own_engines(arguments)], internal_client(timeout_s))
+        return Teacher(lambda: [f"{url}/v1" for url in _policy_engines(arguments)], internal_client(timeout_s))
     if not isinstance(teacher, ServedTeacher):
         return Teacher(lambda: [f"{url}/v1" for url in arguments.teacher_urls()], internal_client(timeout_s))
     headers = {"Authorization": f"Bearer {_key(teacher.key_env)}"} if teacher.key_env else {}
     return Teacher(lambda: [teacher.base_url.rstrip("/")], external_client(timeout_s, headers), teacher.model)
 
 
-def _own_engines(arguments: OrchestratorArguments) -> list[str]:
-    """URLs of the run's engines; of those for prefill where they are apart, as prompts are all that is computed."""
-    found = arguments.engine_urls()
-    prefill = [url for name, url in found.items() if name.startswith("prefill")]
-    return prefill or list(found.values())
+def _policy_engines(arguments: OrchestratorArguments) -> list[str]:
+    """Return the URLs of the run's engines, only of prefill engines if there are any, because nothing is decoded."""
+    urls = arguments.engine_urls()
+    prefill = [url for name, url in urls.items() if name.startswith("prefill")]
+    return prefill or list(urls.values())
 
 
 def _key(variable: str) -> str:

@@ -1,1 +1,1 @@
-"""What the orchestrator observes: metrics, load of the engines, stalls."""
+"""Measurements of the orchestrator: progress, stalls, failures, load of engines, metrics of batches."""

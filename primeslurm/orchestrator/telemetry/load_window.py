@@ -1,4 +1,4 @@
-"""From samples of single engines to the load of roles and replicas: a sliding window. Pure; the caller's clock."""
+"""Load of roles and replicas from samples of engines, over a sliding window. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import msgspec
 from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, GAUGES, Sample
 from primeslurm.records.state import Load
 
-WINDOW_S = 60.0
-"""Means and rates go this far back: a policy update, during which nothing runs, should not look like a trend."""
+WINDOW_S = 60.0  # length of the window, long enough that a weight update does not look like a trend
 
 
 class _Engine:
-    """One engine's recent samples, and its counters made monotonic over restarts."""
+    """Recent samples of one engine, with counters that continue over restarts."""
 
     def __init__(self) -> None:
         self.samples: deque[tuple[float, Sample]] = deque()
@@ -53,7 +52,7 @@ class _Engine:
     def busy(self) -> float:
         return fmean(sample["running"] + sample["waiting"] > 0 for _, sample in self.samples)
 
-    def grown(self, name: str) -> float:
+    def increase(self, name: str) -> float:
         return self.samples[-1][1][name] - self.samples[0][1][name]
 
 
@@ -66,26 +65,24 @@ class LoadWindow:
         self._answered: set[str] = set()
 
     def add(self, now: float, samples: Mapping[str, Sample]) -> None:
-        """Take in one look at all engines; `now` in seconds. Engines that are missing from it did not answer."""
+        """Add samples taken at `now` [s]. Engines without a sample did not answer."""
         self._answered = set(samples)
         for name, sample in samples.items():
             self._engines.setdefault(name, _Engine()).add(now, sample, self._window_s)
 
     @property
     def tokens(self) -> float:
-        """Return how many tokens engines were seen to read and to generate; it never falls."""
+        """Return the number of prompt and generated tokens so far. It never decreases."""
         return sum(engine.tokens for engine in self._engines.values())
 
     def by_role(self) -> dict[str, Load]:
-        """Return the load of each role."""
         return {role: _sum(engines) for (role,), engines in self._grouped("role").items()}
 
     def by_replica(self) -> dict[str, dict[str, Load]]:
-        """Return the load of each role of each inference replica, by the replica's index."""
-        found: dict[str, dict[str, Load]] = {}
+        loads: dict[str, dict[str, Load]] = {}
         for (replica, role), engines in self._grouped("replica", "role").items():
-            found.setdefault(replica, {})[role] = _sum(engines)
-        return found
+            loads.setdefault(replica, {})[role] = _sum(engines)
+        return loads
 
     def _grouped(self, *keys: str) -> dict[tuple[str, ...], list[_Engine]]:
         groups: dict[tuple[str, ...], list[_Engine]] = {}
@@ -96,12 +93,10 @@ class LoadWindow:
 
 
 def rounded(loads: Mapping[str, Load]) -> dict[str, Load]:
-    """Round values to what a reader of a state file can use."""
-    return {name: Load(*(_rounded(value) for value in msgspec.structs.astuple(load))) for name, load in loads.items()}
+    def round_value(value: Any) -> Any:
+        return round(value, 4) if isinstance(value, float) else value
 
-
-def _rounded(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
+    return {name: Load(*map(round_value, msgspec.structs.astuple(load))) for name, load in loads.items()}
 
 
 def _sum(engines: Sequence[_Engine]) -> Load:
@@ -112,11 +107,11 @@ def _sum(engines: Sequence[_Engine]) -> Load:
         return sum(engine.mean(name) for engine in engines)
 
     def rate(name: str) -> float:
-        return sum(engine.grown(name) / engine.seconds for engine in engines if engine.seconds)
+        return sum(engine.increase(name) / engine.seconds for engine in engines if engine.seconds)
 
-    def share(hits: str, queries: str) -> float | None:
-        asked = sum(engine.grown(queries) for engine in engines)
-        return sum(engine.grown(hits) for engine in engines) / asked if asked else None
+    def fraction(hits: str, queries: str) -> float | None:
+        total = sum(engine.increase(queries) for engine in engines)
+        return sum(engine.increase(hits) for engine in engines) / total if total else None
 
     return Load(
         engines=len(engines),
@@ -135,6 +130,6 @@ def _sum(engines: Sequence[_Engine]) -> Load:
         prompted_per_s=rate("prompted"),
         computed_per_s=rate("computed"),
         preemptions_per_s=rate("preemptions"),
-        prefix_hit_rate=share("prefix_hits", "prefix_queries"),
-        external_hit_rate=share("external_hits", "external_queries"),
+        prefix_hit_rate=fraction("prefix_hits", "prefix_queries"),
+        external_hit_rate=fraction("external_hits", "external_queries"),
     )

@@ -1,4 +1,4 @@
-"""What the orchestrator observes about the run: its state once a second, load of the engines, and stalls."""
+"""Progress of a run as the orchestrator sees it: its state once a second, load of engines, failures, and stalls."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.http import internal_client
 
 STATE_INTERVAL_S = 1.0
-FAILED_BATCHES = 4
-"""So many batches' worth of failures in a row, without one finished rollout, are no accident; nor are as many groups
-in a row that are not kept."""
+FAILED_BATCHES = 4  # if rollouts for this many batches fail or are rejected in a row, without a success, the run ends
 SCRAPE_INTERVAL_S = 5.0
+# Maximum rate. A thousand engines are scraped every 20 s, so that this stays a small part of the process's work.
 SCRAPES_PER_S = 50.0
-"""Upper bound: a thousand engines are looked at every 20 s, so that reading them stays a small part of this process."""
-_ROW_LOADS = (
+_ROW_LOADS = (  # values of a role's load that are metrics of each step
     *("running_mean", "waiting_mean", "kv_usage_mean", "busy_mean", "generated_per_s", "computed_per_s"),
     *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate"),
 )
-"""What metrics of each step keep of the load of a role."""
 
 
 class StallError(PrimeslurmError):
-    """Nothing moved for too long; the message names the suspect."""
+    """The run has made no progress for too long. The message names the suspect."""
 
     exit_code = exit_codes.STALLED
 
 
 class UnrecoverableError(PrimeslurmError):
-    """No rollout of an environment gets through, and another attempt would not change that."""
+    """All rollouts of an environment fail, and another attempt would not change that."""
 
     exit_code = exit_codes.UNRECOVERABLE
 
 
 class ProgressMonitor:
-    """Counts and clocks; it decides nothing but that the run has stalled."""
+    """Counts events and decides when the run has stalled.
+
+    Args:
+        resumed: Whether the run has trained a step before, so that its environments are known to work.
+    """
 
     def __init__(
         self,
@@ -66,8 +67,7 @@ class ProgressMonitor:
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
         workers = {each.label: each.workers for each in recipe.environments}
         self._failures = RolloutFailures(self._max_failures, workers, hopeful=workers if resumed else ())
-        self._rejected: Counter[str] = Counter()
-        """Groups by reason, since one was kept."""
+        self._rejected: Counter[str] = Counter()  # rejected groups by reason, since a group was kept
         self._rejected_rollouts = 0
         self._rejecting_since = 0.0
         self._journal = journal
@@ -80,7 +80,7 @@ class ProgressMonitor:
         self._replicas: dict[str, dict[str, Load]] = {}
         self._tokens = 0
         self._tokens_per_s = 0.0
-        self._moved_at: float | None = None
+        self._moved_at: float | None = None  # time of the last progress; None before the first policy
         self._row_at = clock()
         self._reported_at = 0.0
         self._wanted_at: tuple[int, float] | None = None
@@ -92,19 +92,18 @@ class ProgressMonitor:
 
     @property
     def trained_step(self) -> int | None:
-        """Return the step whose batch the trainer has and has not reported as done."""
+        """Return the step that the trainer has the batch of and has not reported as done."""
         return self._given if self._given > self._done else None
 
     def moved(self) -> None:
-        """Note that the run gets on by something that is not counted here."""
+        """Record progress of another kind than the following."""
         self._moved_at = self._clock()
 
     def engines_seen(self, samples: Mapping[str, Sample], silent: Collection[str] = ()) -> None:
-        """Take in one look at engines, by name. A run whose engines compute gets on, however long its rollouts take.
+        """Record samples of engines by name. While engines compute, the run makes progress.
 
         Args:
-            samples: of those that answered.
-            silent: those that took the connection and did not: they are busy, and keep what they have.
+            silent: Engines that accepted the connection and did not answer. They are busy, and keep their last samples.
         """
         before = self._window.tokens
         self._window.add(self._clock(), samples)
@@ -114,71 +113,52 @@ class ProgressMonitor:
         self._looked(self._last_samples.fill(self._clock(), samples, silent))
 
     def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
-        """Note that a rollout arrived."""
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
         self._moved_at = self._clock()
         for first in sequences[:1]:
             self._failures.finished(first.info.id, first.info.environment, self._moved_at)
 
     def rollout_started(self, job: Job) -> None:
-        """Note that a rollout was given to a worker."""
         self._failures.started(job, self._clock())
 
     def rollout_failed(self, job: str, failure: JobFailure) -> None:
-        """Note that a rollout failed. That is no progress."""
+        """Record a failed rollout, which is no progress."""
         environment = self._failures.failed(job, failure.error, self._clock(), failure.cause)
         self._journal.write(RolloutFailed(job, headline(failure.error), environment))
 
     def task_given_up(self, environment: str, example: int, reason: str, task: int | None, *, kills: bool) -> None:
-        """Note that a task is left out.
-
-        Args:
-            environment: its label.
-            example: position in the environment's stream.
-            reason: why.
-            task: index in the taskset, if it was chosen.
-            kills: its rollouts kill their workers.
-        """
         self._failures.given_up(environment, self._clock(), killer=reason if kills else "")
         self._journal.write(TaskGivenUp(environment, example, reason, task))
 
     @property
     def failures(self) -> dict[str, FailedRollouts]:
-        """Return what failed, by environment."""
         return self._failures.report
 
     def worker_failed(self, environment: str, worker: int, error: str) -> None:
-        """Note that a worker could not begin to serve its environment."""
         self._failures.not_started(environment, worker, error, self._clock())
 
     def group_kept(self) -> None:
-        """Note that a complete group may be trained."""
         self._rejected.clear()
         self._rejected_rollouts = 0
 
     def group_rejected(self, reason: str, rollouts: int) -> None:
-        """Note that a complete group of so many rollouts was left out. Without one that is kept no batch can form."""
         if not self._rejected:
             self._rejecting_since = self._clock()
         self._rejected[reason] += 1
         self._rejected_rollouts += rollouts
 
     def policy_wanted(self, version: int) -> None:
-        """Note that a new policy was published."""
         self._wanted_at = (version, self._clock())
 
     def policy_current(self, version: int) -> None:
-        """Note that all engines have a policy."""
         self._moved_at = self._clock()
         if self._wanted_at is not None and self._wanted_at[0] == version:
             self._update_s = self._moved_at - self._wanted_at[1]
 
     def batch_given(self, step: int) -> None:
-        """Note that the trainer has the batch of a step."""
         self._given = step
 
     def step_done(self, step: int, row: Row) -> None:
-        """Note that the trainer reported a step."""
         self._done = step
         self._last_row = row
         self._journal.write(StepReported(step, row.get("reward/mean")))
@@ -188,8 +168,6 @@ class ProgressMonitor:
 
         Args:
             counts: Counters of the dispatcher since the start of the process.
-            queues: Present queue lengths of the dispatcher.
-            version: Policy version of all engines.
         """
         now = self._clock()
         self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
@@ -219,13 +197,12 @@ class ProgressMonitor:
         return row
 
     def report(self, state: Callable[[], OrchestratorState]) -> None:
-        """Write the state file if the last one is older than a second."""
         if self._clock() - self._reported_at >= STATE_INTERVAL_S:
             self._reported_at = self._clock()
             self.write_state(state())
 
     def write_state(self, state: OrchestratorState) -> None:
-        """Write the state file, with what this watch knows."""
+        """Write the state file, with the values that are measured here."""
         self._journal.state(
             msgspec.structs.replace(
                 state,
@@ -239,30 +216,16 @@ class ProgressMonitor:
         )
 
     def check_engines(self, useless: str) -> None:
-        """End a run whose engines cannot be used.
-
-        Args:
-            useless: why they cannot; empty if they can.
-
-        Raises:
-            StallError: they cannot be used.
-        """
+        """Raise StallError if engines cannot be used. `useless`: why they cannot; empty if they can."""
         if useless:
             self._journal.write(Stalled("engines", useless))
             raise StallError(useless)
 
     def check_stall(self, suspect: Callable[[], str], runs: Callable[[str], bool], served: Collection[str]) -> None:
-        """End a run that gets nowhere. Time counts from the first policy.
+        """End a run without progress. Time counts from the first policy.
 
-        Args:
-            suspect: names whom everybody waits for.
-            runs: whether a job is in flight.
-            served: environments that have a worker.
-
-        Raises:
-            UnrecoverableError: an environment has failed in the same way all the time, and never worked.
-            StallError: neither a token, nor a rollout, nor a policy came for too long, or rollouts do nothing but fail,
-                or none of their groups is kept.
+        Raise UnrecoverableError if an environment has always failed in the same way, and StallError if no token,
+        rollout or policy came for too long, all rollouts fail, or all groups are rejected.
         """
         if (hopeless := self._failures.hopeless(self._clock(), runs, served)) is not None:
             self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
@@ -271,26 +234,25 @@ class ProgressMonitor:
         if failures >= self._max_failures:
             self._journal.write(EnvironmentFails(environment, error, failures))
             raise StallError(f"environment {environment}: {failures} rollouts failed in a row; the last: {error}")
-        self._check_kept()
+        self._check_rejected()
         if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
             return
         name = suspect()
         nothing = "no token was generated, no rollout finished and no policy arrived"
-        text = f"{nothing} for {self._stall_timeout_s} s; {self._at_engines()}"
+        text = f"{nothing} for {self._stall_timeout_s} s; {self._engine_load()}"
         self._journal.write(Stalled(name, text, self._stall_timeout_s))
         raise StallError(f"{text}; suspect: {name}")
 
-    def _at_engines(self) -> str:
-        """What engines were last seen to have: whether they, or those who ask them, stand still."""
+    def _engine_load(self) -> str:
         if not self._roles:
-            return "no engine says what it does"
+            return "no engine reports its load"
         running = sum(load.running for load in self._roles.values())
         waiting = sum(load.waiting for load in self._roles.values())
         if running + waiting == 0:
             return "engines have no requests"
-        return f"engines have {running:.0f} requests that run and {waiting:.0f} that wait"
+        return f"engines have {running:.0f} running and {waiting:.0f} waiting requests"
 
-    def _check_kept(self) -> None:
+    def _check_rejected(self) -> None:
         groups, seconds = self._rejected.total(), self._stall_timeout_s
         if self._rejected_rollouts < self._max_failures or self._clock() - self._rejecting_since < seconds:
             return
@@ -300,8 +262,7 @@ class ProgressMonitor:
         raise StallError(text)
 
     async def scrape(self) -> None:
-        """Look at the engines' load every few seconds, until cancelled."""
-        # No connection is kept: uvicorn closes idle ones sooner than the next look.
+        # Connections are not kept, because uvicorn closes idle ones before the next scrape.
         async with internal_client(SCRAPE_INTERVAL_S, keep=0) as client:
             while True:
                 engines = self._engines()

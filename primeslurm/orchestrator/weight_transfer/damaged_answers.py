@@ -18,16 +18,13 @@ from math import inf
 
 from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
 
-WINDOW_S = 120.0
-"""Answers count for this long."""
-FEW = 8
-"""Damaged answers that suffice, if they belong to SEVERAL_TASKS tasks."""
+WINDOW_S = 120.0  # answers count for this long
+FEW = 8  # damaged answers that suffice, if they belong to SEVERAL_TASKS tasks
 SEVERAL_TASKS = 3
+# Damaged answers that suffice without a usable one, for any number of tasks, if other engines give usable ones.
 MANY = 24
-"""Damaged answers that suffice without a usable one, for any number of tasks, if other engines give usable ones."""
 BAD_FRACTION = 0.5
-SETTLE_S = 10.0
-"""Reports that arrive this soon after a verdict are about the engine before its restart."""
+SETTLE_S = 10.0  # reports that arrive this soon after a verdict are about the engine before its restart
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,10 @@ class BadEngine:
     """An engine that gives damaged answers."""
 
     engine: str
-    damaged: int
-    """Damaged answers, of `answers`."""
+    damaged: int  # damaged answers, of `answers`
     answers: int
-    error: str
-    """What was wrong with the last damaged answer."""
-    again: bool
-    """All engines were restarted for this, and none has given a usable answer since."""
+    error: str  # what was wrong with the last damaged answer
+    again: bool  # all engines were restarted for this, and none has given a usable answer since
 
     def __str__(self) -> str:
         return f"{self.damaged} of its last {self.answers} answers were damaged; the last: {self.error}"
@@ -74,16 +68,11 @@ class DamagedAnswers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._engines: dict[str, _Engine] = {}
-        self._restarted: set[str] = set()
-        """Engines that were found to be bad since any engine gave a usable answer."""
+        self._restarted: set[str] = set()  # engines that were found to be bad since any engine gave a usable answer
         self._judged_at: dict[str, float] = {}
 
     def add(self, reports: Mapping[str, AnswerCounts], engines: Collection[str]) -> list[BadEngine]:
         """Add a worker's report.
-
-        Args:
-            reports: Counts by name of the engine.
-            engines: Names of all engines of the run.
 
         Returns:
             The engines that are bad now. Their answers so far no longer count.

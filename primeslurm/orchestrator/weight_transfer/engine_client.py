@@ -28,25 +28,20 @@ class PolicyVersion(msgspec.Struct, frozen=True):
 
 
 class Sessions(Protocol):
-    """Where engines join sessions with the trainer that sends a policy."""
+    """Sessions between engines and the trainer that sends a policy."""
 
-    async def join(self, version: int) -> SessionPlace:
-        """Wait for a place in a session."""
-        ...
+    async def join(self, version: int) -> SessionPlace: ...
 
-    def leave(self, session: str, reason: str) -> None:
-        """Tell the session that an engine does not take part."""
-        ...
+    def leave(self, session: str, reason: str) -> None: ...
 
 
 class Step(enum.Enum):
     """How an engine gets to a policy."""
 
     NOTHING = "nothing"
+    # It holds the policy, but the orchestrator that updated it was killed before it resumed the engine.
     RESUME = "resume"
-    """It holds the policy, but the orchestrator that updated it was killed before it resumed the engine."""
-    CONFIRM = "confirm"
-    """It loaded this policy at start, and must only be told the version."""
+    CONFIRM = "confirm"  # it loaded this policy at start, and must only be told the version
     UPDATE = "update"
 
 
@@ -80,10 +75,8 @@ class EngineClient:
 
     Args:
         where: Returns the current base URL of the engine's HTTP server.
-        model_path: Model that the engine was started from.
         sessions: Sessions with the trainer, for versions without a directory.
         tries: Number of tries of an update. Generation is paused all the while.
-        retry_s: Pause between two tries.
         status_timeout_s: Minimum timeout of a status. It grows with the engine's answer times.
         trains_encoder: The trainer updates the image encoder, so cached image features become invalid.
     """
@@ -106,8 +99,8 @@ class EngineClient:
         self._retry_s = retry_s
         self._trains_encoder = trains_encoder
         self._status_timeout = AnswerTimeout(status_timeout_s)
+        # Parts of the last update: `wait` for the trainer, `load` (with transfer), `pause` of generation.
         self.seconds: dict[str, float] = {}
-        """Parts of the last update: `wait` for the trainer, `load` (with transfer), `pause` of generation."""
         # Connections are not kept, because uvicorn closes them after a failed request, and the next request would fail.
         self._http = internal_client(status_timeout_s, keep=0)
         # Polls are the exception: with hundreds of engines, reconnecting for every poll would keep a core busy.
@@ -115,7 +108,6 @@ class EngineClient:
 
     @property
     def url(self) -> str:
-        """Return the current base URL of the engine."""
         return self._where()
 
     async def status(self, own_delay_s: Callable[[], float] = lambda: 0.0) -> EngineStatus:
@@ -152,17 +144,12 @@ class EngineClient:
     ) -> Step:
         """Bring the engine to `policy`. Running requests continue with the new weights.
 
-        Args:
-            policy: Policy to serve.
-            timeout_s: Timeout of the whole update.
-            own_delay_s: See `status`.
-
         Returns:
-            What was done. An engine that serves the policy already is left alone.
+            The step that was needed. An engine that serves the policy already is left alone.
 
         Raises:
             EngineUnresponsiveError: The engine did not answer a request in time. It may still serve the old policy.
-            EngineDownError: The engine is gone. That is no failure of the update, which is repeated later.
+            EngineDownError: The engine is down. The update is repeated later.
             EngineUpdateError: The engine refused, or took longer than `timeout_s`. It was not resumed.
             NoSenderError: The trainer would have to send the policy, and does not send now.
         """
@@ -181,7 +168,6 @@ class EngineClient:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
         await self._polling.aclose()
 
@@ -190,7 +176,7 @@ class EngineClient:
         try:
             return await self._polling.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            # The kept connection was closed. Only a new one shows whether the engine is gone.
+            # The kept connection was closed. Only a new one shows whether the engine is down.
             return await self._http.get(url, timeout=timeout_s)
 
     async def _certain_status(self, own_delay_s: Callable[[], float]) -> EngineStatus:

@@ -20,35 +20,27 @@ class EngineView:
     """State of one engine."""
 
     state: EngineState = "DOWN"
-    since: float = 0.0
-    """Time at which it entered this state."""
-    version: int | None = None
-    """Policy version that it serves; None: it serves nothing."""
+    since: float = 0.0  # time at which it entered this state
+    version: int | None = None  # policy version that it serves; None: it serves nothing
     incarnation: str | None = None
-    condemned: str | None = None
-    """Incarnation that has to be restarted."""
+    condemned: str | None = None  # incarnation that has to be restarted
     error: str | None = None
     down_because: str = ""
-    answered: float = 0.0
-    """Time of its last answer, or at which it was found to be down."""
-    unanswered: int = 0
-    """Polls since then."""
+    answered: float = 0.0  # time of its last answer, or at which it was found to be down
+    unanswered: int = 0  # polls since then
 
 
 class EnginePool:
     """All engines of a run."""
 
     def __init__(
-        self,
-        names: Iterable[str],
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        self, names: Iterable[str], clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
         self._clock, self._wall = clock, wall
         self._views = {name: EngineView(since=wall(), answered=clock()) for name in names}
         self.wanted: PolicyVersion | None = None
+        # Newest version that every serving engine has acknowledged. It never decreases.
         self.current_version: int | None = None
-        """Newest version that every serving engine has acknowledged. It never decreases."""
 
     def want(self, policy: PolicyVersion) -> None:
         """Set the wanted policy. Raise ValueError if it is older than the wanted one."""
@@ -91,7 +83,6 @@ class EnginePool:
         return view.unanswered == 1
 
     def delayed(self, seconds: float) -> None:
-        """Record that this process was delayed, and could not receive answers meanwhile."""
         for view in self._views.values():
             view.answered += seconds
 
@@ -101,7 +92,6 @@ class EnginePool:
         return sum(view.unanswered > 0 for view in self._views.values())
 
     def state(self, name: str) -> EngineState:
-        """Return an engine's state."""
         return self._views[name].state
 
     def down_because(self, name: str) -> str:
@@ -109,11 +99,9 @@ class EnginePool:
         return self._views[name].down_because
 
     def updating(self, name: str) -> None:
-        """Record the start of an update. The engine still counts as serving its old version."""
         self._enter(self._views[name], "UPDATING")
 
     def updated(self, name: str, version: int) -> None:
-        """Record that an engine acknowledged `version`."""
         view = self._views[name]
         view.version, view.error, view.down_because = version, None, ""
         view.answered, view.unanswered = self._clock(), 0
@@ -135,7 +123,6 @@ class EnginePool:
         self._advance()
 
     def ended(self, name: str) -> None:
-        """Record that an engine was told to exit, and does."""
         self._views[name].version = None
         self._advance()
 
@@ -157,7 +144,6 @@ class EnginePool:
         return view.state != "DOWN" and view.condemned is not None and view.condemned == view.incarnation
 
     def report(self) -> dict[str, EngineRecord]:
-        """Return a record of each engine."""
         return {
             name: EngineRecord(
                 view.state, view.since, view.version, self.must_restart(name), view.error or view.down_because or None

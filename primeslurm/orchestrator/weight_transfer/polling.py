@@ -8,34 +8,24 @@ from collections.abc import Callable
 
 MIN_TIMEOUT_S = 5.0
 MAX_TIMEOUT_S = 60.0
-UNRESPONSIVE_S = 30.0
-"""An engine that has accepted connections and answered nothing for this long is down."""
-POLLS_PER_S = 64.0
-"""Maximum rate of polls of all engines together. A poll costs this process about a millisecond."""
+UNRESPONSIVE_S = 30.0  # an engine that has accepted connections and answered nothing for this long is down
+POLLS_PER_S = 64.0  # Maximum rate of polls of all engines together. A poll costs this process about a millisecond.
 TICK_S = 0.25
+# If this process itself was delayed for more than this fraction of a wait, a missing answer proves nothing.
 MAX_DELAY_FRACTION = 0.25
-"""If this process itself was delayed for more than this fraction of a wait, a missing answer proves nothing."""
 
 
 class AnswerTimeout:
-    """Timeout of an engine's next answer: twice as long as its last answer took, doubled after each missing answer.
-
-    Args:
-        least_s: Minimum.
-        most_s: Maximum.
-    """
+    """Timeout of an engine's next answer: twice as long as its last answer took, doubled after each missing answer."""
 
     def __init__(self, least_s: float = MIN_TIMEOUT_S, most_s: float = MAX_TIMEOUT_S) -> None:
         self._least_s, self._most_s = least_s, max(least_s, most_s)
-        self.seconds = least_s
-        """The current timeout."""
+        self.seconds = least_s  # the current timeout
 
     def answered(self, seconds: float) -> None:
-        """Record how long an answer took."""
         self.seconds = min(max(2 * seconds, self._least_s), self._most_s)
 
     def missed(self) -> None:
-        """Record that an answer did not arrive in time."""
         self.seconds = min(2 * self.seconds, self._most_s)
 
 
@@ -44,8 +34,6 @@ class EventLoopDelay:
 
     Args:
         on_stall: Called with the duration of a long delay [s] once it is over.
-        stall_s: Shorter delays are not reported.
-        clock: Returns the time [s].
     """
 
     def __init__(
@@ -56,8 +44,7 @@ class EventLoopDelay:
     ) -> None:
         self._on_stall, self._stall_s, self._clock = on_stall, stall_s, clock
         self._sum = 0.0
-        self._due: float | None = None
-        """Time of the next tick."""
+        self._due: float | None = None  # time of the next tick
 
     def seconds(self) -> float:
         """Return the total delay so far [s], including that of a tick that is late now."""
@@ -65,7 +52,6 @@ class EventLoopDelay:
         return self._sum + late
 
     def tick(self) -> None:
-        """Record a tick. The next one is due TICK_S later."""
         if self._due is not None and (late := self._clock() - self._due) > 0:
             self._sum += late
             if late >= self._stall_s:
@@ -73,19 +59,13 @@ class EventLoopDelay:
         self._due = self._clock() + TICK_S
 
     async def run(self) -> None:
-        """Tick until cancelled."""
         while True:
             self.tick()
             await asyncio.sleep(TICK_S)
 
 
 class RateLimiter:
-    """Limits the rate of operations of many tasks together.
-
-    Args:
-        per_s: Operations per second.
-        clock: Returns the time [s].
-    """
+    """Limits the rate of operations of many tasks together."""
 
     def __init__(self, per_s: float = POLLS_PER_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s, self._clock = 1.0 / per_s, clock
@@ -98,6 +78,5 @@ class RateLimiter:
         return self._next - self._interval_s - now
 
     async def turn(self) -> None:
-        """Reserve the next slot, and wait for it."""
         if (wait_s := self.wait_s()) > 0:
             await asyncio.sleep(wait_s)

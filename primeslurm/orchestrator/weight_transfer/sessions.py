@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace, TransferSession
 
-GATHER_S = 3.0
-"""A session starts when every engine that needs the policy has joined, or this long after the first one."""
+GATHER_S = 3.0  # a session starts when every engine that needs the policy has joined, or this long after the first one
+# A trainer that has not repeated its offer for this long no longer sends, unless it is busy with a session.
 OFFER_TIMEOUT_S = 30.0
-"""A trainer that has not repeated its offer for this long no longer sends, unless it is busy with a session."""
 
 
 class NoSenderError(Exception):
@@ -38,13 +37,7 @@ class _Waiting:
 
 
 class TransferSessions:
-    """Forms sessions.
-
-    Args:
-        workers: Number of workers per engine.
-        timeout_s: Longest wait for anything within a session.
-        clock: Returns the time [s].
-    """
+    """Forms sessions."""
 
     def __init__(self, workers: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._workers = workers
@@ -53,8 +46,7 @@ class TransferSessions:
         self._version: int | None = None
         self._offered_at = clock()
         self._session: TransferSession | None = None
-        self._lost = ""
-        """Which engine the session has lost, and why."""
+        self._lost = ""  # which engine the session has lost, and why
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Condition()
 
@@ -69,7 +61,6 @@ class TransferSessions:
         self._dismiss()
 
     def sends(self, version: int) -> bool:
-        """Return whether the trainer sends `version` now."""
         offers = self._session is not None or self._clock() - self._offered_at < OFFER_TIMEOUT_S
         return version == self._version and offers
 
@@ -101,8 +92,6 @@ class TransferSessions:
         """Answer the trainer's offer.
 
         Args:
-            request: The offer.
-            wanting: Returns how many engines still need the policy.
             hold_s: Longest time until the answer "wait". It must be shorter than the trainer's own timeout.
         """
         if request.version != self._version:

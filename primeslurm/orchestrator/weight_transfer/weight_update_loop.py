@@ -1,6 +1,6 @@
 """The weight update loop brings every engine to the wanted policy version, and keeps it there.
 
-It compares what each engine reports with what is wanted, and fixes the difference. So a new policy, a restarted engine
+It compares the state of each engine with the wanted one, and fixes the difference. So a new policy, a restarted engine
 and a resumed run are the same case. `EnginePool` decides without I/O, and `WeightUpdateLoop` polls and acts, with one
 task per engine, so that no engine waits for another.
 """
@@ -45,8 +45,7 @@ from primeslurm.records.events.policy import (
 )
 from primeslurm.records.journal import Journal
 
-MISSED_UPDATES = 3
-"""An engine that does not answer this many updates in a row, but answers polls, is restarted."""
+MISSED_UPDATES = 3  # an engine that does not answer this many updates in a row, but answers polls, is restarted
 Hook = Callable[[int], Awaitable[None]]
 
 
@@ -58,7 +57,6 @@ class WeightUpdateLoop:
     """Keeps engines at the wanted policy.
 
     Args:
-        engines: Engines by process name.
         journal: Receives an event for every update, failure and change of state.
         timeout_s: Longest time for one engine to load a policy. The engine is then restarted.
         poll_s: Minimum interval between two polls of an engine; twice as long for an engine that is current. The total
@@ -98,20 +96,16 @@ class WeightUpdateLoop:
         self._lost: set[str] = set()
         self._missed_updates: Counter[str] = Counter()
         self._damaged = DamagedAnswers()
-        self._restart_reason: dict[str, str] = {}
-        """Why engines are restarted that answer updates."""
-        self.useless = ""
-        """Why no engine can be used, if restarts do not help."""
+        self._restart_reason: dict[str, str] = {}  # why engines are restarted that answer updates
+        self.useless = ""  # why no engine can be used, if restarts do not help
         self._poll_rate = RateLimiter()
         self._own_delay = EventLoopDelay(self._delayed)
 
     @property
     def current_version(self) -> int | None:
-        """Return the newest version that every serving engine has acknowledged."""
         return self.pool.current_version
 
     def wants_transfer(self) -> bool:
-        """Return whether engines wait for a policy that only the trainer can send."""
         wanted = self.pool.wanted
         return wanted is not None and not wanted.path and self.pool.wanting() > 0
 
@@ -151,7 +145,6 @@ class WeightUpdateLoop:
         self._urls = dict(urls)
 
     async def run(self) -> None:
-        """Update all engines until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             delay = tasks.create_task(self._own_delay.run())
             async with asyncio.TaskGroup() as engines:
@@ -310,12 +303,7 @@ def weight_update_loop(
     """Create the loop for all engines of a run.
 
     Args:
-        recipe: The run's recipe.
-        arguments: Arguments of its orchestrator.
-        journal: Receives events about engines.
         sessions: Sessions with the trainer, which sends policies without a directory. None: there are none.
-        before_update: See `WeightUpdateLoop`.
-        after_update: See `WeightUpdateLoop`.
     """
     url = arguments.addresses.url
     trains_encoder = recipe.model.trains_encoder

@@ -29,21 +29,16 @@ from primeslurm.wire.transport.http import (
 from primeslurm.wire.transport.retry import retry_with_backoff
 
 GENERATE = "/inference/v1/generate"
-SESSION_HEADER = "X-Session-ID"
-"""Header with the trace of a request. Routers pin a trace to an engine."""
-LOADED_VERSION = "default"
-"""vLLM's name for the weights it loaded at start, until it is told a version: version 0."""
-NO_LOGPROB = -9999.0
-"""vLLM's value where it has no log-probability, and where a probability is 0."""
+SESSION_HEADER = "X-Session-ID"  # Header with the trace of a request. Routers pin a trace to an engine.
+LOADED_VERSION = "default"  # vLLM's name for the weights it loaded at start, until it is told a version: version 0
+NO_LOGPROB = -9999.0  # vLLM's value where it has no log-probability, and where a probability is 0
 _ALMOST_NO_LOGPROB = math.nextafter(NO_LOGPROB, 0.0)
-MAX_TASKS = 8
-"""Tasks that a report of damaged answers names, enough to tell a bad engine from a bad prompt."""
-LONGEST_REASON = 500
-"""Characters of an engine's error text that a report keeps."""
+MAX_TASKS = 8  # tasks that a report of damaged answers names, enough to tell a bad engine from a bad prompt
+LONGEST_REASON = 500  # characters of an engine's error text that a report keeps
+# vLLM's name of the sampling parameter for the first position of the returned routed experts.
 ROUTED_FROM = "routed_experts_prompt_start"
-"""vLLM's name of the sampling parameter for the first position of the returned routed experts."""
+# Beginning of a NoAnswerError's text, by which it is recognised after verifiers has passed it on as text.
 NO_ANSWER = "no engine answered"
-"""Beginning of a NoAnswerError's text, by which it is recognised after verifiers has passed it on as text."""
 
 
 class _VersionSpan(msgspec.Struct):
@@ -83,19 +78,15 @@ class AnswerTally:
         self._tasks: dict[str, str] = {}
 
     def begin(self, session: str, task: str) -> None:
-        """Note the task of a session."""
         self._tasks[session] = task
 
     def end(self, session: str) -> None:
-        """Forget a session."""
         self._tasks.pop(session, None)
 
     def good(self, engine: str) -> None:
-        """Count a usable answer."""
         self._answers.setdefault(engine, AnswerCounts()).good += 1
 
     def damaged(self, engine: str, session: str, error: str) -> None:
-        """Count a damaged answer."""
         answers = self._answers.setdefault(engine, AnswerCounts(tasks=[]))
         answers.damaged, answers.error = answers.damaged + 1, error[:LONGEST_REASON]
         task = self._tasks.get(session, session)
@@ -109,12 +100,7 @@ class AnswerTally:
 
 
 class RefusedError(Exception):
-    """The request is wrong, so a retry would not help.
-
-    Args:
-        text: What is wrong.
-        status: HTTP status 4xx.
-    """
+    """The request is wrong, so a retry would not help."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -131,16 +117,13 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    versions: list[int]
-    """Policy version that sampled each token."""
+    versions: list[int]  # policy version that sampled each token
     finish_reason: str | None = None
+    # [tokens, layers, top_k] of prompt and sampled tokens, from position `routed_from` on.
     routed_experts: RoutedExperts | None = None
-    """[tokens, layers, top_k] of prompt and sampled tokens, from position `routed_from` on."""
     routed_from: int = 0
-    prompt_ids: list[int] | None = None
-    """The prompt with one placeholder per image token; None without images."""
-    placeholders: dict[str, list[dict[str, int]]] | None = None
-    """`offset` and `length` of each image in `prompt_ids`."""
+    prompt_ids: list[int] | None = None  # the prompt with one placeholder per image token; None without images
+    placeholders: dict[str, list[dict[str, int]]] | None = None  # `offset` and `length` of each image in `prompt_ids`
 
 
 class GenerateEndpoint:
@@ -153,10 +136,6 @@ class GenerateEndpoint:
     Args:
         where: Returns the router's current URL. A waiting request follows it when it changes.
         max_len: Longest sequence that an engine accepts [tokens]. Completions end there.
-        timeout_s: Longest wait for one answer, with retries.
-        routed: Answers must have routed experts.
-        tally: Counts answers by engine.
-        vocab: Number of tokens of the model; None: unknown.
     """
 
     def __init__(
@@ -195,7 +174,6 @@ class GenerateEndpoint:
             raise NoAnswerError(f"{NO_ANSWER}: {self._where()}{path}: {text}") from error
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     @property
@@ -253,7 +231,6 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
     """Decode an engine's answer.
 
     Args:
-        content: Body of the answer.
         prompt: Number of tokens of the request. (An answer to images has its own number.)
         routed_from: First position of the requested routed experts; None: not requested.
 
@@ -312,8 +289,7 @@ def _versions(choice: _Choice) -> list[int]:
 _UNFINISHED = ("abort", "error")
 _KEY = b'"routed_experts"'
 _BEFORE_TEXT = re.compile(_KEY + rb'[ \t\r\n]*:[ \t\r\n]*"')
-_TAKEN = b"0"
-"""Replaces the text of routed experts that was taken out of an answer."""
+_TAKEN = b"0"  # replaces the text of routed experts that was taken out of an answer
 
 
 def _take_routed_experts(content: bytes) -> tuple[bytes, memoryview]:

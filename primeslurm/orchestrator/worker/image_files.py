@@ -18,9 +18,7 @@ from primeslurm.wire.batches.rollout import Rollout
 def stored(rollout: Rollout, directory: Path) -> Rollout:
     """Write a rollout's images, which are data URIs, to files named by their digest, and return it with their paths.
 
-    Raises:
-        RolloutError: An image is invalid.
-        OSError: A file cannot be written.
+    Raise RolloutError if an image is invalid, and OSError if a file cannot be written.
     """
     if not rollout.info.images:
         return rollout

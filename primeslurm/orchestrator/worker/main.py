@@ -45,22 +45,12 @@ from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import AddressBook
 
+# Time between SIGTERM and exit, in which rollouts are cancelled and their containers removed. The agent waits 15 s.
 EXIT_S = 12
-"""Time between SIGTERM and exit, in which rollouts are cancelled and their containers removed. The agent waits 15 s."""
 
 
 class Worker:
-    """Runs the jobs of its `JobRunner` in one environment.
-
-    Args:
-        recipe: The run's recipe.
-        environment: One of the recipe's environments.
-        number: Number of this worker among the environment's workers.
-        address: The orchestrator's ZMQ address.
-        addresses: Addresses of the routers.
-        images: Directory on the shared file system for images.
-        node: The worker's node.
-    """
+    """Runs the jobs of its `JobRunner` in one environment."""
 
     def __init__(
         self,
@@ -92,10 +82,8 @@ class Worker:
         self._runner = JobRunner(
             environment.label, number, address, self._rollout, tasks, node, answers=self._tally.take
         )
-        self.runtimes = host_needs.needs(environment, self._env).runtimes
-        """Types of runtimes of the rollouts' programs."""
-        self.serves = False
-        """Whether the environment has started."""
+        self.runtimes = host_needs.needs(environment, self._env).runtimes  # types of runtimes of the rollouts' programs
+        self.serves = False  # whether the environment has started
 
     def _task_count(self, environment: AnyEnvironment) -> int | None:
         """Return the number of tasks if the orchestrator needs it."""
@@ -105,7 +93,6 @@ class Worker:
         return self._tasks.count() if has_curriculum and self._env.taskset.bounded else None
 
     async def run(self) -> None:
-        """Serve until cancelled."""
         async with serving(self._env) as self._by_config:
             self.serves = True
             try:
@@ -170,7 +157,6 @@ def _is_shuffled(environment: AnyEnvironment) -> bool:
 
 
 def _scratch(name: str) -> Path:
-    """Return a worker's own directory on the node's disk, after removing what a killed worker has left there."""
     directory = Path(tempfile.gettempdir()) / "environments" / name
     shutil.rmtree(directory, ignore_errors=True)
     return directory
@@ -197,7 +183,6 @@ async def _serve(worker: Worker, name: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve one environment until the process is ended."""
     parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.worker.main")
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--environment", required=True, help="label of an environment of the recipe")

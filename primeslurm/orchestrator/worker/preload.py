@@ -9,7 +9,6 @@ MODULES = ("primeslurm.orchestrator.worker.main", "transformers.models.auto.toke
 
 
 def preload() -> None:
-    """Import the modules."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as workers do; huggingface_hub reads it when it is imported
     for module in MODULES:
         importlib.import_module(module)

@@ -1,6 +1,6 @@
 """Prompts for the policy as its own teacher: the same conversation with a hint that the policy did not get.
 
-The hint is a field of the task. It is added to the messages, which are rendered as before. Sampled tokens and all that
+The hint is a field of the task. It is added to the messages, which are rendered again. Sampled tokens and all that
 follows stay as they are. The orchestrator then asks for the log-probabilities of the sampled tokens after that prompt.
 """
 
@@ -27,8 +27,7 @@ async def hinted(
 ) -> tuple[Rollout, ...]:
     """Return the sequences of a trace with their teacher prompts.
 
-    Raises:
-        RolloutError: The task has no such field, or a prompt cannot be rendered again as it was.
+    Raise RolloutError if the task has no such field, or a prompt cannot be rendered again as it was.
     """
     text = teacher.template.replace("{hint}", _hint(teacher, trace.task.data))
     rollouts = []

@@ -51,28 +51,26 @@ from primeslurm.orchestrator.worker.generate_endpoint import (
 from primeslurm.recipe import sampling_rules
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
+# Rollouts that share a renderer: all of a worker, because rendering a turn's new messages takes milliseconds.
 MULTIPLEX = 1_000_000
-"""Rollouts that share a renderer: all of a worker, because rendering a turn's new messages takes milliseconds."""
 
+# Maximum size of a request of a program to its model. A million tokens have about five megabytes, images have more.
 LARGEST_REQUEST_BYTES = 128 << 20
-"""Maximum size of a request of a program to its model. A million tokens have about five megabytes, images have more."""
 
+# A message keeps a view of a turn's experts if the turn's new messages have at least this fraction of its rows.
+# Otherwise it keeps a copy, so that the other rows can be freed.
 VIEW_FRACTION = 0.5
-"""A message keeps a view of a turn's experts if the turn's new messages have at least this fraction of its rows.
-Otherwise it keeps a copy, so that the other rows can be freed."""
 
 
 class TurnRows(NamedTuple):
     """Routed experts of a turn, in place of verifiers' own format."""
 
-    rows: RoutedExperts
-    """[tokens, layers, top_k]; those of the last token are unknown."""
-    start: int
-    """Position of the first row's token in the sequence."""
+    rows: RoutedExperts  # [tokens, layers, top_k]; those of the last token are unknown
+    start: int  # position of the first row's token in the sequence
 
 
+# Receives the routed experts of the turn that this context requests.
 posted: ContextVar[list[TurnRows] | None] = ContextVar("posted", default=None)
-"""Receives the routed experts of the turn that this context requests."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,7 @@ class Reply:
 
 
 class RendererEndpoint:
-    """The HTTP client of a TrainClient: it posts through a GenerateEndpoint and keeps the completions.
-
-    Args:
-        base_url: Placeholder for the router in posted URLs.
-        endpoint: Endpoint of the router.
-        model: Name of the model in requests.
-    """
+    """The HTTP client of a TrainClient: it posts through a GenerateEndpoint and keeps the completions."""
 
     def __init__(self, base_url: str, endpoint: GenerateEndpoint, model: str) -> None:
         self.base_url = base_url
@@ -98,15 +90,13 @@ class RendererEndpoint:
         self._completions: dict[str, list[Completion]] = {}
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
-        """Return the list of models, from which `renderers` takes the context window."""
         return model_cards(self._model, self._endpoint.max_len)
 
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
         """Generate a completion.
 
-        Raises:
-            APIStatusError: The request is wrong (4xx).
-            APIConnectionError: There was no usable answer before the deadline.
+        Raise APIStatusError if the request is wrong (4xx), and APIConnectionError if there was no usable answer before
+        the deadline.
         """
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)
@@ -127,11 +117,9 @@ class RendererEndpoint:
         return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
-        """Return all completions of a session (a verifiers trace id) so far, and forget them."""
         return self._completions.pop(session, [])
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
 
@@ -139,18 +127,10 @@ class TokenClient(TrainClient):  # type: ignore[misc]
     """A TrainClient that posts through a RendererEndpoint.
 
     Args:
-        router: Process name of the router.
-        where: Returns the router's current URL.
-        model: Directory of the tokenizer.
-        max_len: Longest sequence that an engine accepts [tokens].
-        timeout_s: Longest wait for one answer, with retries.
-        routed: Answers must have routed experts.
         images: Messages may have images. Raises ValueError if `renderers` cannot render images for the model.
         rendering: How to render messages. Default: `select_renderer` chooses it by model.
         trained: The recipe's sampling parameters, which requests of trained agents must not change. None: no agent is
             trained.
-        tally: Counts answers by engine.
-        vocab: Number of tokens of the model; None: unknown.
     """
 
     def __init__(
@@ -197,10 +177,9 @@ class TokenClient(TrainClient):  # type: ignore[misc]
     ) -> Response:
         """Sample the next message of a conversation.
 
-        Raises:
-            ContextOverflowError: The prompt leaves no room for an answer.
-            ProviderError: The model's renderer cannot render the offered tools, the environment samples with other
-                parameters than the recipe, or the engine refuses the request.
+        Raise ContextOverflowError if the prompt leaves no room for an answer, and ProviderError if the model's renderer
+        cannot render the offered tools, the environment samples with other parameters than the recipe, or the engine
+        refuses the request.
         """
         self._refuse_other_sampling(sampling, turn)
         if self._no_tools and turn is not None and turn.tools:
@@ -244,10 +223,8 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Client]]:
     """Enter `env.serving()`, and yield its clients by config, to which callers add TokenClients.
 
     verifiers creates clients from configs and has no way to register another class. Its interception server keeps one
-    client per config, so ours must be there before the first rollout uses its config.
-
-    Raises:
-        TypeError: `env` is not configured with a single interception server.
+    client per config, so ours must be there before the first rollout uses its config. Raise TypeError if `env` is not
+    configured with a single interception server.
     """
     limit_requests()
     context_window.install()
@@ -271,11 +248,7 @@ def _attribute(trace: Trace, prefix: list[int], new: list[int], path_len: int, p
     """Give each new message of a turn its rows, in place of `graph._attribute_routed_experts`.
 
     Args:
-        trace: Trace of the rollout.
-        prefix: Indices of the nodes before the turn.
         new: Indices of the nodes that the turn added, the answer last.
-        path_len: Tokens of the prefix.
-        payload: Routed experts of the turn.
     """
     if not isinstance(payload, TurnRows):
         _attribute_encoded(trace, prefix, new, path_len, payload)

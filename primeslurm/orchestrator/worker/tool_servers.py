@@ -22,8 +22,7 @@ from verifiers.v1.mcp.server import ServerBase
 from verifiers.v1.runtimes import Runtime
 
 POLL_S = 0.5
-MAX_BYTES = 16
-"""Bytes that are read of a port or an exit code, more than either needs."""
+MAX_BYTES = 16  # bytes that are read of a port or an exit code, more than either needs
 LARGEST_PORT = 65535
 _serve_in_runtime = launch.serve_in_runtime
 
@@ -72,7 +71,6 @@ class _WatchedRuntime:
         return hasattr(self._runtime, "_background")
 
     async def run_background(self, argv: list[str], env: Mapping[str, str], log: str) -> None:
-        """Start the server, as the runtime does."""
         self.log = log
         if self._is_local:
             if "MCP_PORT_FILE" in env:
@@ -84,7 +82,6 @@ class _WatchedRuntime:
         self._started.set()
 
     async def read(self, path: str) -> bytes:
-        """Read the port file."""
         content: bytes = await self._runtime._read(str(self._port_file or path), max_bytes=MAX_BYTES + 1)
         text = content.strip().decode(errors="replace")
         if text and not _is_port(text) and not self._invalid_port.done():
@@ -92,7 +89,6 @@ class _WatchedRuntime:
         return content
 
     def forget_port(self) -> None:
-        """Remove the port file on this host, which no sandbox removes."""
         if self._port_file is not None:
             self._port_file.unlink(missing_ok=True)
 
@@ -101,7 +97,6 @@ class _WatchedRuntime:
         return await self._invalid_port
 
     async def ended(self) -> int:
-        """Wait until the server has exited, and return its exit code."""
         await self._started.wait()
         if processes := getattr(self._runtime, "_background", None):
             return int(await processes[-1].wait())

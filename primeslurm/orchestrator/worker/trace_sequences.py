@@ -26,8 +26,7 @@ from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.rollout import LARGEST_REWARD, MAX_METRICS, Rollout, RolloutInfo
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
-LONGEST_NAME = 200
-"""Characters of a metric's name that are kept."""
+LONGEST_NAME = 200  # characters of a metric's name that are kept
 
 
 def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
@@ -62,12 +61,7 @@ def sequences(
     """Return the token sequences of a finished trace.
 
     Args:
-        job: The rollout's job.
-        trace: One trace of the rollout.
-        completions: Engines' answers to this trace.
-        seconds: Duration of the rollout.
         observed: Mark the tokens from the environment after the first answer.
-        number: Index of the trace in its rollout.
 
     Raises:
         RolloutError: Nothing was sampled, a sampled message is not among the completions, or the environment reports an

@@ -87,6 +87,6 @@ class EngineRestarted(Event, frozen=True, tag="engine_restart"):
 
 
 class EngineGivenUp(Event, frozen=True, tag="engine_given_up"):
-    """The policy loop ignores an engine from now on."""
+    """The weight update loop ignores an engine from now on."""
 
     engine: str

@@ -12,8 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-MAX_AXIS = 1024
-"""Maximum number of layers of a model and of choices per layer, because memory is allocated by them."""
+MAX_AXIS = 1024  # maximum number of layers of a model and of choices per layer, because memory is allocated by them
 
 _DTYPES = {
     **dict.fromkeys(("token_ids", "positions", "versions"), ("i4",)),
@@ -29,7 +28,6 @@ def mismatch(kind: type[Any], arrays: Mapping[str, NDArray[Any]], shape: tuple[i
 
     Args:
         kind: Dataclass with one field per array. Fields without a default are required.
-        arrays: The arrays by name.
         shape: Shape of each array; routed experts have two more axes.
         without: Name of a field whose array is not expected.
 

@@ -41,17 +41,16 @@ class Row:
     logprobs: Float32
     advantages: Float32
     temperatures: Float32
+    # Tokens of rollouts that the trained policy sampled completely: trainer and engine logprobs must agree there.
     on_policy: Bool
-    """Tokens of rollouts that the trained policy sampled completely: trainer and engine logprobs must agree there."""
+    # Factor of the cross-entropy of echoed tokens, 0 elsewhere, scaled for a division of the loss by `loss_tokens`.
+    # None unless the batch has such tokens.
     echo_weights: Float32 | None = None
-    """Factor of the cross-entropy of echoed tokens, 0 elsewhere, scaled for a division of the loss by `loss_tokens`.
-    None unless the batch has such tokens."""
+    # [tokens, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none.
     routed_experts: RoutedExperts | None = None
-    """[tokens, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
+    # The teacher's log-probabilities of the trained tokens. None without a teacher.
     ref_logprobs: Float32 | None = None
-    """The teacher's log-probabilities of the trained tokens. None without a teacher."""
-    images: tuple[ImageSpan, ...] = ()
-    """Images of the whole row, in order."""
+    images: tuple[ImageSpan, ...] = ()  # images of the whole row, in order
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays that are set, by name."""
@@ -96,16 +95,12 @@ class BatchInfo(msgspec.Struct, frozen=True):
     step: int
     dp_rank: int
     dp_world: int
-    loss_tokens: int
-    """Sampled tokens that are trained, over all ranks. The loss is divided by it."""
+    loss_tokens: int  # Sampled tokens that are trained, over all ranks. The loss is divided by it.
     max_steps: int = 0
-    has_images: bool = False
-    """Whether any row of any rank has images."""
-    cp_rank: int = 0
-    """Index of these shards of the rows, of `cp_world`."""
+    has_images: bool = False  # whether any row of any rank has images
+    cp_rank: int = 0  # index of these shards of the rows, of `cp_world`
     cp_world: int = 1
-    rows_at_once: int = 0
-    """Rows of a micro batch. 0: as many as fit, and all rows have the same length."""
+    rows_at_once: int = 0  # Rows of a micro batch. 0: as many as fit, and all rows have the same length.
 
     @property
     def shard(self) -> RankShard:
@@ -116,8 +111,7 @@ class BatchInfo(msgspec.Struct, frozen=True):
 class _RowHeader(msgspec.Struct, frozen=True):
     """A row on the wire, without arrays."""
 
-    documents: list[Count]
-    """Lengths of the documents, from which positions are computed."""
+    documents: list[Count]  # lengths of the documents, from which positions are computed
     images: tuple[ImageSpan, ...] = ()
 
 
@@ -139,7 +133,6 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
 
     def encode(self) -> list[Frame]:
-        """Encode the batch as wire frames: one array per field, all rows one after another."""
         names = [name for name in self.rows[0].arrays() if name != "positions"]
         arrays = {name: np.concatenate([getattr(row, name) for row in self.rows]) for name in names}
         rows = [_RowHeader(lengths_of(row.positions), row.images) for row in self.rows]
@@ -163,8 +156,7 @@ class Batch:
     def cp_shard(self, rank: int, ranks: int) -> Batch:
         """Return the shards of the rows for one of `ranks` context-parallel ranks, or the batch if it has them already.
 
-        Raises:
-            ValueError: The batch has the shards of another rank.
+        Raise ValueError if the batch has the shards of another rank.
         """
         if (self.info.cp_rank, self.info.cp_world) == (rank, ranks):
             return self
@@ -179,24 +171,15 @@ class Batch:
 def batch_header(
     info: BatchInfo, rows: Sequence[tuple[Sequence[int], tuple[ImageSpan, ...]]], specs: Sequence[ArraySpec]
 ) -> bytes:
-    """Encode the first frame of a batch.
-
-    Args:
-        info: Of the batch.
-        rows: Document lengths and images of each row.
-        specs: Arrays, each of all rows one after another.
-    """
     return encode_header(_Header(info, [_RowHeader(list(documents), images) for documents, images in rows]), specs)
 
 
 def lengths_of(positions: Int32) -> list[int]:
-    """Return the lengths of a row's documents."""
     starts = np.flatnonzero(positions == 0)
     return [int(length) for length in np.diff(starts, append=len(positions))]
 
 
 def positions_of(documents: Sequence[int]) -> Int32:
-    """Return the positions of a row with documents of these lengths."""
     positions, start = np.empty(sum(documents), np.int32), 0
     for length in documents:
         positions[start : start + length] = np.arange(length, dtype=np.int32)

@@ -27,26 +27,21 @@ from primeslurm.wire.stored.digests import XXH3, hasher
 
 MAGIC = b"primeslurm batch"
 _PREFIX = struct.Struct(f">{len(MAGIC)}sII")
-LARGEST_HEADER = 1 << 30
-"""Maximum size of a message's header [bytes], which may contain images as data URIs."""
+LARGEST_HEADER = 1 << 30  # maximum size of a message's header [bytes], which may contain images as data URIs
 
 
 class _Head(msgspec.Struct, frozen=True):
     """Everything that a reader must know before it reads the rest."""
 
-    header: Size
-    """Size of the message's header [bytes]."""
-    arrays: Size
-    """Size of all arrays [bytes]."""
-    digest: str
-    """Digest of header and arrays."""
+    header: Size  # size of the message's header [bytes]
+    arrays: Size  # size of all arrays [bytes]
+    digest: str  # digest of header and arrays
 
 
 def write(path: Path, parts: Sequence[FrameSource]) -> None:
     """Write a file and flush it to disk.
 
     Args:
-        path: The file. Its directory must exist.
         parts: The message's header, and the bytes of the arrays in any division. Those on disk are read twice, in
             blocks: for the digest and to be written.
 
@@ -68,15 +63,7 @@ def read(
 ) -> Batch:
     """Read a file, each byte once and directly into its array.
 
-    Args:
-        path: The file.
-        empty: Allocates an array of this many bytes.
-        most: Maximum number of bytes of all arrays.
-        on_block: Called before each block is read.
-
-    Raises:
-        DamagedError: The content is damaged.
-        OSError: The file cannot be read.
+    Raise DamagedError if the content is damaged, and OSError if the file cannot be read.
     """
     incoming = files.reading(path, lambda file: _incoming(file, empty, most, on_block))
     return Batch.decode(incoming.frames())

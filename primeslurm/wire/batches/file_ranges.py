@@ -14,8 +14,7 @@ from primeslurm.base import files
 from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.decoding import DamagedError
 
-READ_BYTES = 16 << 20
-"""Size of one read [bytes]."""
+READ_BYTES = 16 << 20  # size of one read [bytes]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class StoredArray:
         return self.shape[0]
 
     def rows(self, start: int, end: int) -> StoredArray:
-        """Return rows `start` to `end`, or fewer if there are fewer."""
         end = min(end, len(self))
         size = len(self.content) // max(1, len(self))
         return StoredArray(self.content.cut(start * size, end * size), self.dtype, (end - start, *self.shape[1:]))

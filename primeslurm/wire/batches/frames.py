@@ -22,16 +22,15 @@ Arrays = dict[str, NDArray[Any]]
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-MAX_AXES = 8
-"""Maximum number of axes of an array. The largest used is 3: [tokens, layers, top_k]."""
+MAX_AXES = 8  # Maximum number of axes of an array. The largest used is 3: [tokens, layers, top_k].
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
     """Name, dtype and shape of one buffer."""
 
     name: str
+    # Numpy's notation of a number type. The pattern excludes objects and structured types.
     dtype: Annotated[str, msgspec.Meta(pattern=r"^[<|][biuf][1248]$")]
-    """Numpy's notation of a number type. The pattern excludes objects and structured types."""
     shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
@@ -50,15 +49,13 @@ def to_frames(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]
 
 
 def encode_header(meta: Any, specs: Sequence[ArraySpec]) -> bytes:
-    """Encode the first frame of a message."""
     return msgspec.msgpack.encode(ArraysHeader(msgspec.Raw(msgspec.msgpack.encode(meta)), tuple(specs)))
 
 
 def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
     """Decode a message into metadata of type `kind` and arrays, which are read-only views of the frames.
 
-    Raises:
-        DamagedError: The header is damaged, or the frames do not match it.
+    Raise DamagedError if the header is damaged, or the frames do not match it.
     """
     if not frames:
         raise DamagedError("a message without a header")
@@ -92,13 +89,7 @@ def _array(spec: ArraySpec, frame: Any) -> NDArray[Any]:
 class IncomingArrays:
     """Buffers of a message whose bytes arrive in chunks.
 
-    Args:
-        header: The message's first frame.
-        empty: Allocates an array of this many bytes.
-        most: Maximum number of bytes of all arrays.
-
-    Raises:
-        DamagedError: The header is damaged, or announces more than `most` bytes.
+    Raise DamagedError if the header is damaged, or announces more than `most` bytes.
     """
 
     def __init__(self, header: Any, empty: Callable[[int], NDArray[np.uint8]], most: int) -> None:
@@ -131,7 +122,6 @@ class IncomingArrays:
                 self._unfilled[:1] = [buffer[count:]] if count < len(buffer) else []
 
     def frames(self) -> list[Any]:
-        """Return the whole message."""
         return [self._header, *self.buffers]
 
 

@@ -10,24 +10,18 @@ import msgspec
 from primeslurm.wire.decoding import Count
 
 _START = "data:image/"
-_SHOWN = 80
-"""Characters of a data URI that messages show."""
+_SHOWN = 80  # characters of a data URI that messages show
 
 
 class ImageSpan(msgspec.Struct, frozen=True):
     """An image and its tokens in a sequence. The trainer decodes the image."""
 
-    source: str
-    """Path of a file, or a data URI."""
-    start: Count
-    """Index of the image's first token."""
-    end: Count
-    """Index after the image's last token."""
-    sha256: str | None = None
-    """Digest of the encoded image in hex. None: not computed yet."""
+    source: str  # path of a file, or a data URI
+    start: Count  # index of the image's first token
+    end: Count  # index after the image's last token
+    sha256: str | None = None  # Digest of the encoded image in hex. None: not computed yet.
 
     def moved(self, by: int) -> ImageSpan:
-        """Return the same image, `by` tokens further on."""
         return msgspec.structs.replace(self, start=self.start + int(by), end=self.end + int(by))
 
 
@@ -40,12 +34,10 @@ def whole(images: Sequence[ImageSpan], length: int) -> tuple[int, tuple[ImageSpa
 
 
 def is_inline(source: str) -> bool:
-    """Return whether an image's source is a data URI."""
     return source.startswith(_START)
 
 
 def shown(source: str) -> str:
-    """Return an image's source, shortened for messages."""
     return source[:_SHOWN] + "..." if is_inline(source) and len(source) > _SHOWN else source
 
 

@@ -20,25 +20,21 @@ from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError
 
-LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""Maximum magnitude of a reward, because advantages are float32."""
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # maximum magnitude of a reward, because advantages are float32
+# Smallest log-probability that a sampled token can have. With a vocabulary of 200,000 (e^12.2) tokens, a token below it
+# is sampled less than once in 10^12 tokens, so a lower value is an error. vLLM sends -9999 for NaN and -inf.
 MIN_LOGPROB = -40.0
-"""Smallest log-probability that a sampled token can have. With a vocabulary of 200,000 (e^12.2) tokens, a token below
-it is sampled less than once in 10^12 tokens, so a lower value is an error. vLLM sends -9999 for NaN and -inf."""
-MAX_LOGPROB = 0.01
-"""Largest log-probability that a sampled token can have. It is above 0 because engines round."""
+MAX_LOGPROB = 0.01  # Largest log-probability that a sampled token can have. It is above 0 because engines round.
+# Maximum magnitude of a log-probability in an answer. vLLM sends -9999 where a probability is 0.
 LARGEST_LOGPROB = 1e30
-"""Maximum magnitude of a log-probability in an answer. vLLM sends -9999 where a probability is 0."""
-MAX_METRICS = 1000
-"""Maximum number of metrics of a rollout. Each becomes a column of the run's metrics."""
+MAX_METRICS = 1000  # Maximum number of metrics of a rollout. Each becomes a column of the run's metrics.
 
 
 class TeacherPrompt(msgspec.Struct, frozen=True):
     """Tokens that a teacher gets in place of a sequence's first tokens."""
 
     token_ids: list[Count]
-    replaces: Count
-    """Number of the sequence's tokens that they replace."""
+    replaces: Count  # number of the sequence's tokens that they replace
 
 
 class RolloutInfo(msgspec.Struct, frozen=True):
@@ -47,31 +43,22 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     id: str
     group: str
     environment: str
-    opened_version: Count
-    """Policy version when the rollout's group opened. Staleness is measured from it."""
+    opened_version: Count  # Policy version when the rollout's group opened. Staleness is measured from it.
     reward: float
     metrics: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_METRICS)] = {}
     turns: Count = 1
     finish_reason: str = "stop"
     seconds: float = 0.0
-    error: str | None = None
-    """Why the rollout failed. A failed rollout is never trained."""
-    images: tuple[ImageSpan, ...] = ()
-    """Images in the order of their tokens."""
-    agent: str = ""
-    """Name of the environment's agent that acted; empty if it has only one."""
-    trace: Count = 0
-    """Index of the trace in its rollout. With several agents, each acting of an agent is a trace."""
-    length_penalty: float = 0.0
-    """Subtracted from the reward before advantages are computed."""
-    teacher_prompt: TeacherPrompt | None = None
-    """None: the teacher gets the policy's own prompt."""
-    repeated_experts: Count = 0
-    """Tokens whose routed experts are unknown because the engine returned repeated ones."""
+    error: str | None = None  # Why the rollout failed. A failed rollout is never trained.
+    images: tuple[ImageSpan, ...] = ()  # images in the order of their tokens
+    agent: str = ""  # name of the environment's agent that acted; empty if it has only one
+    trace: Count = 0  # Index of the trace in its rollout. With several agents, each acting of an agent is a trace.
+    length_penalty: float = 0.0  # subtracted from the reward before advantages are computed
+    teacher_prompt: TeacherPrompt | None = None  # None: the teacher gets the policy's own prompt
+    repeated_experts: Count = 0  # tokens whose routed experts are unknown because the engine returned repeated ones
 
     @property
     def net_reward(self) -> float:
-        """Return the reward minus the length penalty."""
         return self.reward - self.length_penalty
 
 
@@ -84,12 +71,11 @@ class Rollout:
     mask: Bool
     logprobs: Float32
     versions: Int32
+    # Tokens from the environment after the first answer. None unless the algorithm trains them, too.
     observed: Bool | None = field(default=None, kw_only=True)
-    """Tokens from the environment after the first answer. None unless the algorithm trains them, too."""
-    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
-    """None unless the trainer replays them."""
+    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)  # None unless the trainer replays them
+    # The teacher's log-probabilities of the sampled tokens, 0 elsewhere. None before the teacher has scored.
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
-    """The teacher's log-probabilities of the sampled tokens, 0 elsewhere. None before the teacher has scored."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -98,7 +84,6 @@ class Rollout:
         return {name: array for name, array in named if array is not None}
 
     def encode(self) -> list[Frame]:
-        """Encode the rollout as wire frames."""
         return to_frames(self.info, self.arrays)
 
     @classmethod
@@ -116,7 +101,6 @@ class Rollout:
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether more than one policy version sampled tokens."""
         return (span := self._sampled_by) is not None and span[0] != span[1]
 
     @property

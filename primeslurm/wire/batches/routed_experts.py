@@ -23,27 +23,20 @@ from primeslurm.wire.decoding import DamagedError
 
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 
+# Header of a .npy file. numpy's own reader would evaluate it as Python and allocate whatever shape it names.
 _NPY = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
     rb"\{'descr': '([<|]u[12])', 'fortran_order': (False|True), 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n",
     re.DOTALL,
 )
-"""Header of a .npy file. numpy's own reader would evaluate it as Python and allocate whatever shape it names."""
+# Characters of base64 that contain the header, which has 128 bytes. A multiple of 4, as is _DECODE_CHARS.
 _HEADER_CHARS = 1 << 10
-"""Characters of base64 that contain the header, which has 128 bytes. A multiple of 4, as is _DECODE_CHARS."""
-_DECODE_CHARS = 1 << 20
-"""Characters that are decoded at once, so few that the result is copied from the CPU's cache."""
-_CACHED_BYTES = 1 << 18
-"""Bytes of experts that are compared at once, so few that they fit into the CPU's cache."""
+_DECODE_CHARS = 1 << 20  # characters that are decoded at once, so few that the result is copied from the CPU's cache
+_CACHED_BYTES = 1 << 18  # bytes of experts that are compared at once, so few that they fit into the CPU's cache
 
 
 def from_npy(text: bytes | memoryview, tokens: int, unknown: int = 0) -> RoutedExperts:
     """Decode the experts of `tokens` tokens from a .npy file in base64, which is what engines send.
-
-    Args:
-        text: The file in base64.
-        tokens: Expected number of tokens.
-        unknown: Number of unknown tokens to append.
 
     Returns:
         [tokens + unknown, layers, top_k].
@@ -87,11 +80,6 @@ def characters(text: memoryview) -> int:
 
 def without_repeats(routed: RoutedExperts, layers: Sequence[int], count: int) -> tuple[RoutedExperts, int]:
     """Mark every token as unknown whose experts repeat in a layer.
-
-    Args:
-        routed: [tokens, layers, top_k].
-        layers: Indices of the layers that have experts.
-        count: Experts per layer.
 
     Returns:
         The same array, or a copy if a token changed; and the number of tokens that changed.
@@ -148,8 +136,6 @@ def join(parts: Sequence[RoutedExperts | None], lengths: Sequence[int], like: Ro
 
     Args:
         parts: One array [length, layers, top_k] per part; None where the experts are unknown.
-        lengths: Length of each part [tokens].
-        like: Any array of the same model.
 
     Returns:
         [sum of lengths, layers, top_k].

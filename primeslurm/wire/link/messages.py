@@ -8,15 +8,15 @@ from primeslurm.wire.batches.batch import RankShard
 from primeslurm.wire.decoding import Size
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, SessionState, TransferSession
 
+# Maximum size of a frame of a request [bytes]. The longest request has a step's metrics, some ten kilobytes. A peer
+# without the key can make the orchestrator buffer this much, too.
 LARGEST_REQUEST = 256 << 10
-"""Maximum size of a frame of a request [bytes]. The longest request has a step's metrics, some ten kilobytes. A peer
-without the key can make the orchestrator buffer this much, too."""
+# Bytes of arrays in one answer. All ranks request their first chunk at once, so all first chunks are in flight.
 CHUNK_BYTES = 2 << 20
-"""Bytes of arrays in one answer. All ranks request their first chunk at once, so all first chunks are in flight."""
+# Maximum size of a frame of an answer [bytes]: a chunk, or a batch's header, which may contain images.
 LARGEST_ANSWER = 1 << 30
-"""Maximum size of a frame of an answer [bytes]: a chunk, or a batch's header, which may contain images."""
+# Maximum size of one rank's batch [bytes]. With router replay a batch may have tens of gigabytes.
 LARGEST_BATCH = 256 << 30
-"""Maximum size of one rank's batch [bytes]. With router replay a batch may have tens of gigabytes."""
 
 
 class GetBatch(msgspec.Struct, frozen=True, tag=True):
@@ -24,12 +24,10 @@ class GetBatch(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     shard: RankShard
+    # The trainer still works on the step before: form the batch only if nothing is lost by forming it early.
     ahead: bool = False
-    """The trainer still works on the step before: form the batch only if nothing is lost by forming it early."""
-    offset: Size = 0
-    """Bytes of the arrays that the rank has already."""
-    unreadable: bool = False
-    """The rank could not read the file that the last answer named."""
+    offset: Size = 0  # bytes of the arrays that the rank has already
+    unreadable: bool = False  # the rank could not read the file that the last answer named
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -58,14 +56,11 @@ Request = GetBatch | NewPolicy | OfferTransfer | SessionState | StepDone | Save 
 class Answer(msgspec.Struct, frozen=True):
     """The orchestrator's answer to a request."""
 
+    # batch (frames follow), file (at `path`), ok, wait (ask again), stop (no more batches), error (see `text`),
+    # transfer (engines need the policy before the next batch), session (join it), lost (`text` names the engine).
     kind: str
-    """batch (frames follow), file (at `path`), ok, wait (ask again), stop (no more batches), error (see `text`),
-    transfer (engines need the policy before the next batch), session (join it), lost (`text` names the engine)."""
     text: str = ""
     session: TransferSession | None = None
-    version: int | None = None
-    """Answer to NewPolicy: the newest policy that was announced in this attempt."""
-    keep: list[int] = []
-    """Answer to Committed: steps whose checkpoints must be kept, whatever their age."""
-    path: str = ""
-    """File of the batch."""
+    version: int | None = None  # answer to NewPolicy: the newest policy that was announced in this attempt
+    keep: list[int] = []  # answer to Committed: steps whose checkpoints must be kept
+    path: str = ""  # file of the batch

@@ -20,15 +20,13 @@ from primeslurm.wire.transport import curve
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Sequence[FrameSource] | Answer]]
-READ_THREADS = 4
-"""Threads that read chunks from disk. A single reader does not saturate a network file system."""
+READ_THREADS = 4  # Threads that read chunks from disk. A single reader does not saturate a network file system.
 
 
 class OrchestratorLink:
     """Answers requests concurrently.
 
     Args:
-        bind: ZMQ address to listen at.
         handler: Returns an Answer, or the frames of a batch; an exception becomes an error answer. If a batch takes
             long, it should return Answer("wait") well before the client's `retry_s`. After the header, frames are the
             bytes of the arrays in any division. They are sent without a copy, so they must not change. Those on disk
@@ -42,14 +40,12 @@ class OrchestratorLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)  # ZMQ disconnects a peer that sends more
         self._socket.bind(bind)
         self._tasks: set[asyncio.Task[None]] = set()
+        # Connection that sent a request last, by request, while it is being answered.
         self._latest_sender: dict[bytes, bytes] = {}
-        """Connection that sent a request last, by request, while it is being answered."""
         self._readers = ThreadPoolExecutor(READ_THREADS, "batch-reading")
-        self.sent_bytes = 0
-        """Bytes of batches sent so far."""
+        self.sent_bytes = 0  # bytes of batches sent so far
 
     async def serve(self) -> None:
-        """Answer until cancelled."""
         try:
             while True:
                 frames = await self._socket.recv_multipart()

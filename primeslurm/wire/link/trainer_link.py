@@ -32,13 +32,10 @@ from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, S
 
 log = logging.getLogger(__name__)
 
-MAX_CHUNK_TIMEOUT_S = 160.0
-"""Longest wait for one chunk."""
-REREAD_S = 1.0
-"""First pause before an unreadable file is requested again. Each further pause is twice as long."""
+MAX_CHUNK_TIMEOUT_S = 160.0  # longest wait for one chunk
+REREAD_S = 1.0  # First pause before an unreadable file is requested again. Each further pause is twice as long.
 MAX_REREAD_S = 16.0
-STATE_TIMEOUT_S = 2.0
-"""Longest wait for the state of a session, because the caller waits for something else meanwhile."""
+STATE_TIMEOUT_S = 2.0  # longest wait for the state of a session, because the caller waits for something else meanwhile
 
 
 class LinkError(Exception):
@@ -53,7 +50,6 @@ class TrainerLink:
     """Sends requests to the orchestrator. Not thread-safe.
 
     Args:
-        address: ZMQ address of the orchestrator, for example tcp://host:port.
         timeout_s: A request without an answer for this long raises LinkError.
         retry_s: Time without an answer after which the socket is replaced and the request repeated.
         on_wait: Called repeatedly while an answer is awaited, at least every `retry_s`.
@@ -75,8 +71,7 @@ class TrainerLink:
         self._empty = empty
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
-        self.receiving = False
-        """Whether a batch is being received: it is formed, and its first bytes have arrived."""
+        self.receiving = False  # whether a batch is being received: it is formed, and its first bytes have arrived
 
     def beside(self) -> TrainerLink:
         """Return another link to the same orchestrator for another thread. Its waits do not count towards liveness."""
@@ -92,13 +87,6 @@ class TrainerLink:
         ahead: bool = False,
     ) -> Batch | None:
         """Get a rank's shard of the batch of `step`.
-
-        Args:
-            step: The step that trains the batch.
-            shard: The shard of this rank.
-            timeout_s: Longest wait for the batch to be formed.
-            interrupted: Returns whether to give up.
-            ahead: The step before is still being trained.
 
         Returns:
             None if there are no more batches, or if `interrupted()` became true.
@@ -156,9 +144,6 @@ class TrainerLink:
         """Offer a policy until engines join a session, and return it. Return None if no engine needs the policy.
 
         Args:
-            version: Version of the policy.
-            store: host:port where senders and receivers meet.
-            senders: Number of trainer ranks.
             done: The last session that the trainer has finished or given up.
             deadline: time.monotonic() after which None is returned in any case.
         """
@@ -176,7 +161,6 @@ class TrainerLink:
         return answer.text if answer.kind == "lost" else ""
 
     def step_done(self, step: int, metrics: dict[str, float]) -> None:
-        """Report a trained step."""
         self._ask(StepDone(step, metrics))
 
     def save(self, step: int, directory: str) -> None:
@@ -184,11 +168,10 @@ class TrainerLink:
         self._ask(Save(step, directory))
 
     def committed(self, step: int) -> list[int]:
-        """Report a committed checkpoint. Return the steps whose checkpoints must be kept, whatever their age."""
+        """Report a committed checkpoint. Return the steps whose checkpoints must be kept."""
         return self._ask(Committed(step))[0].keep
 
     def close(self) -> None:
-        """Close the socket."""
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None
@@ -203,7 +186,6 @@ class TrainerLink:
         return batch
 
     def _sleep(self, pause_s: float) -> float:
-        """Sleep, and return the next pause."""
         for _ in range(max(1, round(pause_s))):
             self._on_wait()
             time.sleep(pause_s / max(1, round(pause_s)))

@@ -22,13 +22,11 @@ import msgspec
 from primeslurm.base import durable, files
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import manifest
-from primeslurm.wire.stored.digests import XXH3
 from primeslurm.wire.stored.manifest import FileRecord
 
 COMMITTED = "COMMITTED"
 NEWEST = "NEWEST"
-SHARD = ".distcp"
-"""Suffix of files that hold tensors."""
+SHARD = ".distcp"  # suffix of files that hold tensors
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"^step_(\d{6,})$")
 
@@ -50,7 +48,6 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Return the directory of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
@@ -58,9 +55,6 @@ def commit(directory: Path, step: int, attempt: int, described: Sequence[FileRec
     """Flush every file below `directory`, then write COMMITTED with a record of each.
 
     Args:
-        directory: The checkpoint's directory.
-        step: The checkpoint's step.
-        attempt: The attempt that makes the checkpoint.
         described: Records of files that their writers have already flushed. Only the other files are read here.
 
     Raises:
@@ -87,12 +81,10 @@ def clear(directory: Path) -> None:
 
 
 def read_commit(directory: Path) -> Commit | None:
-    """Read COMMITTED. Return None if the checkpoint is not complete."""
     return manifest.read(directory / COMMITTED, Commit)
 
 
 def committed(run_dir: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, ascending."""
     return [step for step, path in _directories(files.listing(run_dir / "checkpoints")) if read_commit(path)]
 
 
@@ -114,21 +106,18 @@ def set_asides(run_dir: Path) -> list[str]:
 def newest_whole(run_dir: Path) -> int | None:
     """Return the newest committed step without damage, as `damage_at_sight` defines it. None if there is none.
 
-    Raises:
-        NotVisibleError: This node does not see all of a newer checkpoint, which is not known to be damaged.
+    Raise NotVisibleError if this node does not see all of a newer checkpoint, which is not known to be damaged.
     """
     return _newest_whole(run_dir, lambda step, why: None)
 
 
 def set_damaged_aside(
-    run_dir: Path, attempt: int, told: Callable[[int, str, Path], None] = lambda step, why, path: None
+    run_dir: Path, attempt: int, on_set_aside: Callable[[int, str, Path], None] = lambda step, why, path: None
 ) -> int | None:
     """Set damaged checkpoints aside until the newest one is undamaged, and return its step.
 
     Args:
-        run_dir: The run's directory.
-        attempt: The current attempt.
-        told: Called with step, reason and new path of each checkpoint that is set aside.
+        on_set_aside: Called with step, reason and new path of each checkpoint that is set aside.
 
     Raises:
         NotVisibleError: See `newest_whole`.
@@ -136,7 +125,7 @@ def set_damaged_aside(
     """
 
     def aside(step: int, why: Sequence[str]) -> None:
-        told(step, "; ".join(why), set_aside(run_dir, step, attempt, why))
+        on_set_aside(step, "; ".join(why), set_aside(run_dir, step, attempt, why))
 
     return _newest_whole(run_dir, aside)
 
@@ -145,9 +134,6 @@ def set_aside(run_dir: Path, step: int, attempt: int, why: Sequence[str]) -> Pat
     """Rename a damaged checkpoint to `*.damaged-<attempt>` and return its new path.
 
     Args:
-        run_dir: The run's directory.
-        step: The checkpoint's step.
-        attempt: The current attempt.
         why: Proofs of the damage, at least one. They are written beside the directory.
 
     Raises:
@@ -296,8 +282,7 @@ def damage_at_sight(directory: Path) -> list[str]:
 def proven_differences(directory: Path, parts: Sequence[FileRecord]) -> list[str]:
     """Read parts of a checkpoint, those that differ a second time, and return the texts of the differences.
 
-    Raises:
-        NotVisibleError: A part is not visible, and no other part differs.
+    Raise NotVisibleError if a part is not visible, and no other part differs.
     """
 
     def look() -> list[str] | None:
@@ -314,7 +299,6 @@ def proven_differences(directory: Path, parts: Sequence[FileRecord]) -> list[str
 
 
 def is_shard(part: FileRecord) -> bool:
-    """Return whether a part is one trainer rank's shard of the tensors."""
     return part.name.endswith(SHARD)
 
 
@@ -324,20 +308,8 @@ def shard_sizes(run_dir: Path, step: int) -> dict[str, int]:
     return {Path(part.name).name: part.bytes for part in record.parts if is_shard(part)} if record else {}
 
 
-def unchecked_shards(directory: Path) -> list[FileRecord]:
-    """Return the shards of a committed checkpoint that cannot be checked while they are loaded: those without XXH3."""
-    record = read_commit(directory)
-    parts = record.parts if record else []
-    return [part for part in parts if is_shard(part) and not part.digest.startswith(XXH3)]
-
-
 def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     """Delete committed checkpoints beyond the newest `keep`, and uncommitted ones older than the newest.
-
-    Args:
-        run_dir: The run's directory.
-        keep: Number of checkpoints to keep in any case.
-        needed: Further steps to keep.
 
     Returns:
         The steps whose directories were deleted, ascending.
@@ -345,13 +317,13 @@ def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     steps = committed(run_dir)
     if not steps:
         return []
-    kept = {*steps[-keep:], *needed}
+    keep_steps = {*steps[-keep:], *needed}
     obsolete = [
         (step, path)
         for step, path in _directories(files.listing(run_dir / "checkpoints"))
-        if step not in kept and step < steps[-1]
+        if step not in keep_steps and step < steps[-1]
     ]
-    # What looks like an uncommitted leftover may be a checkpoint whose COMMITTED this node has not seen or read yet.
+    # A directory without COMMITTED may be a checkpoint whose COMMITTED this node has not seen or read yet.
     if any(step not in steps and files.exists(path / COMMITTED) for step, path in obsolete):
         log.warning("no checkpoint is deleted now: COMMITTED of one that seemed to be a leftover is there")
         return []

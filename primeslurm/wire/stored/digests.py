@@ -23,7 +23,6 @@ _READ_BYTES = 1 << 22
 
 
 def hasher() -> xxhash.xxh3_128:
-    """Return a new XXH3 hasher."""
     import xxhash  # the base install has no xxhash: only processes that train or convert checkpoints need it
 
     return xxhash.xxh3_128()

@@ -17,10 +17,8 @@ from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.stored import digests
 
 T = TypeVar("T")
-MAX_NAME_BYTES = 255
-"""Longest name of a file or directory on Linux file systems."""
-_READ_THREADS = 8
-"""Threads that read files in parallel, because one thread cannot keep several disks or servers busy."""
+MAX_NAME_BYTES = 255  # longest name of a file or directory on Linux file systems
+_READ_THREADS = 8  # threads that read files in parallel, because one thread cannot keep several disks or servers busy
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -69,12 +67,10 @@ def absent(directory: Path, records: Iterable[FileRecord]) -> list[str]:
 
 
 def differs(path: Path) -> str:
-    """Return the error text for a file that differs from its record."""
     return f"{path}: differs from its record"
 
 
 def write(path: Path, value: object) -> None:
-    """Write a manifest and flush it to disk. Its directory is complete from then on."""
     durable.write(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
@@ -89,9 +85,7 @@ def read(path: Path, kind: type[T]) -> T | None:
 def parsed(path: Path, kind: type[T]) -> T | None:
     """Read a manifest. Return None if it does not exist.
 
-    Raises:
-        DamagedError: The file exists, but is no valid manifest.
-        OSError: The file cannot be read.
+    Raise DamagedError if the file exists, but is no valid manifest, and OSError if the file cannot be read.
     """
     try:
         return decode_json(files.read_bytes(path), kind)

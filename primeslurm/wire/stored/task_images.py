@@ -21,22 +21,18 @@ from typing import Any
 from primeslurm.base import files
 from primeslurm.base.files import digest, write_atomic
 
-RUNTIMES = ("apptainer", "docker", "podman")
-"""Runtimes whose images can be built."""
+RUNTIMES = ("apptainer", "docker", "podman")  # runtimes whose images can be built
 REPOSITORY = "localhost/primeslurm-tasks"
 _DIRECTORY = ".images"
-_MAX_LISTED = 3
-"""Names that `some` lists."""
+_MAX_LISTED = 3  # names that `some` lists
 
 
 @dataclass(frozen=True)
 class TaskImage:
     """Image and working directory of a task's programs."""
 
-    image: str | None
-    """Path of a SIF file, or a tag. None: the runtime's default image."""
-    workdir: str | None
-    """Directory where programs start. None: the image does not set one."""
+    image: str | None  # Path of a SIF file, or a tag. None: the runtime's default image.
+    workdir: str | None  # Directory where programs start. None: the image does not set one.
 
 
 def image_directory(tasks: Path, said: Path | None = None) -> Path:
@@ -77,7 +73,6 @@ def pulled_image(about: Mapping[str, Any], runtime: str) -> str | None:
 
 
 def pulled_digest(image: str) -> str:
-    """Return the digest that names the file of an image from a registry."""
     return hashlib.blake2b(f"docker://{image}".encode(), digest_size=16).hexdigest()
 
 
@@ -101,7 +96,6 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def image_name(images: Path, name: str, runtime: str) -> str:
-    """Return the path of an image's SIF file, or its tag for a runtime other than apptainer."""
     return str(images / f"{name}.sif") if runtime == "apptainer" else f"{REPOSITORY}:{name}"
 
 

@@ -14,23 +14,19 @@ import msgspec
 
 from primeslurm.base.files import FileWatcher
 
-FILE = "addresses.json"
-"""Name of the file in the attempt directory."""
+FILE = "addresses.json"  # name of the file in the attempt directory
 
 
 class Addresses(msgspec.Struct, frozen=True):
     """The content of `addresses.json`."""
 
-    hosts: dict[str, str]
-    """Address of the node of each process."""
-    ports: dict[str, dict[str, int]]
-    """Port numbers of each process, by name of the port."""
+    hosts: dict[str, str]  # address of the node of each process
+    ports: dict[str, dict[str, int]]  # port numbers of each process, by name of the port
+    # Processes that were given up for this attempt, because their node is lost and no spare replaces it.
     lost: list[str] = []
-    """Processes that were given up for this attempt, because their node is lost and no spare replaces it."""
 
 
-PERIOD_S = 1.0
-"""Minimum interval between two checks of the file."""
+PERIOD_S = 1.0  # minimum interval between two checks of the file
 
 
 class AddressBook:
@@ -46,15 +42,13 @@ class AddressBook:
     def url(self, name: str) -> str:
         """Return the base URL of a process's `http` port.
 
-        Raises:
-            LookupError: The process has no such port, or no addresses were published yet.
+        Raise LookupError if the process has no such port, or no addresses were published yet.
         """
         addresses = self._read()
         return f"http://{addresses.hosts[name]}:{addresses.ports[name]['http']}"
 
     @property
     def lost(self) -> frozenset[str]:
-        """Return the names of processes that were given up."""
         return frozenset(self._read().lost)
 
     def _read(self) -> Addresses:

@@ -19,10 +19,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from primeslurm.wire.transport import secret
 
-IO_THREADS = 4
-"""ZMQ I/O threads of a process that serves bulk data."""
+IO_THREADS = 4  # ZMQ I/O threads of a process that serves bulk data
+# Failed handshakes in a row that prove that a server has another key. ZMQ reconnects about every 0.1 s.
 MAX_REFUSALS = 20
-"""Failed handshakes in a row that prove that a server has another key. ZMQ reconnects about every 0.1 s."""
 
 
 @functools.cache

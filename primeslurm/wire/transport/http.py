@@ -17,19 +17,16 @@ import msgspec
 
 from primeslurm.wire.transport import secret
 
-CONNECT_S = 10.0
-"""Timeout of a connection. Within a cluster, a server that has not accepted by then is gone."""
+CONNECT_S = 10.0  # Timeout of a connection. Within a cluster, a server that has not accepted by then is gone.
 IDLE_CONNECTIONS = 64
-REQUESTS_PER_CLIENT = 64
-"""Concurrent requests of one client in `Clients`."""
+REQUESTS_PER_CLIENT = 64  # concurrent requests of one client in `Clients`
+# Maximum size of an answer's body [bytes]. Routed experts of a million tokens in base64 are the largest: 1.4 GB.
+# 131,072 tokens with 75 layers and 8 experts each take 105 MB.
 LARGEST_ANSWER = 4 << 30
-"""Maximum size of an answer's body [bytes]. Routed experts of a million tokens in base64 are the largest: 1.4 GB.
-131,072 tokens with 75 layers and 8 experts each take 105 MB."""
-BUSY = (408, 425, 429)
-"""4xx answers that say that the server is busy, not that the request is wrong."""
+BUSY = (408, 425, 429)  # 4xx answers that say that the server is busy, not that the request is wrong
 MOVE_POLL_S = 2.0
+# Answers must not be compressed: a few bytes could decompress to any size.
 _UNCOMPRESSED = {"Accept-Encoding": "identity"}
-"""Answers must not be compressed: a few bytes could decompress to any size."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -50,9 +47,7 @@ def internal_client(
     """Return a client for processes of this run: plain HTTP/1.1, no proxy, one connection per concurrent request.
 
     Args:
-        timeout_s: Timeout of an answer; None: no timeout.
         keep: Idle connections to keep. Use 0 for servers that close idle connections before the next request.
-        headers: Headers in place of the run's secret.
         largest: Maximum size of an answer [bytes]; a larger one raises httpx.ReadError.
     """
     return httpx.AsyncClient(
@@ -72,7 +67,6 @@ def _no_tls() -> ssl.SSLContext:
 
 
 def external_client(timeout_s: float, headers: Mapping[str, str]) -> httpx.AsyncClient:
-    """Return a client for a server outside the run. It uses the site's proxy and verifies certificates."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=IDLE_CONNECTIONS),
@@ -87,10 +81,6 @@ class Clients:
     httpcore's pool scans all its connections at the start and end of every request, which dominates with two thousand
     connections. Therefore there is one client per `at_once` requests. A request uses the first client with capacity,
     so connections are reused, and clients at the end are closed when their requests are over.
-
-    Args:
-        make: Creates a client.
-        at_once: Concurrent requests per client.
     """
 
     def __init__(self, make: Callable[[], httpx.AsyncClient], at_once: int = REQUESTS_PER_CLIENT) -> None:
@@ -102,7 +92,6 @@ class Clients:
 
     @contextmanager
     def one(self) -> Iterator[httpx.AsyncClient]:
-        """Lend a client for one request."""
         index = next((n for n, requests in enumerate(self._requests) if requests < self._at_once), len(self._clients))
         if index == len(self._clients):
             self._clients.append(self._make())
@@ -115,7 +104,6 @@ class Clients:
             self._close_idle()
 
     async def aclose(self) -> None:
-        """Close all connections."""
         await asyncio.gather(*self._closing, *(client.aclose() for client in self._clients))
 
     def _close_idle(self) -> None:
@@ -136,9 +124,7 @@ async def post_while(
 ) -> httpx.Response:
     """Post JSON, and stop waiting once `stays()` is false, because a server on a lost node never answers.
 
-    Raises:
-        MovedError: `stays()` became false.
-        httpx.HTTPError: There was no answer.
+    Raise MovedError if `stays()` became false, and httpx.HTTPError if there was no answer.
     """
     content = msgspec.json.encode(body)  # ten times as fast as httpx's own encoder for a long prompt
     answer = asyncio.create_task(http.post(url, content=content, headers={**_JSON, **(headers or {})}))

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+# 127.0.0.1 in the kernel's tables, for an IPv4 and an IPv6 socket. torch connects with IPv6 sockets.
 LOCAL = "0100007F", "0000000000000000FFFF00000100007F"
-"""127.0.0.1 in the kernel's tables, for an IPv4 and an IPv6 socket. torch connects with IPv6 sockets."""
-_NO_INODE = "0"
-"""Inode of a socket that its process has closed. The kernel then reports root as its owner."""
+_NO_INODE = "0"  # Inode of a socket that its process has closed. The kernel then reports root as its owner.
 
 
 class FarSocket(NamedTuple):
     """The other end of a connection."""
 
-    uid: int
-    """User who owns it."""
+    uid: int  # user who owns it
     inode: str
 
 

@@ -32,10 +32,9 @@ from primeslurm.wire.transport.secret import HANDSHAKE_S, key_for
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-RECONNECT_S = 0.2
-"""Pause between two tries to reach a gate, because ranks start before rank 0 does."""
+RECONNECT_S = 0.2  # pause between two tries to reach a gate, because ranks start before rank 0 does
+# How long rank 0 waits for its port. The agent found it free, but importing torch takes a while in between.
 PORT_TAKEN_S = 30.0
-"""How long rank 0 waits for its port. The agent found it free, but importing torch takes a while in between."""
 _READ_BYTES = 2**16
 _ANY_ADDRESS = ("0.0.0.0", "::")
 _TCP_MD5SIG_EXT, _TCP_MD5SIG_FLAG_PREFIX = 32, 1
@@ -54,15 +53,12 @@ def proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
     """Return the proof of one end of a connection.
 
     Args:
-        key: Key of this use of the secret.
         who: Name of the end, so that one end's proof is not valid for the other.
-        nonces: Random bytes, those of the other end first.
     """
     return hmac.new(key, who + b"".join(nonces), hashlib.sha256).digest()
 
 
 def check(shown: bytes, expected: bytes) -> None:
-    """Compare two proofs. Raise PermissionError if they differ."""
     if not hmac.compare_digest(shown, expected):
         raise PermissionError("the other end does not have the run's secret")
 
@@ -72,7 +68,6 @@ def tunnel(host: str, port: int, patience_s: float) -> int:
 
     Args:
         host: Address of the gate, which need not exist yet.
-        port: Port of the gate.
         patience_s: How long a connection through the tunnel waits for the gate.
 
     Returns:
@@ -95,9 +90,6 @@ def open_gate(host: str, port: int, store: socket.socket, gate: socket.socket | 
     """Open a gate in front of a store whose only client so far is its own process.
 
     Args:
-        host: Address to listen at.
-        port: The rendezvous port.
-        store: The store's listening socket.
         gate: A socket that already listens at the rendezvous port.
 
     Raises:
@@ -270,7 +262,6 @@ def _sign(at: socket.socket, key: bytes) -> bool:
 
 
 def _peers(port: int) -> list[str]:
-    """Return the remote ends of connections to a local port."""
     ours = f"{LOCAL[0]}:{port:04X}"
     return [row[2] for row in rows("tcp") if row[1] == ours and row[3] == _ESTABLISHED]
 
@@ -293,7 +284,6 @@ def _listener(host: str, port: int) -> str:
 
 
 def _own_inodes() -> set[str]:
-    """Return the inodes of this process's sockets."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -9,17 +9,12 @@ import torch.distributed as dist
 
 from primeslurm.wire.transport import rendezvous
 
+# Ports that are tried until only this process is connected: other programs of the node may connect to any port.
 TRIES = 5
-"""Ports that are tried until only this process is connected: other programs of the node may connect to any port."""
 
 
 def serve_store(host: str, port: int, gate: socket.socket | None = None) -> dist.TCPStore:
     """Serve torch's store in this process.
-
-    Args:
-        host: Address of its gate.
-        port: Port of the gate.
-        gate: A socket that already listens there.
 
     Returns:
         A client of the store, which serves as long as this object exists. It cannot be cloned, because new connections

@@ -23,15 +23,14 @@ if TYPE_CHECKING:  # small processes, of which there may be hundreds, import non
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
+# Placeholder in plans, and a variable for processes that are started by hand. Agents do not set it.
 VARIABLE = "PRIMESLURM_SECRET"
-"""Placeholder in plans, and a variable for processes that are started by hand. Agents do not set it."""
+# Variable with descriptor and inode of the socket from which a process reads the secret.
 HANDED_OVER = "PRIMESLURM_SECRET_FD"
-"""Variable with descriptor and inode of the socket from which a process reads the secret."""
 FILE = "secret"
-HANDSHAKE_S = 10.0
-"""A peer that has not authenticated by then is disconnected."""
+HANDSHAKE_S = 10.0  # a peer that has not authenticated by then is disconnected
+# Prefix of multiprocessing's authentication key, which children inherit, if it carries the secret.
 _INHERITED = b"primeslurm:"
-"""Prefix of multiprocessing's authentication key, which children inherit, if it carries the secret."""
 _secret = ""
 
 
@@ -58,7 +57,6 @@ def create(run_dir: Path) -> None:
 
 
 def read(run_dir: Path) -> str:
-    """Read the secret of a run. Raise SecretError if there is none."""
     try:
         text = files.read_text(run_dir / FILE).strip()
     except OSError as error:
@@ -69,14 +67,12 @@ def read(run_dir: Path) -> str:
 
 
 def own() -> str:
-    """Return the secret that this process was started with. Raise SecretError if there is none."""
     if not is_there():
         raise SecretError("no secret was handed over: processes of a run are started by its agents")
     return _secret or os.environ[VARIABLE]
 
 
 def is_there() -> bool:
-    """Return whether this process was started with a secret."""
     take()
     return bool(_secret or os.environ.get(VARIABLE))
 
@@ -151,5 +147,4 @@ def generate_token(secret: str) -> str:
 
 
 def header() -> dict[str, str]:
-    """Return the header with which an HTTP client of the run authenticates."""
     return {"Authorization": f"Bearer {own()}"}

@@ -19,24 +19,20 @@ from primeslurm.wire.decoding import Count
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _ALIGNMENT = 16
+# Maximum size of a tensor [bytes], because receivers allocate it. The largest stacks of a layer have 50 GB.
 LARGEST_TENSOR = 1 << 40
-"""Maximum size of a tensor [bytes], because receivers allocate it. The largest stacks of a layer have 50 GB."""
 
-Experts = frozenset[int] | None
-"""The experts that a receiver holds; None: all."""
+Experts = frozenset[int] | None  # the experts that a receiver holds; None: all
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of the catalogue, or a stack of one sender's experts."""
 
-    name: str
-    """Name in Hugging Face format. A stack has `{}` in place of the expert's number."""
-    dtype: str
-    """Torch's name of the dtype."""
+    name: str  # Name in Hugging Face format. A stack has `{}` in place of the expert's number.
+    dtype: str  # torch's name of the dtype
     shape: tuple[Count, ...]
     sender: Count
-    experts: tuple[Count, ...] = ()
-    """Expert of each row of a stack, ascending."""
+    experts: tuple[Count, ...] = ()  # expert of each row of a stack, ascending
 
     def __post_init__(self) -> None:
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
@@ -50,12 +46,10 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def bytes(self) -> int:
-        """Return the size [bytes]."""
         return int(getattr(torch, self.dtype).itemsize) * math.prod(self.shape)
 
 
-Catalogue = list[list[TensorInfo]]
-"""Tensors by layer, in the order of sending."""
+Catalogue = list[list[TensorInfo]]  # tensors by layer, in the order of sending
 
 
 class TensorSlice(NamedTuple):
@@ -66,17 +60,14 @@ class TensorSlice(NamedTuple):
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Return the expert of each row."""
         return tuple(self.whole.experts[row] for row in self.rows)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape in the message."""
         return (len(self.rows), *self.whole.shape[1:]) if self.rows else self.whole.shape
 
     @property
     def bytes(self) -> int:
-        """Return the size without alignment [bytes]."""
         return self.whole.bytes * len(self.rows) // len(self.whole.experts) if self.rows else self.whole.bytes
 
     @property
@@ -143,7 +134,6 @@ def pack(message: Message, tensors: dict[str, torch.Tensor], device: torch.devic
 
 
 def buffer(message: Message, device: torch.device) -> torch.Tensor:
-    """Allocate the uninitialised uint8 tensor of a message."""
     return torch.empty(sum(piece.aligned_bytes for piece in message), dtype=torch.uint8, device=device)
 
 

@@ -31,12 +31,11 @@ from primeslurm.wire.weight_transfer.messages import TransferSession
 
 _PREFIX = "primeslurm/weights"
 _POLL_S = 0.0005
+# Longest wait for all processes to arrive. Pausing an engine takes seconds; trainer and other engines are idle.
 ARRIVE_S = 120.0
-"""Longest wait for all processes to arrive. Pausing an engine takes seconds; trainer and other engines are idle."""
+# Maximum size [bytes]. A tensor needs about 100 bytes, a stack some hundreds more, and there are some ten thousand.
 LARGEST_CATALOGUE = 256 << 20
-"""Maximum size [bytes]. A tensor needs about 100 bytes, a stack some hundreds more, and there are some ten thousand."""
-_CHECK_S = 1.0
-"""Interval at which a waiting process checks whether another one has failed."""
+_CHECK_S = 1.0  # interval at which a waiting process checks whether another one has failed
 
 
 class TransferError(RuntimeError):
@@ -46,13 +45,7 @@ class TransferError(RuntimeError):
 class Store:
     """The trainer's store, where senders and receivers exchange everything but tensors.
 
-    Args:
-        address: host:port of the trainer's store.
-        timeout_s: Longest wait for a value in the store.
-        arrive_s: Longest wait for the store itself.
-
-    Raises:
-        TransferError: The store does not answer.
+    Raise TransferError if the store does not answer.
     """
 
     def __init__(self, address: str, timeout_s: float, arrive_s: float = ARRIVE_S) -> None:
@@ -66,7 +59,6 @@ class Store:
         self.store = dist.PrefixStore(_PREFIX, store)
 
     def put_catalogue(self, catalogue: Catalogue) -> None:
-        """Publish the catalogue of all sessions."""
         packed = zlib.compress(msgspec.msgpack.encode(catalogue), 1)
         self.store.set("catalogue", packed)  # type: ignore[arg-type]  # torch's stub knows str alone
 
@@ -93,13 +85,6 @@ class Channel:
     """This process's end of a session.
 
     Args:
-        session: The session to join.
-        rank: This process's rank in the session.
-        store: Where the members meet.
-        device: Device of the tensors.
-        timeout_s: Longest wait for one message.
-        experts: Experts that this rank holds, if it receives.
-        arrive_s: Longest wait for all members to arrive.
         lost: For senders: returns why the session is lost, or "". Called about once per second of waiting.
 
     Raises:
@@ -156,7 +141,6 @@ class Channel:
             del self._group
 
     def close(self) -> None:
-        """Leave the session after all messages were transferred."""
         self._group.shutdown()
 
     def _meet(self, name: str, rank: int, size: int, message: bytes) -> None:
@@ -255,7 +239,7 @@ def _group(store: Any, rank: int, size: int, device: torch.device, timeout: time
 
 @contextlib.contextmanager
 def _waiting_for(what: str) -> Iterator[None]:
-    """Turn torch's errors in the body into a TransferError that names what was waited for."""
+    """Turn torch's errors in the body into a TransferError that names the awaited object."""
     try:
         yield
     except RuntimeError as error:

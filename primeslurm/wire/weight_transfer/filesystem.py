@@ -26,7 +26,6 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
 
 def version_dir(run_dir: Path, version: int) -> Path:
-    """Return the directory of a published version."""
     return run_dir / "weights" / f"v{version:06d}"
 
 
@@ -34,9 +33,6 @@ def complete(directory: Path, version: int, dtype: str, described: Sequence[File
     """Write the manifest of a directory, which makes the version valid.
 
     Args:
-        directory: The version's directory with all its files.
-        version: The version's number.
-        dtype: Torch's name of the weights' dtype.
         described: Records of files from their writers. Only the other files are read.
     """
     recorded = {MANIFEST, *(record.name for record in described)}
@@ -49,7 +45,6 @@ def complete(directory: Path, version: int, dtype: str, described: Sequence[File
 
 
 def read_manifest(directory: Path) -> WeightManifest | None:
-    """Read the manifest. Return None if the directory is not a complete policy."""
     return manifest.read(directory / MANIFEST, WeightManifest)
 
 
@@ -60,7 +55,6 @@ def damage(directory: Path) -> list[str]:
 
 
 def published(run_dir: Path) -> list[int]:
-    """Return all complete versions, ascending."""
     return [version for version in _directories(run_dir) if _is_complete(run_dir, version)]
 
 
@@ -86,8 +80,8 @@ def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
         The deleted versions, ascending.
     """
     whole = published(run_dir)
-    kept = {*whole[-keep:], *needed}
-    obsolete = [version for version in _directories(run_dir) if version not in kept]
+    keep_versions = {*whole[-keep:], *needed}
+    obsolete = [version for version in _directories(run_dir) if version not in keep_versions]
     if any(version not in whole and _is_complete(run_dir, version) for version in obsolete):
         return []  # this node's view was outdated, so another version that it does not see may be needed
     for version in obsolete:

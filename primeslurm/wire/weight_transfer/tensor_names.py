@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-FP8_SCALE = "_scale_inv"
-"""Suffix that turns the name of an FP8 weight into the name of its scales."""
+FP8_SCALE = "_scale_inv"  # suffix that turns the name of an FP8 weight into the name of its scales
 _PRODUCTS = re.compile(
     r"(^|\.)(?!eh_proj|weights_proj)"
     r"(experts\..*|\w+_proj|kv_a_proj_with_mqa|in_proj_qkv|in_proj_z|indexer\.wq_b)\.weight$"
@@ -30,7 +29,6 @@ def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
     Only speculative decoding reads them.
 
     Args:
-        layers: Number of layers of the model itself.
         ahead: Number of draft layers after them. A module `mtp` always matches.
     """
     numbers = "|".join(str(layers + index) for index in range(ahead))

@@ -1,4 +1,4 @@
-"""The secret of a run: its storage, its distribution, and the peers that need it."""
+"""The secret of a run: where it is stored, and which peers are admitted."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses
 READS = """
 import multiprocessing, subprocess, sys, time
 from pathlib import Path
-from primeslurm.wire.transport import curve, secret
+from primeslurm.wire.transport import secret
 
 def own(place):
     (Path(sys.argv[1]) / place).write_text(secret.own()[::-1])
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     for method in ("spawn", "forkserver", "fork"):
         child = multiprocessing.get_context(method).Process(target=own, args=(method,))
         child.start(); child.join()
-    code = "from primeslurm.wire.transport import curve, secret; print(secret.own())"
+    code = "from primeslurm.wire.transport import secret; print(secret.own())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (Path(sys.argv[1]) / "done").write_text(told.stderr)
     time.sleep(60)
@@ -190,7 +190,7 @@ def test_a_peer_without_a_handshake_is_disconnected(monkeypatch: pytest.MonkeyPa
                 pass
 
 
-def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, own := secret.own())
     monkeypatch.setattr(secret, "_secret", "")
     secret.keep()
@@ -198,9 +198,9 @@ def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None
     assert secret.header() == {"Authorization": f"Bearer {own}"}
 
 
-def test_a_kept_secret_is_not_what_the_process_was_started_with() -> None:
+def test_kept_secret_is_erased_from_proc_environ() -> None:
     code = (
-        "from primeslurm.wire.transport import curve, secret; from pathlib import Path; secret.keep();"
+        "from primeslurm.wire.transport import secret; from pathlib import Path; secret.keep();"
         " print(secret.own(), secret.own() in Path('/proc/self/environ').read_text())"
     )
     env = {**os.environ, secret.VARIABLE: "5ec2e7" * 4}
@@ -208,7 +208,7 @@ def test_a_kept_secret_is_not_what_the_process_was_started_with() -> None:
     assert done.stdout.split() == ["5ec2e7" * 4, "False"]
 
 
-def test_without_a_secret_there_is_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(os.environ, secret.VARIABLE)
     with pytest.raises(secret.SecretError):
         secret.header()

@@ -1,4 +1,4 @@
-"""An engine that answers nonsense is found, taken out of routing and restarted; its requests are answered elsewhere."""
+"""An engine that gives damaged answers is found and restarted, and its requests are retried."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally, Genera
 from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.weight_transfer.messages import EngineStatus
+from tests.support.clock import Clock
 
 
 def answer(tokens: int = 3, **changes: Any) -> dict[str, Any]:
@@ -73,13 +74,12 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_nonsense_is_recognised(name: str) -> None:
+def test_damaged_answers_are_recognised(name: str) -> None:
     with pytest.raises(DamagedError):
         completion_of(json.dumps(NONSENSE[name]).encode(), 5, None)
 
 
-def test_a_single_token_without_log_probability_passes() -> None:
-    """vLLM may say so of a token; the trainer masks it. `renderers` would refuse the very value."""
+def test_single_token_without_log_probability_is_accepted() -> None:
     found = completion_of(json.dumps(logprobs(-0.5, -9999.0)).encode(), 5, None)
     assert found.logprobs[1] != -9999.0 and found.logprobs[1] == pytest.approx(-9999.0)
 
@@ -113,7 +113,7 @@ BODY = {"token_ids": [1] * 5, "sampling_params": {}}
 
 
 @pytest.mark.parametrize("status", [200, 500])
-async def test_a_damaged_answer_costs_no_rollout_and_is_counted_with_its_engine(status: int) -> None:
+async def test_damaged_answer_is_retried_and_counted_for_its_engine(status: int) -> None:
     tally = AnswerTally()
     tally.begin("session", "math-00000007")
     async with Server(NONSENSE["an error's body"], answer(), status=status).serving() as url:
@@ -129,8 +129,7 @@ async def test_a_damaged_answer_costs_no_rollout_and_is_counted_with_its_engine(
 @pytest.mark.parametrize(
     "damaged", [answer(4), answer(token_ids=[0, 1, 100])], ids=["more tokens than asked for", "no token of the model"]
 )
-async def test_tokens_that_the_model_cannot_have_sampled_are_the_engines_fault(damaged: dict[str, Any]) -> None:
-    """As failed rollouts, they would be the fault of the environment."""
+async def test_impossible_tokens_count_for_the_engine(damaged: dict[str, Any]) -> None:
     tally, body = AnswerTally(), {**BODY, "sampling_params": {"max_tokens": 3}}
     async with Server(damaged, answer()).serving() as url:
         endpoint = GenerateEndpoint(lambda: url, 64, 60, tally=tally, vocab=100)
@@ -140,8 +139,7 @@ async def test_tokens_that_the_model_cannot_have_sampled_are_the_engines_fault(d
 
 
 @pytest.mark.parametrize("status", [408, 425, 429])
-async def test_a_router_without_room_is_asked_again(status: int) -> None:
-    """No request is to blame for that, and no engine."""
+async def test_busy_router_is_retried(status: int) -> None:
     tally = AnswerTally()
     async with Server({"error": "too many requests"}, answer(), status=status).serving() as url:
         endpoint = GenerateEndpoint(lambda: url, 64, 60, tally=tally)
@@ -150,19 +148,12 @@ async def test_a_router_without_room_is_asked_again(status: int) -> None:
     assert tally.take()["10.0.0.7:8000"].damaged == 0
 
 
-async def test_what_stays_damaged_fails_as_no_answer_and_names_the_engine() -> None:
+async def test_permanently_damaged_answers_raise_no_answer_error() -> None:
     async with Server(NONSENSE["NaN"]).serving() as url:
         endpoint = GenerateEndpoint(lambda: url, 64, 0.6)
         with pytest.raises(NoAnswerError, match=r"10\.0\.0\.7:8000 gave a damaged answer"):
             await endpoint.generate(BODY, {})
         await endpoint.close()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def bad(count: int = 1, *tasks: int) -> AnswerCounts:
@@ -197,33 +188,33 @@ def judge() -> Judge:
     return Judge()
 
 
-def test_the_one_that_answers_faster_than_the_others_is_found_before_they_answer(judge: Judge) -> None:
+def test_bad_engine_is_found_before_others_answer(judge: Judge) -> None:
     assert judge.hear(a=bad(FEW - 1, 1, 2)) == []
     assert judge.hear(a=bad(1, 3)) == [BadEngine(A, FEW, FEW, "NaN", again=False)]
 
 
-def test_a_few_damaged_answers_among_many_are_no_reason(judge: Judge) -> None:
+def test_few_damaged_answers_among_many_are_tolerated(judge: Judge) -> None:
     for task in range(100):
         assert judge.hear(a=AnswerCounts(3, 1, [f"t{task}"], "x")) == []
 
 
-def test_what_was_good_for_long_may_turn_bad(judge: Judge) -> None:
+def test_engine_can_become_bad_after_a_long_time(judge: Judge) -> None:
     judge.hear(a=good(1_000_000))
     judge.clock.now += WINDOW_S + 1
     assert [each.engine for each in judge.hear(a=bad(FEW, 1, 2, 3))] == [A]
 
 
-def test_one_task_that_breaks_whatever_it_meets_takes_no_engine_along(judge: Judge) -> None:
+def test_task_that_breaks_all_engines_restarts_none(judge: Judge) -> None:
     for _ in range(100):
         assert judge.hear(a=bad(1, 7)) == [] == judge.hear(b=bad(1, 7))
 
 
-def test_one_task_is_enough_where_the_others_work(judge: Judge) -> None:
+def test_many_damaged_answers_to_one_task_suffice_if_others_work(judge: Judge) -> None:
     assert judge.hear(b=good()) == []
     assert [each.engine for each in judge.hear(a=bad(MANY, 7))] == [A]
 
 
-def test_what_others_say_of_the_engine_before_its_restart_counts_no_more(judge: Judge) -> None:
+def test_reports_from_before_a_restart_are_ignored(judge: Judge) -> None:
     assert judge.hear(a=bad(FEW, 1, 2, 3))
     assert judge.hear(a=bad(FEW, 4, 5, 6)) == [], "another worker's report of the same second"
     judge.later()
@@ -231,14 +222,13 @@ def test_what_others_say_of_the_engine_before_its_restart_counts_no_more(judge: 
     assert judge.hear(a=bad(1, 4, 5, 6)) != []
 
 
-def test_engines_that_are_bad_again_without_a_usable_answer_are_not_to_blame(judge: Judge) -> None:
+def test_bad_engines_after_restarts_of_all_end_the_run(judge: Judge) -> None:
     assert [each.again for each in judge.hear(a=bad(FEW, 1, 2, 3), b=bad(FEW, 1, 2, 3))] == [False, False]
     judge.later()
     assert [each.again for each in judge.hear(b=bad(FEW, 4, 5, 6))] == [True]
 
 
-def test_an_engine_that_is_broken_for_good_is_one_each_time(judge: Judge) -> None:
-    """Also while the others have not answered: their requests take long."""
+def test_permanently_broken_engine_is_restarted_each_time(judge: Judge) -> None:
     for working in (True, False):
         for _ in range(5):
             assert [each.again for each in judge.hear(a=bad(FEW, 1, 2, 3))] == [False]
@@ -274,7 +264,7 @@ class Engine:
 
 
 class Loop:
-    """A policy loop over two engines."""
+    """A weight update loop over two engines."""
 
     def __init__(self, directory: Path) -> None:
         self.engines = {"a": Engine(), "b": Engine()}
@@ -313,9 +303,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("missed", [1, MISSED_UPDATES - 1])
-async def test_no_version_is_announced_while_an_engine_that_missed_a_request_serves_the_old_one(
-    tmp_path: Path, missed: int
-) -> None:
+async def test_version_is_announced_only_after_an_unresponsive_engine_has_it(tmp_path: Path, missed: int) -> None:
     made = Loop(tmp_path)
     async with made.running() as loop:
         await made.begin()
@@ -326,7 +314,7 @@ async def test_no_version_is_announced_while_an_engine_that_missed_a_request_ser
     assert not made.engines["b"].ended
 
 
-async def test_an_engine_that_answers_looks_and_no_update_is_restarted(tmp_path: Path) -> None:
+async def test_engine_that_answers_polls_but_no_updates_is_restarted(tmp_path: Path) -> None:
     made = Loop(tmp_path)
     async with made.running() as loop:
         await made.begin()
@@ -339,7 +327,7 @@ async def test_an_engine_that_answers_looks_and_no_update_is_restarted(tmp_path:
     assert made.announced[-1][0] == 1 and made.announced[-1][1][1] != 0, "it served nothing then, or the new policy"
 
 
-async def test_an_engine_with_damaged_answers_is_named_and_restarted(tmp_path: Path) -> None:
+async def test_engine_with_damaged_answers_is_restarted(tmp_path: Path) -> None:
     made = Loop(tmp_path)
     async with made.running() as loop:
         await made.begin()
@@ -353,7 +341,7 @@ async def test_an_engine_with_damaged_answers_is_named_and_restarted(tmp_path: P
     assert (event["engine"], event["damaged"], event["error"]) == ("b", FEW, "NaN")
 
 
-async def test_engines_that_are_all_bad_are_restarted_once_and_then_the_run_ends(tmp_path: Path) -> None:
+async def test_run_ends_if_all_engines_are_bad_after_a_restart(tmp_path: Path) -> None:
     made = Loop(tmp_path)
     async with made.running() as loop:
         await made.begin()
@@ -366,7 +354,7 @@ async def test_engines_that_are_all_bad_are_restarted_once_and_then_the_run_ends
     assert "NaN" in loop.useless
 
 
-async def test_an_engine_that_its_router_does_not_name_is_told_of(tmp_path: Path) -> None:
+async def test_unknown_engine_behind_a_router_is_reported(tmp_path: Path) -> None:
     made = Loop(tmp_path)
     made.loop.take_answers({"10.0.0.9:80": bad(FEW, 1, 2, 3)})
     (event,) = made.events("engine_answers_damaged")

@@ -1,4 +1,4 @@
-"""Containers of an ended worker: SIGTERM removes them. After SIGKILL, the restarted worker removes them."""
+"""A worker removes its containers after SIGTERM, and after SIGKILL when it starts again."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Started:
             await asyncio.sleep(0.05)
 
 
-async def test_it_leaves_nothing_of_its_own_and_takes_nothing_of_others(tmp_path: Path, stand_in: Path) -> None:
+async def test_ended_worker_removes_only_its_own_containers(tmp_path: Path, stand_in: Path) -> None:
     leave(stand_in, "of-a-killed-one", MINE)
     others = {
         "of-another-run": MINE | {"verifiers.run": "run-2"},
@@ -168,11 +168,11 @@ async def test_it_leaves_nothing_of_its_own_and_takes_nothing_of_others(tmp_path
     assert removed[:3] == ["of-a-killed-one", own, second] and not set(removed) & set(others)
 
 
-def test_it_has_ended_before_its_agent_kills_it() -> None:
+def test_exit_timeout_is_shorter_than_the_agents() -> None:
     assert AgentTimings().term_grace_s > main.EXIT_S
 
 
-def test_podman_has_the_labels_and_apptainer_names(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_podman_uses_labels_and_apptainer_names(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with restored(monkeypatch):
         containers.patch_runtimes(MINE["primeslurm.worker"])
         labels = make_runtime(PodmanConfig())._label_args

@@ -1,4 +1,4 @@
-"""How often an engine is asked to take a policy, and what it is told each time."""
+"""Weight updates of one engine, and their retries."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def apply(engine: Engine, monkeypatch: pytest.MonkeyPatch, timeout_s: floa
     return await control.apply(PolicyVersion(4, ""), timeout_s)
 
 
-async def test_an_update_that_failed_is_tried_again_with_another_place_at_the_trainer(
+async def test_failed_update_is_retried_in_another_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(failures=2)
@@ -85,7 +85,7 @@ async def test_an_update_that_failed_is_tried_again_with_another_place_at_the_tr
     assert engine.sessions.left == [f"session 0: {error} 1", f"session 1: {error} 2"]
 
 
-async def test_what_an_encoder_made_of_images_is_forgotten_before_the_version_is_set(
+async def test_encoder_cache_is_reset_before_the_version_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(failures=1)
@@ -94,7 +94,7 @@ async def test_what_an_encoder_made_of_images_is_forgotten_before_the_version_is
     assert engine.asked == ["/pause", "/start_weight_update", "/update_weights", *again]
 
 
-async def test_after_the_last_try_its_error_is_told_and_the_engine_stays_paused(
+async def test_engine_stays_paused_after_the_last_failed_try(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(failures=9)
@@ -104,10 +104,7 @@ async def test_after_the_last_try_its_error_is_told_and_the_engine_stays_paused(
 
 
 @pytest.mark.parametrize("at", ["/pause", "/start_weight_update", "/update_weights"])
-async def test_an_engine_that_is_gone_is_not_tried_again_and_leaves_its_session(
-    at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the trainer and the other engines would wait for it."""
+async def test_missing_engine_leaves_its_session_without_a_retry(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(lost_at=at)
     with pytest.raises(EngineDownError, match="gone"):
         await apply(engine, monkeypatch)
@@ -116,7 +113,7 @@ async def test_an_engine_that_is_gone_is_not_tried_again_and_leaves_its_session(
     assert left.startswith("session 0: http://engine: ") and "gone" in left
 
 
-async def test_an_engine_that_does_not_answer_leaves_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unresponsive_engine_leaves_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(silent_at="/pause")
     with pytest.raises(EngineUpdateError, match="longer than"):
         await apply(engine, monkeypatch, timeout_s=0.5)

@@ -1,4 +1,4 @@
-"""What the policy loop decides, with an injected clock and no I/O."""
+"""Decisions of the engine pool, with a fake clock and no I/O."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion, Step, next_step
 from primeslurm.orchestrator.weight_transfer.weight_update_loop import EnginePool
 from primeslurm.wire.weight_transfer.messages import EngineStatus
+from tests.support.clock import Clock
 
 
 def engine(version: int | None, incarnation: str = "i", paused: bool = False, updates: int = 1) -> EngineStatus:
@@ -33,13 +34,6 @@ def test_next_step(status: EngineStatus, policy: PolicyVersion, step: Step) -> N
     assert next_step(status, policy, "/model") is step
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -54,7 +48,7 @@ def states(pool: EnginePool) -> dict[str, str]:
     return {name: view.state for name, view in pool.report().items()}
 
 
-def test_nothing_is_current_before_an_engine_serves(pool: EnginePool) -> None:
+def test_no_version_is_current_before_an_engine_serves(pool: EnginePool) -> None:
     pool.want(V0)
     assert pool.current_version is None
     pool.seen("a", engine(None, updates=0))
@@ -63,12 +57,12 @@ def test_nothing_is_current_before_an_engine_serves(pool: EnginePool) -> None:
     assert pool.current_version is None
 
 
-def test_no_engine_needs_an_update_while_nothing_is_wanted(pool: EnginePool) -> None:
+def test_no_engine_needs_an_update_before_a_policy_is_wanted(pool: EnginePool) -> None:
     pool.seen("a", engine(None, updates=0))
     assert not pool.needs_update("a")
 
 
-def test_a_version_is_current_once_every_serving_engine_has_it(pool: EnginePool) -> None:
+def test_version_is_current_once_every_serving_engine_has_it(pool: EnginePool) -> None:
     pool.want(V1)
     pool.seen("a", engine(1))
     pool.seen("b", engine(1))
@@ -84,7 +78,7 @@ def test_a_version_is_current_once_every_serving_engine_has_it(pool: EnginePool)
     assert pool.current_version == 2
 
 
-def test_a_dead_engine_holds_up_nobody_and_is_brought_back_by_itself(pool: EnginePool) -> None:
+def test_down_engine_delays_no_other_and_is_updated_when_it_returns(pool: EnginePool) -> None:
     pool.want(V1)
     pool.seen("a", engine(1))
     pool.seen("b", engine(1))
@@ -97,7 +91,7 @@ def test_a_dead_engine_holds_up_nobody_and_is_brought_back_by_itself(pool: Engin
     assert pool.current_version == 2
 
 
-def test_the_current_version_stays_when_all_engines_are_gone(pool: EnginePool) -> None:
+def test_current_version_stays_when_all_engines_are_down(pool: EnginePool) -> None:
     pool.want(V1)
     pool.seen("a", engine(1))
     pool.seen("a", None)
@@ -106,7 +100,7 @@ def test_the_current_version_stays_when_all_engines_are_gone(pool: EnginePool) -
     assert pool.current_version == 1 and pool.needs_update("b")
 
 
-def test_an_engine_that_failed_an_update_is_restarted_not_updated(pool: EnginePool) -> None:
+def test_engine_that_failed_an_update_is_restarted(pool: EnginePool) -> None:
     pool.want(V1)
     pool.seen("a", engine(0, incarnation="bad"))
     pool.failed("a", "500")
@@ -119,7 +113,7 @@ def test_an_engine_that_failed_an_update_is_restarted_not_updated(pool: EnginePo
     assert pool.needs_update("a") and pool.report()["a"].error is None
 
 
-def test_a_version_that_was_overtaken_under_way_leaves_the_engine_stale(pool: EnginePool) -> None:
+def test_engine_updated_to_an_outdated_version_is_stale(pool: EnginePool) -> None:
     pool.want(V1)
     pool.seen("a", engine(0))
     pool.updating("a")
@@ -128,19 +122,19 @@ def test_a_version_that_was_overtaken_under_way_leaves_the_engine_stale(pool: En
     assert states(pool)["a"] == "STALE" and pool.needs_update("a")
 
 
-def test_a_paused_engine_is_not_current(pool: EnginePool) -> None:
+def test_paused_engine_is_not_current(pool: EnginePool) -> None:
     pool.want(V1)
     pool.seen("a", engine(1, paused=True))
     assert pool.needs_update("a")
 
 
-def test_an_older_policy_is_refused(pool: EnginePool) -> None:
+def test_older_policy_is_refused(pool: EnginePool) -> None:
     pool.want(V2)
     with pytest.raises(ValueError, match="older"):
         pool.want(V1)
 
 
-def test_states_keep_the_time_they_were_entered(pool: EnginePool, clock: Clock) -> None:
+def test_state_keeps_its_start_time(pool: EnginePool, clock: Clock) -> None:
     pool.want(V1)
     clock.now = 110
     pool.seen("a", engine(1))
@@ -149,7 +143,7 @@ def test_states_keep_the_time_they_were_entered(pool: EnginePool, clock: Clock) 
     assert pool.report()["a"].since == 110
 
 
-def test_a_policy_that_is_sent_is_wanted_by_every_engine_that_is_up_and_sound(pool: EnginePool) -> None:
+def test_wanting_counts_engines_that_can_be_updated(pool: EnginePool) -> None:
     sent = PolicyVersion(1, "")
     pool.want(V0)
     assert pool.wanting() == 0, "nobody is up"

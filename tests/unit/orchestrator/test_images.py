@@ -1,4 +1,4 @@
-"""Images of rollouts stay with their tokens, are never cut, and are kept once."""
+"""Images of rollouts are packed whole with their tokens and stored once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inline(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def test_images_are_packed_with_their_documents_and_come_whole_or_not_at_all() -> None:
+def test_images_are_packed_whole_with_their_documents() -> None:
     found = (rollout(0, 12, (2, 6)), rollout(1, 20, (1, 4), (14, 18)), rollout(2, 5))
     group = RolloutGroup("g", "e", 0, 0, tuple((one,) for one in found))
     docs = documents([group], 16, 0, Grpo())
@@ -59,7 +59,7 @@ def test_images_are_packed_with_their_documents_and_come_whole_or_not_at_all() -
     assert sorted(p.source for row in again.rows for p in row.images) == ["0/0", "1/0"]
 
 
-def test_an_image_is_kept_once_however_often_it_is_seen(tmp_path: Path) -> None:
+def test_equal_images_are_stored_once(tmp_path: Path) -> None:
     directory = tmp_path / "images"
     seen = [stored(rollout(i, 9, (1, 3), (5, 7), sources=(inline(b"a"), inline(b"b"))), directory) for i in range(2)]
     assert len(list(directory.iterdir())) == 2
@@ -71,6 +71,6 @@ def test_an_image_is_kept_once_however_often_it_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["https://example.org/a.png", "/etc/passwd", "data:image/png;base64,***"])
-def test_an_image_that_is_no_data_uri_fails_its_rollout(source: str, tmp_path: Path) -> None:
+def test_invalid_image_fails_its_rollout(source: str, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="an image"):
         stored(rollout(0, 4, (1, 2), sources=(source,)), tmp_path)

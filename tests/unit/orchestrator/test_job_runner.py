@@ -1,4 +1,4 @@
-"""The worker's end of the job protocol, at an address where another run's orchestrator listens."""
+"""The worker's end of the job protocol."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ async def rollout(job: Job) -> tuple[Rollout, ...]:
     raise AssertionError("nobody sends jobs")
 
 
-async def test_a_worker_that_is_refused_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for ever: ZMQ does not connect again to who has refused it."""
+async def test_worker_with_another_runs_secret_exits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret, "own", lambda: "that of another run")
     worker = JobRunner("e", 0, address, rollout)
     await asyncio.sleep(0.5)  # refused before it serves
@@ -87,9 +86,7 @@ def cancel_this_task() -> None:
     ],
     ids=["cancelled", "exit", "interrupt", "panic", "group", "cancels its task", "half a pair", "bytes", "unspeakable"],
 )
-async def test_whatever_a_rollout_raises_makes_it_a_failed_one(error: Any, words: str, address: str) -> None:
-    """A job that ended without a result would be dispatched again without limit."""
-
+async def test_any_exception_of_a_rollout_becomes_a_failure(error: Any, words: str, address: str) -> None:
     async def raising(job: Job) -> tuple[Rollout, ...]:
         if callable(error):
             error()
@@ -104,11 +101,11 @@ async def test_whatever_a_rollout_raises_makes_it_a_failed_one(error: Any, words
     worker._send = say  # type: ignore[method-assign]
     worker.handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._running.values()), timeout=60)
-    assert not worker._running and not worker._running
+    assert not worker._running and not worker._jobs
     assert [each.job for each in said] == ["j"] and (said[0].error or "").startswith(words)
 
 
-async def test_a_job_that_is_cancelled_has_no_result(address: str) -> None:
+async def test_cancelled_job_has_no_result(address: str) -> None:
     async def waiting(job: Job) -> tuple[Rollout, ...]:
         await asyncio.sleep(60)
         return ()
@@ -124,16 +121,15 @@ async def test_a_job_that_is_cancelled_has_no_result(address: str) -> None:
     await asyncio.sleep(0)
     worker.handle(Cancel(["j"]))
     await asyncio.wait([task], timeout=60)
-    assert task.cancelled() and not said and not worker._running
+    assert task.cancelled() and not said and not worker._jobs
 
 
-async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:
+async def test_worker_serves_until_it_is_cancelled(address: str) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 0.5)
 
 
-async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has ended waits until it is asked for, however much that is; what was sent is sent again if it must be."""
+async def test_result_is_held_until_it_is_cancelled(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = group([3], [0.5]).rollouts[0]
 
     async def finished(job: Job) -> tuple[Rollout, ...]:
@@ -146,23 +142,22 @@ async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch:
     for name in ("a", "b", "c", "bad"):
         worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
         await asyncio.wait(list(worker._running.values()), timeout=60)
-    assert list(worker._unsent) == list(worker._running) == ["a", "b", "c"], "a failure is not kept"
+    assert list(worker._unsent) == list(worker._jobs) == ["a", "b", "c"], "a failure is not kept"
     for name in ("a", "b", "c", "bad"):
         await worker._send_result(name)
     assert not worker._unsent
-    assert list(worker._held) == list(worker._running) == ["b", "c"], "the oldest is given up"
+    assert list(worker._held) == list(worker._jobs) == ["b", "c"], "the oldest is given up"
     worker.handle(Cancel(["b"]))
-    assert list(worker._held) == list(worker._running) == ["c"] and worker._held_bytes == job_runner.HELD_BYTES // 2
+    assert list(worker._held) == list(worker._jobs) == ["c"] and worker._held_bytes == job_runner.HELD_BYTES // 2
     worker.handle(Cancel(["c"]))
     assert not worker._held and worker._held_bytes == 0
     worker.handle(Job("unasked", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._running.values()), timeout=20)
     worker.handle(Cancel(["unasked"]))
-    assert not worker._unsent and not worker._running and worker._held_bytes == 0
+    assert not worker._unsent and not worker._jobs and worker._held_bytes == 0
 
 
-async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it hands over lies in memory as it was received."""
+async def test_worker_on_the_same_node_uses_a_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     results: asyncio.Queue[tuple[str, tuple[Rollout, ...] | str]] = asyncio.Queue()
     bind, (sent,) = f"tcp://127.0.0.1:{free_port()}", group([100_000], [1.0]).sequences
@@ -187,7 +182,7 @@ async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, mon
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_what_is_no_socket_of_this_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     address = "tcp://10.0.0.1:5000"
     path = on_this_node(address)

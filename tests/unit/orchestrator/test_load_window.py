@@ -1,4 +1,4 @@
-"""From the engines' Prometheus text to the load of roles and replicas."""
+"""From the Prometheus text of engines to the load of roles and replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ other 7
 """
 
 
-def test_the_wanted_values_are_found_among_the_others() -> None:
+def test_wanted_values_are_parsed_and_summed() -> None:
     assert parse(TEXT) == {
         "running": 4.0,
         "waiting": 2.0,
@@ -65,7 +65,7 @@ def engine() -> Iterator[str]:
     server.server_close()
 
 
-async def test_an_engine_that_does_not_answer_is_left_out(engine: str) -> None:
+async def test_engine_without_an_answer_is_left_out(engine: str) -> None:
     async with httpx.AsyncClient() as client:
         engines = {"engine-r0-0": engine, "engine-r0-1": "http://127.0.0.1:9", "engine-r0-2": f"{engine}/no"}
         found = await scrape(client, engines)
@@ -76,7 +76,7 @@ def sample(**values: float) -> Sample:
     return values
 
 
-def test_rates_and_means_are_over_the_window_and_by_role_and_replica() -> None:
+def test_rates_and_means_are_over_the_window_by_role_and_replica() -> None:
     window = LoadWindow(window_s=20)
     for now in (0, 10, 20, 30):
         busy = sample(running=2, waiting=float(now == 30), kv_usage=0.5, generated=100.0 * now)
@@ -94,7 +94,7 @@ def test_rates_and_means_are_over_the_window_and_by_role_and_replica() -> None:
     assert rounded(roles)["decode"].waiting_mean == 0.3333
 
 
-def test_a_restarted_engine_counts_on_and_a_silent_one_does_not_count() -> None:
+def test_counters_continue_after_a_restart() -> None:
     window = LoadWindow()
     for now, generated in ((0, 500.0), (10, 600.0), (20, 50.0)):
         window.add(now, {"engine-r0-0": sample(generated=generated), "engine-r0-1": sample(running=1)})
@@ -103,7 +103,7 @@ def test_a_restarted_engine_counts_on_and_a_silent_one_does_not_count() -> None:
     assert (window.by_role()["engine"].engines, window.by_role()["engine"].running) == (1, 0)
 
 
-def test_hit_rates_are_of_the_window_and_unknown_without_lookups() -> None:
+def test_hit_rates_are_over_the_window() -> None:
     window = LoadWindow()
     for now, hits in ((0, 1000.0), (10, 1030.0)):
         window.add(now, {"engine-r0-0": sample(prefix_queries=2000.0 + 10 * now, prefix_hits=hits)})

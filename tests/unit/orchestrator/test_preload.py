@@ -1,4 +1,4 @@
-"""What environment workers are forked with."""
+"""Imports of forked environment workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ print(huggingface_hub.constants.HF_HUB_OFFLINE, sorted({"torch", "verifiers.v1",
 """
 
 
-def test_the_hub_is_not_asked_for_files() -> None:
+def test_preload_sets_the_hub_offline() -> None:
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "True []\n"

@@ -1,4 +1,4 @@
-"""Results that end together come one after another: how much is on its way has a bound, whoever it comes from."""
+"""The bytes of results in flight are limited over all workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     made.close()
 
 
-def test_as_many_as_fit_may_come_and_the_oldest_come_first() -> None:
+def test_oldest_results_that_fit_are_admitted_first() -> None:
     window = ReceiveWindow(100)
     for name, size in (("a", 60), ("b", 60), ("c", 10)):
         window.offer(name, size)
@@ -35,7 +35,7 @@ def test_as_many_as_fit_may_come_and_the_oldest_come_first() -> None:
     assert window.admit() == ["b", "c"]
 
 
-def test_one_that_is_larger_than_the_window_comes_alone() -> None:
+def test_result_larger_than_the_window_is_admitted_alone() -> None:
     window = ReceiveWindow(100)
     for name, size in (("small", 1), ("huge", 1000), ("other", 1000)):
         window.offer(name, size)
@@ -48,7 +48,7 @@ def test_one_that_is_larger_than_the_window_comes_alone() -> None:
     assert found == ["small", "huge", "other"] and window.admit() == []
 
 
-def test_what_is_offered_twice_waits_once_and_what_was_asked_for_in_vain_is_asked_for_again() -> None:
+def test_repeated_offer_counts_once_and_lost_result_is_requested_again() -> None:
     window = ReceiveWindow(100)
     for _ in range(2):
         window.offer("a", 60)
@@ -61,7 +61,7 @@ def test_what_is_offered_twice_waits_once_and_what_was_asked_for_in_vain_is_aske
     assert window.admit() == []
 
 
-async def test_results_of_all_workers_share_one_window(pool: Pool) -> None:
+async def test_all_workers_share_one_window(pool: Pool) -> None:
     for worker in (0, 1):
         await pool.hear(worker)
     for name in ("a", "b", "c"):
@@ -79,7 +79,7 @@ async def test_results_of_all_workers_share_one_window(pool: Pool) -> None:
     assert list(pool.pool._window._in_flight) == ["c"] and not pool.pool._window._offered
 
 
-async def test_a_result_that_was_lost_with_its_connection_is_asked_for_at_once(pool: Pool) -> None:
+async def test_result_lost_with_its_connection_is_requested_at_once(pool: Pool) -> None:
     await pool.hear(0)
     await pool.pool.send(job("a"))
     assert isinstance(await pool.given(0), Job)
@@ -97,8 +97,9 @@ async def test_a_result_that_was_lost_with_its_connection_is_asked_for_at_once(p
     assert await pool.given(0) == SendResults(["a"]), "it was asked for long ago"
 
 
-async def test_rollouts_that_end_together_all_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a real worker, with room for one at a time."""
+async def test_all_results_of_rollouts_that_end_together_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     came: list[str] = []
     address, made = f"ipc://{tmp_path}/envs", group([5], [1.0]).rollouts[0]
     pool = CallbackPool(address, lambda name, outcome: came.append(name), came.append, lambda *unusable: None)

@@ -1,4 +1,4 @@
-"""When an environment is given up, and when it is not: failures that come and go, tasks that are broken alone."""
+"""Which failures of an environment end the run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
     FEW_KILLERS,
     MANY_KILLERS,
-    MANY_UNFIT,
-    MOST_KINDS,
+    MANY_OVERFLOWS,
+    MAX_KINDS,
     Hopeless,
     RolloutFailures,
     headline,
@@ -62,7 +62,7 @@ class Flight:
         return self.failures.hopeless(self.now, self.running.__contains__, self.served)
 
 
-def test_the_same_failure_of_several_tasks_is_named_within_seconds() -> None:
+def test_equal_failures_of_several_tasks_end_the_run_soon() -> None:
     flight = Flight()
     began = flight.now
     while flight.verdict is None:
@@ -77,7 +77,7 @@ def test_the_same_failure_of_several_tasks_is_named_within_seconds() -> None:
     assert "environment a fails every time" in str(verdict) and flight.now - began < 8
 
 
-def test_a_broken_task_alone_is_no_reason() -> None:
+def test_one_broken_task_does_not_end_the_run() -> None:
     flight = Flight()
     for _ in range(100):
         flight.fail(flight.start(7))
@@ -85,7 +85,7 @@ def test_a_broken_task_alone_is_no_reason() -> None:
     assert flight.verdict is None
 
 
-def test_rollouts_that_live_longer_than_failures_may_yet_succeed() -> None:
+def test_run_waits_for_rollouts_that_outlive_the_failures() -> None:
     flight = Flight()
     jobs = [flight.start(task) for task in range(512)]
     flight.now += 1
@@ -105,7 +105,7 @@ def test_rollouts_that_live_longer_than_failures_may_yet_succeed() -> None:
     assert flight.verdict is not None, "after twice that all have failed"
 
 
-def test_very_many_failures_are_enough_whatever_still_runs() -> None:
+def test_many_failures_end_the_run_even_if_rollouts_run() -> None:
     flight = Flight(RolloutFailures(60, WORKERS))
     for task in range(60):
         assert flight.verdict is None
@@ -114,7 +114,7 @@ def test_very_many_failures_are_enough_whatever_still_runs() -> None:
     assert flight.verdict is not None
 
 
-def test_once_a_rollout_has_got_through_failures_come_and_go() -> None:
+def test_failures_after_a_success_do_not_end_the_run() -> None:
     flight = Flight()
     job = flight.start(0)
     flight.failures.finished(job, "a", flight.now)
@@ -130,7 +130,7 @@ def test_once_a_rollout_has_got_through_failures_come_and_go() -> None:
     assert resumed.verdict is None, "a step was trained in an earlier attempt"
 
 
-def test_engines_that_do_not_answer_are_no_fault_of_an_environment() -> None:
+def test_engine_errors_do_not_count_for_the_environment() -> None:
     flight = Flight()
     for task in range(100):
         error = f"RolloutError: ProviderError: {NO_ANSWER}: http://r/generate: 503: stale"
@@ -139,7 +139,7 @@ def test_engines_that_do_not_answer_are_no_fault_of_an_environment() -> None:
     assert flight.verdict is None
 
 
-def test_failures_of_different_kinds_are_counted_apart() -> None:
+def test_kinds_of_failures_are_counted_separately() -> None:
     flight = Flight()
     for task in range(7):
         flight.fail(flight.start(task), "RolloutError: SandboxError: image 'a' is not there")
@@ -152,7 +152,7 @@ def test_failures_of_different_kinds_are_counted_apart() -> None:
     assert verdict is not None and verdict.error == "SandboxError: image 'b' is not there"
 
 
-def test_one_environment_that_fails_is_named_while_another_works() -> None:
+def test_failing_environment_is_named_while_another_works() -> None:
     flight = Flight()
     for task in range(20):
         job = flight.start(task, environment="b")
@@ -163,7 +163,7 @@ def test_one_environment_that_fails_is_named_while_another_works() -> None:
     assert verdict is not None and verdict.environment == "a"
 
 
-def test_what_was_cancelled_or_lost_is_not_waited_for() -> None:
+def test_cancelled_and_lost_rollouts_are_not_waited_for() -> None:
     flight = Flight()
     jobs = [flight.start(task) for task in range(16)]
     flight.now += 1
@@ -175,7 +175,7 @@ def test_what_was_cancelled_or_lost_is_not_waited_for() -> None:
     assert flight.verdict is not None
 
 
-def test_a_worker_that_never_starts_is_named_unless_another_serves() -> None:
+def test_environment_whose_workers_never_start_ends_the_run() -> None:
     flight = Flight()
     flight.failures.not_started("b", 0, "ToolsetError: no index", flight.now)
     flight.served = set()
@@ -217,11 +217,11 @@ ValueError: DefaultRenderer does not support tools
         ("", ""),
     ],
 )
-def test_an_error_in_one_line(error: str, told: str) -> None:
+def test_headline_of_an_error(error: str, told: str) -> None:
     assert headline(error) == told
 
 
-def test_numbers_paths_and_quotes_make_no_other_kind() -> None:
+def test_numbers_paths_and_quotes_do_not_change_the_kind() -> None:
     one = "SandboxError: image 'astropy:1.2' is not in /cache/4f5e6a7b, after 12 s"
     other = "SandboxError: image 'django:5' is not in /tmp/9a8b7c6d, after 7 s"
     assert signature(one) == signature(other)
@@ -229,7 +229,7 @@ def test_numbers_paths_and_quotes_make_no_other_kind() -> None:
 
 
 @pytest.mark.parametrize("starts", [True, False])
-def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool, tmp_path: Path) -> None:
+def test_standalone_evaluation_ends_if_its_environment_fails(starts: bool, tmp_path: Path) -> None:
     evaluation = {"environments": [{"id": "reverse-text", "name": "held-out"}]}
     fields = {"name": "t", "task": "eval", "seq_len": 64, "model": {"path": "m"}, "evaluation": evaluation}
     arguments = OrchestratorArguments(tmp_path, 1, "run", "", f"tcp://127.0.0.1:{free_port()}", ["router-0"], [])
@@ -258,7 +258,7 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
     assert "environment held-out fails every time" in state["failure"]
 
 
-def test_failures_are_counted_by_environment_with_the_most_frequent_reason() -> None:
+def test_report_has_the_most_frequent_reason() -> None:
     flight = Flight()
     for task in range(5):
         flight.fail(flight.start(task), f"RolloutError: SandboxError: image 'a{task}' is not there")
@@ -271,29 +271,28 @@ def test_failures_are_counted_by_environment_with_the_most_frequent_reason() -> 
     }
 
 
-def test_kinds_of_failures_that_are_counted_are_bounded() -> None:
+def test_number_of_counted_kinds_is_bounded() -> None:
     flight = Flight()
-    for task in range(3 * MOST_KINDS):
+    for task in range(3 * MAX_KINDS):
         word = "".join(chr(ord("a") + int(digit)) for digit in str(task))
         flight.fail(flight.start(task), f"{word}Error: {word}")
     known = flight.failures._environments["a"]
-    assert len(known.reasons) <= MOST_KINDS and known.total == 3 * MOST_KINDS
+    assert len(known.reasons) <= MAX_KINDS and known.total == 3 * MAX_KINDS
 
 
-def test_prompts_that_are_too_long_are_no_fault_of_the_environment() -> None:
-    """Only an environment without any task that fits is of no use."""
+def test_only_very_many_too_long_prompts_end_the_run() -> None:
     flight = Flight()
-    for task in range(MANY_UNFIT - 1):
+    for task in range(MANY_OVERFLOWS - 1):
         flight.fail(flight.start(task), "PromptError: the prompt has 99 tokens", "prompt")
         flight.now += 10
     assert flight.verdict is None and flight.failures.streak()[1] == 0
-    flight.fail(flight.start(MANY_UNFIT), "PromptError: the prompt has 99 tokens", "prompt")
+    flight.fail(flight.start(MANY_OVERFLOWS), "PromptError: the prompt has 99 tokens", "prompt")
     verdict = flight.verdict
     assert verdict is not None and "the prompt has 99 tokens" in str(verdict)
 
 
 @pytest.mark.parametrize(("worked", "enough"), [(False, FEW_KILLERS), (True, MANY_KILLERS)])
-def test_an_environment_whose_tasks_all_kill_their_workers_is_named(worked: bool, enough: int) -> None:
+def test_environment_whose_tasks_kill_workers_ends_the_run(worked: bool, enough: int) -> None:
     flight = Flight(RolloutFailures(1000, WORKERS, hopeful=["a"] if worked else []))
     for _ in range(enough - 1):
         flight.failures.given_up("a", flight.now, killer="3 environment workers died while they ran it")
@@ -304,7 +303,7 @@ def test_an_environment_whose_tasks_all_kill_their_workers_is_named(worked: bool
     assert f"{enough} tasks in a row killed the workers that ran them" in str(verdict)
 
 
-def test_tasks_that_kill_now_and_then_are_no_reason() -> None:
+def test_occasional_killers_do_not_end_the_run() -> None:
     flight = Flight()
     for task in range(5 * MANY_KILLERS):
         flight.failures.given_up("a", flight.now, killer="x")

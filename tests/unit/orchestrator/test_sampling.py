@@ -1,4 +1,4 @@
-"""Rollouts that are trained sample as the recipe says, whatever programs and environments ask for."""
+"""Trained rollouts sample with the parameters of the recipe."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ async def asked(model: Path, body: dict[str, Any], **options: Any) -> tuple[http
     return reply, [request["sampling_params"] for request in engine.requests]
 
 
-async def test_what_a_program_asks_for_does_not_reach_the_engine(qwen3: Path) -> None:
-    """Programs set sampling parameters of their own; a response format would be structured output."""
+async def test_sampling_parameters_of_programs_do_not_reach_the_engine(qwen3: Path) -> None:
     body = {**CUT, "response_format": {"type": "json_object"}, "bad_words": ["no"], "presence_penalty": 1}
     reply, requests = await asked(qwen3, body, trained=PLAIN, **PLAIN)
     assert reply.is_success, reply.text
@@ -53,21 +52,20 @@ async def test_what_a_program_asks_for_does_not_reach_the_engine(qwen3: Path) ->
 
 
 @pytest.mark.parametrize(("name", "value"), CUT.items())
-async def test_an_environment_that_samples_otherwise_is_refused(qwen3: Path, name: str, value: Any) -> None:
+async def test_environment_with_other_sampling_is_refused(qwen3: Path, name: str, value: Any) -> None:
     reply, requests = await asked(qwen3, {}, trained=PLAIN, **{**PLAIN, name: value})
     assert reply.status_code == 400 and requests == []
     assert f"the environment samples with {name} = {value}: the trainer computes log-probabilities" in reply.text
 
 
 @pytest.mark.parametrize("options", [{"trained": None}, {"trained": PLAIN, "trainable": False}])
-async def test_who_is_not_trained_samples_as_it_likes(qwen3: Path, options: dict[str, Any]) -> None:
+async def test_untrained_agents_choose_their_sampling(qwen3: Path, options: dict[str, Any]) -> None:
     reply, (parameters,) = await asked(qwen3, {}, **options, **CUT)
     assert reply.is_success
     assert {name: parameters[name] for name in CUT} == CUT
 
 
-async def test_a_rollout_says_what_its_environment_changed(tmp_path: Path) -> None:
-    """Through a worker: training is refused with the reason, and evaluation is not."""
+async def test_failed_rollout_names_the_changed_parameters(tmp_path: Path) -> None:
     tokenizer = fake_engine.write_tokenizer(tmp_path / "tokenizer")
     environment = {"id": "reverse-text", "args": {"env": {"agent": {"sampling": {"temperature": 0.3, "min_p": 0.1}}}}}
     made = Recipe.model_validate(
@@ -100,8 +98,7 @@ async def test_a_rollout_says_what_its_environment_changed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("images", [{}, {"content_parts": [{"type": "image_url", "url": "data:,"}]}])
 @pytest.mark.parametrize(("asked_for", "sent"), [(None, 96), (7, 7), (1000, 96)])
-async def test_the_length_is_always_said(images: dict[str, Any], asked_for: int | None, sent: int) -> None:
-    """Where a request does not say it, an engine takes that of the model's generation config."""
+async def test_requests_always_have_max_tokens(images: dict[str, Any], asked_for: int | None, sent: int) -> None:
     engine = ScriptedEngine([[5]])
     endpoint = GenerateEndpoint(lambda: engine.url, 100, 60)
     sampling = {} if asked_for is None else {"max_tokens": asked_for}

@@ -1,4 +1,4 @@
-"""Groups on their way through the teacher, over HTTP, with engines that fail and come back."""
+"""Scoring of groups by a teacher over HTTP, with engines that fail and return."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_says_how_likely_each_token_is(engine: FakeEngine) -> None:
+async def test_teacher_returns_log_probabilities(engine: FakeEngine) -> None:
     found = await teacher(engine.url).logprobs([5, 6, 5, 5])
     assert found.dtype == np.float32 and found.tolist() == [0.0, -1 / 16, -2 / 16, -3 / 16]
     (request,) = engine.requests
     assert request == {"prompt": [5, 6, 5, 5], "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
 
-async def test_it_is_asked_until_it_answers(engine: FakeEngine) -> None:
+async def test_teacher_is_asked_until_it_answers(engine: FakeEngine) -> None:
     engine.broken = 1
     gone = "http://127.0.0.1:9"
     several = teacher(gone, engine.url)
@@ -86,7 +86,7 @@ async def test_it_is_asked_until_it_answers(engine: FakeEngine) -> None:
     assert (await asked)[1] == -1 / 16
 
 
-async def test_what_it_refuses_ends_the_run_with_the_reason(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_refused_request_ends_the_run(engine: FakeEngine, tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match=r"400.*out of vocabulary"):
         await teacher(engine.url).logprobs([5, 9999])
     scoring = Scoring(teacher(engine.url), 2, SEQ_LEN, lambda group: None)
@@ -100,7 +100,7 @@ async def test_what_it_refuses_ends_the_run_with_the_reason(engine: FakeEngine, 
     assert '"suspect":"teacher"' in (tmp_path / "events" / "orchestrator.jsonl").read_text().replace(" ", "")
 
 
-async def test_a_server_without_log_probabilities_is_no_teacher() -> None:
+async def test_server_without_log_probabilities_is_refused() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"choices": [{"index": 0, "text": "x"}]})
 
@@ -120,8 +120,7 @@ async def test_a_server_without_log_probabilities_is_no_teacher() -> None:
         b'{"choices": [{"prompt_logprobs": [null]}]}',
     ],
 )
-async def test_a_teacher_that_gives_a_damaged_answer_is_asked_again_elsewhere(damaged: bytes) -> None:
-    """One engine of a teacher that answers nonsense ends no attempt as long as others answer."""
+async def test_damaged_answer_is_retried_on_another_engine(damaged: bytes) -> None:
     asked: list[str] = []
 
     async def answer(request: httpx.Request) -> httpx.Response:
@@ -138,7 +137,7 @@ async def test_a_teacher_that_gives_a_damaged_answer_is_asked_again_elsewhere(da
     assert asked[2:] == ["bad"] * 3
 
 
-def test_a_served_teacher_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_teacher_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {"type": "served", "base_url": "http://t/v1/", "model": "m", "key_env": "TEACHER_KEY"}
     recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=served))
     arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
@@ -150,7 +149,7 @@ def test_a_served_teacher_needs_its_key(tmp_path: Path, monkeypatch: pytest.Monk
     assert made._http.headers["Authorization"] == "Bearer k" and made._where() == ["http://t/v1"]
 
 
-def test_engines_are_asked_where_they_are_now(tmp_path: Path) -> None:
+def test_teacher_follows_its_engines(tmp_path: Path) -> None:
     arguments = OrchestratorArguments(
         tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"], ["teacher-0", "teacher-1"]
     )
@@ -160,7 +159,7 @@ def test_engines_are_asked_where_they_are_now(tmp_path: Path) -> None:
     assert made._where() == ["http://127.0.0.1:7/v1"], "the other one has no node"
 
 
-async def test_only_sampled_tokens_of_trained_length_are_kept(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_only_trained_tokens_are_scored(engine: FakeEngine, tmp_path: Path) -> None:
     done: list[RolloutGroup] = []
     scoring = Scoring(teacher(engine.url), 2, SEQ_LEN, done.append)
     whole = group([6, 3 * SEQ_LEN, 2, 2, 2], [1.0, 0.0, 0.5, 0.5, 0.5])
@@ -185,7 +184,7 @@ async def test_only_sampled_tokens_of_trained_length_are_kept(engine: FakeEngine
     assert "teacher/kl" not in batch_metrics([whole], 1, SEQ_LEN)
 
 
-async def test_a_dropped_group_costs_no_more(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_dropped_group_is_not_scored(engine: FakeEngine, tmp_path: Path) -> None:
     done: list[RolloutGroup] = []
     engine._delay_s = 30
     scoring = Scoring(teacher(engine.url), 1, SEQ_LEN, done.append)
@@ -201,7 +200,7 @@ async def test_a_dropped_group_costs_no_more(engine: FakeEngine, tmp_path: Path)
     assert [one.id for one in done] == ["g2"]
 
 
-def test_groups_at_the_teacher_count_as_started_and_grow_too_old() -> None:
+def test_groups_at_the_teacher_count_as_started_and_expire() -> None:
     fields = {"group_sizes": {"e": 1}, "batch_size": 1, "max_inflight": 1, "max_steps": 9, "ratios": {"e": 1.0}}
     made = Dispatcher(DispatchLimits(max_off_policy_steps=1, **fields), ["router-0"], "run.1", "i")  # type: ignore[arg-type]
     made.version = 0
@@ -234,9 +233,7 @@ class Slow:
 
 
 @pytest.mark.asyncio
-async def test_groups_on_disk_are_read_when_the_teacher_is_asked_about_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_spooled_groups_are_read_shortly_before_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool, names = Spool(tmp_path / "rollouts"), [f"e-{number:08d}" for number in range(9)]
     for name in names:
         spool.put(replace(group([3, 5], [1.0, 0.0]), id=name))
@@ -280,7 +277,7 @@ async def test_groups_on_disk_are_read_when_the_teacher_is_asked_about_them(
         assert scoring.take_metrics()["teacher/waiting"] == 0
 
 
-def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Path) -> None:
+def test_spooled_groups_are_restored_with_and_without_scores(tmp_path: Path) -> None:
     arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
     spool = Spool(tmp_path / "rollouts")
     plain = replace(group([3, 5], [1.0, 0.0]), id="plain")

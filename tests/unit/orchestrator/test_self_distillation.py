@@ -1,4 +1,4 @@
-"""The policy as its own teacher: another prompt, the same answer, asked of the run's own engines."""
+"""The policy as its own teacher: the same answer after a prompt with a hint."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ async def rollout(engine: FakeEngine, made: Recipe, twice: bool = False) -> tupl
 
 
 @pytest.mark.parametrize(("into", "twice"), [("system", False), ("user", True)])
-async def test_the_teacher_reads_a_hint_and_then_what_was_sampled(
-    tokenizer: Path, tmp_path: Path, into: str, twice: bool
-) -> None:
+async def test_teacher_prompt_contains_the_hint(tokenizer: Path, tmp_path: Path, into: str, twice: bool) -> None:
     made = recipe(tokenizer, into=into)
     done: list[RolloutGroup] = []
     with FakeEngine(tokenizer) as engine:
@@ -118,7 +116,7 @@ async def test_the_teacher_reads_a_hint_and_then_what_was_sampled(
     assert RolloutGroup.from_bytes(done[0].to_bytes()).rollouts[0][0].info == sequence.info
 
 
-async def test_a_task_without_the_field_says_what_it_has(tokenizer: Path) -> None:
+async def test_missing_hint_names_the_fields_of_the_task(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
         with pytest.raises(RolloutError, match=r"teacher.hint: solution is not in the task, which has answer, "):
@@ -126,10 +124,9 @@ async def test_a_task_without_the_field_says_what_it_has(tokenizer: Path) -> Non
 
 
 @pytest.mark.parametrize(("longest", "unasked"), [(40, 0), (16, 4), (8, 12)])
-async def test_what_no_request_has_room_for_pulls_nowhere(
+async def test_tokens_that_do_not_fit_have_no_teacher_gradient(
     tokenizer: Path, tmp_path: Path, longest: int, unasked: int
 ) -> None:
-    """Four tokens of a prompt and twelve sampled ones; with the hint the prompt has eight."""
     done: list[RolloutGroup] = []
     mask = np.arange(16) >= 4
     ids, logprobs = np.full(16, 7, np.int32), np.where(mask, -0.5, 0).astype(np.float32)
@@ -151,7 +148,7 @@ async def test_what_no_request_has_room_for_pulls_nowhere(
     assert (found.ref_logprobs == found.logprobs)[16 - unasked :].all(), "no gap, no advantage"
 
 
-def test_it_asks_the_engines_of_the_run(tokenizer: Path, tmp_path: Path) -> None:
+def test_policy_teacher_uses_the_runs_engines(tokenizer: Path, tmp_path: Path) -> None:
     names = ["prefill-r0-0", "decode-r0-0"]
     arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], names)
     urls = {name: f"http://127.0.0.1:{7 + i}" for i, name in enumerate(names)}
@@ -169,7 +166,7 @@ def test_it_asks_the_engines_of_the_run(tokenizer: Path, tmp_path: Path) -> None
         ({"teacher": None}, "orchestrator.advantages"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], field: str) -> None:
+def test_unsupported_recipes_are_refused(changes: dict[str, Any], field: str) -> None:
     data = recipe_data(orchestrator={"batch_size": 8, "group_size": 4, "advantages": "opd"}, teacher=HINT)
     made = Recipe.model_validate(data | changes)
     assert [violation.field for violation in violations(made)] == [field]

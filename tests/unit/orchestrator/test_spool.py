@@ -28,7 +28,7 @@ from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, run_a
 from tests.unit.orchestrator.test_packing import advantages, group
 
 
-def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_group_is_restored_from_disk(tmp_path: Path) -> None:
     made = group([3, 7], [0.25, 1.0])
     assert Spool(tmp_path).put(made)
     (again,) = Spool(tmp_path).load()
@@ -43,7 +43,7 @@ def test_group_with_more_sequences_than_a_short_list_is_decoded() -> None:
     assert RolloutGroup.from_bytes(many.to_bytes()).to_bytes() == many.to_bytes()
 
 
-def test_arrays_are_written_and_read_as_they_lie_in_memory() -> None:
+def test_arrays_are_not_copied() -> None:
     made = group([300], [0.5])
     tokens = made.sequences[0].token_ids
     parts = [np.frombuffer(part, np.uint8) for part in made.to_parts() if isinstance(part, memoryview)]
@@ -52,7 +52,7 @@ def test_arrays_are_written_and_read_as_they_lie_in_memory() -> None:
     assert np.shares_memory(RolloutGroup.from_bytes(data.data).sequences[0].token_ids, data)
 
 
-def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
+def test_damaged_file_is_set_aside(tmp_path: Path) -> None:
     Spool(tmp_path).put(group([3], [0.5]))
     path = tmp_path / "g.group"
     path.write_bytes(path.read_bytes()[:20])
@@ -64,7 +64,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_full_or_read_only_disk_is_reported_and_survived(
+def test_groups_wait_in_memory_while_the_disk_is_full_or_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     def full(path: Path, data: Content) -> None:
@@ -82,7 +82,7 @@ def test_a_full_or_read_only_disk_is_reported_and_survived(
     assert spool.waiting == {} and [again.id for again in Spool(tmp_path).load()] == [made.id]
 
 
-def test_groups_leave_space_that_was_given_up_to_records(tmp_path: Path) -> None:
+def test_groups_do_not_use_space_reserved_for_records(tmp_path: Path) -> None:
     spool, made = Spool(tmp_path / "rollouts"), group([3], [0.5])
     assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
     assert not spool.put(made) and made.id in spool.waiting
@@ -107,7 +107,7 @@ def test_attempt_continues_from_its_own_progress(tmp_path: Path) -> None:
     assert restore(tmp_path, 1) == progress
 
 
-def test_what_was_announced_keeps_its_name_on_disk(tmp_path: Path) -> None:
+def test_spooled_groups_keep_their_names(tmp_path: Path) -> None:
     record = {"attempt": 1, "published": {"type": "Published", "version": 3, "path": "/w"}}
     path = tmp_path / PROGRESS
     path.parent.mkdir()
@@ -131,7 +131,6 @@ def test_run_without_commit_starts_at_the_beginning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("emptied", [CHECKPOINT_PART, "trainer.distcp", checkpoints.COMMITTED])
 @pytest.mark.parametrize("aside", [False, True], ids=["before", "after"])
 def test_new_attempt_skips_a_damaged_checkpoint(tmp_path: Path, emptied: str, aside: bool) -> None:
-    """The trainer sets the damaged checkpoint aside, before or after the orchestrator has looked."""
     for step in (2, 4):
         directory = checkpoints.step_dir(tmp_path, step)
         directory.mkdir(parents=True)

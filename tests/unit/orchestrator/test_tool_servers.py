@@ -1,4 +1,4 @@
-"""Tool servers that end before they listen: found at once, wherever they run, with their last words."""
+"""Tool servers that exit or report an invalid port are noticed at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def outcome(
     return str(caught.value), time.monotonic() - began
 
 
-async def test_a_server_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_on_this_host_that_exits_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess_runtime, "CACHE_DIR", tmp_path)
     async with provision_runtime(SubprocessConfig()) as runtime:
         text, seconds = await outcome(runtime, monkeypatch)
@@ -53,9 +53,7 @@ class Unserved(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
     """A toolset whose module starts no server."""
 
 
-async def test_a_module_that_serves_nothing_is_told_what_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_module_that_serves_nothing_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "unserved_tools.py").write_text("import verifiers.v1\n")
     monkeypatch.setattr(Unserved, "__module__", "unserved_tools")
     monkeypatch.setattr(subprocess_runtime, "CACHE_DIR", tmp_path)
@@ -68,7 +66,7 @@ async def test_a_module_that_serves_nothing_is_told_what_it_lacks(
 
 
 @pytest.mark.skipif(bool(bubblewrap_problem()), reason="needs bubblewrap")
-async def test_a_server_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_in_a_sandbox_that_exits_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ROOT)
     with restored(monkeypatch):
         install(SubprocessRuntime(visible=(ROOT,)), tmp_path, tmp_path / "images", [])
@@ -84,7 +82,7 @@ async def test_a_server_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("said", "shown"),
     [("99999", "99999"), ("0", "0"), ("\N{SUPERSCRIPT TWO}", "\N{SUPERSCRIPT TWO}"), ("huge", "huge" + 13 * "\0")],
 )
-async def test_a_server_that_says_what_is_no_port(
+async def test_server_that_reports_an_invalid_port_is_refused(
     said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Programs in a sandbox can write anything into the file with the port.

@@ -1,4 +1,4 @@
-"""How engines and the trainer come together for a session."""
+"""Sessions of engines and the trainer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ import pytest
 from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, OFFER_TIMEOUT_S, NoSenderError, TransferSessions
 from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace
+from tests.support.clock import Clock
 
 HOLD_S = 0.5
-
-
-class Clock:
-    """A clock that is moved by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Meeting:
@@ -48,7 +40,7 @@ def meeting() -> Meeting:
     return Meeting()
 
 
-async def test_all_engines_that_want_the_policy_share_a_session(meeting: Meeting) -> None:
+async def test_waiting_engines_share_a_session(meeting: Meeting) -> None:
     meeting.sessions.expect(1)
     meeting.wanting = 2
     engines = [await meeting.come(), await meeting.come()]
@@ -65,7 +57,7 @@ async def test_all_engines_that_want_the_policy_share_a_session(meeting: Meeting
     assert not meeting.sessions.sends(1)
 
 
-async def test_a_session_does_not_wait_for_long_for_an_engine_that_is_late(meeting: Meeting) -> None:
+async def test_session_starts_without_a_late_engine(meeting: Meeting) -> None:
     meeting.wanting = 2
     meeting.sessions.expect(1)
     await meeting.come()
@@ -83,7 +75,7 @@ async def test_a_session_does_not_wait_for_long_for_an_engine_that_is_late(meeti
     assert (await late).session == again.session.id
 
 
-async def test_the_trainer_waits_while_an_engine_is_on_its_way(meeting: Meeting) -> None:
+async def test_trainer_waits_while_an_engine_needs_the_policy(meeting: Meeting) -> None:
     meeting.wanting = 1
     asking = asyncio.create_task(meeting.ask())
     await asyncio.sleep(0.3)
@@ -92,7 +84,7 @@ async def test_the_trainer_waits_while_an_engine_is_on_its_way(meeting: Meeting)
     assert (await asking).kind == "wait"
 
 
-async def test_an_engine_does_not_wait_for_a_trainer_that_does_something_else(meeting: Meeting) -> None:
+async def test_engine_does_not_wait_for_a_busy_trainer(meeting: Meeting) -> None:
     with pytest.raises(NoSenderError, match="version 1"):
         await meeting.sessions.join(1)
     meeting.sessions.expect(1)
@@ -103,7 +95,7 @@ async def test_an_engine_does_not_wait_for_a_trainer_that_does_something_else(me
     assert not meeting.sessions.sends(1), "it promised to ask, and never did"
 
 
-async def test_an_engine_that_gave_up_has_no_place(meeting: Meeting) -> None:
+async def test_cancelled_engine_has_no_place(meeting: Meeting) -> None:
     meeting.sessions.expect(1)
     meeting.wanting = 1
     gone = await meeting.come()
@@ -115,7 +107,7 @@ async def test_an_engine_that_gave_up_has_no_place(meeting: Meeting) -> None:
     assert (await stays).first_rank == 2
 
 
-async def test_an_engine_that_gives_up_just_now_does_not_break_the_session_of_the_others(meeting: Meeting) -> None:
+async def test_session_forms_without_an_engine_that_is_being_cancelled(meeting: Meeting) -> None:
     meeting.sessions.expect(1)
     meeting.wanting = 1
     gone, stays = await meeting.come(), await meeting.come()
@@ -126,7 +118,7 @@ async def test_an_engine_that_gives_up_just_now_does_not_break_the_session_of_th
 
 
 @pytest.mark.parametrize("turn", [lambda sessions: sessions.close(), lambda sessions: sessions.expect(2)])
-async def test_an_engine_that_waits_is_told_when_the_trainer_turns_to_something_else(
+async def test_waiting_engine_is_dismissed_when_the_trainer_stops_sending(
     meeting: Meeting, turn: Callable[[TransferSessions], None]
 ) -> None:
     meeting.sessions.expect(1)
@@ -136,7 +128,7 @@ async def test_an_engine_that_waits_is_told_when_the_trainer_turns_to_something_
         await asyncio.wait_for(waits, 1)
 
 
-async def test_a_session_that_an_engine_left_says_so_to_whoever_waits_in_it(meeting: Meeting) -> None:
+async def test_session_names_the_engine_that_left(meeting: Meeting) -> None:
     meeting.sessions.expect(1)
     meeting.wanting = 2
     await meeting.come()

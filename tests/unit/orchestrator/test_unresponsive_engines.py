@@ -1,4 +1,4 @@
-"""An engine that takes connections and does not answer is busy: it keeps its share for a while."""
+"""An engine that accepts connections and does not answer is busy, and keeps its slots for a while."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTERS = {"router-0": 40, "router-1": 40}
 NAMES = ("engine-r0-0", "engine-r0-1", "engine-r1-0")
 
 
-async def test_who_takes_the_connection_and_says_nothing_is_told_from_who_is_gone() -> None:
+async def test_unresponsive_engine_is_distinguished_from_a_missing_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -53,7 +53,7 @@ class Looks:
         return self.concurrency.slots
 
 
-def test_shares_outlast_a_missed_look_and_not_a_silence(tmp_path: Path) -> None:
+def test_slots_stay_during_a_short_gap_and_end_after_a_long_one(tmp_path: Path) -> None:
     looks = Looks(tmp_path)
     for _ in range(6):
         before = looks.look()
@@ -65,7 +65,7 @@ def test_shares_outlast_a_missed_look_and_not_a_silence(tmp_path: Path) -> None:
     assert min(looks.look().values()) > 0, "they answer again"
 
 
-def test_one_silent_engine_costs_its_replica_nothing_and_one_that_is_gone_its_part(tmp_path: Path) -> None:
+def test_unresponsive_engine_keeps_its_slots_and_missing_engine_loses_them(tmp_path: Path) -> None:
     looks = Looks(tmp_path)
     for _ in range(6):
         before = looks.look()
@@ -76,7 +76,7 @@ def test_one_silent_engine_costs_its_replica_nothing_and_one_that_is_gone_its_pa
     assert looks.look(silent=["engine-r0-0", "engine-r0-1"])["router-0"] == 0, "what it said before is no more"
 
 
-def test_a_silence_looks_like_no_work_to_nobody_else(tmp_path: Path) -> None:
+def test_unresponsive_engines_are_not_counted_in_the_load(tmp_path: Path) -> None:
     looks = Looks(tmp_path)
     for _ in range(3):
         looks.look()

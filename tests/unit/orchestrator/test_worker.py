@@ -1,4 +1,4 @@
-"""The environment worker against FakeEngine: real verifiers, real tokenizer, real HTTP."""
+"""The environment worker with FakeEngine, real verifiers, a real tokenizer and real HTTP."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_rollout_has_exactly_the_sampled_tokens(tokenizer: Path) -> None:
     assert not rollout.is_mixed
 
 
-async def test_tokens_of_two_policies_are_told_apart(tokenizer: Path) -> None:
+async def test_each_token_has_the_version_that_sampled_it(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         engine.version, engine.paused = 3, True
 
@@ -85,7 +85,7 @@ async def test_tokens_of_two_policies_are_told_apart(tokenizer: Path) -> None:
     assert list(versions) == sorted(versions) and set(versions) == {3, 4}
 
 
-async def test_a_stale_engine_is_waited_for_and_a_dead_one_is_not(tokenizer: Path) -> None:
+async def test_stale_engine_is_retried_until_the_deadline(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         waiting = asyncio.create_task(rollouts(engine, recipe(tokenizer)))
         await asyncio.sleep(1.0)
@@ -97,7 +97,7 @@ async def test_a_stale_engine_is_waited_for_and_a_dead_one_is_not(tokenizer: Pat
         await rollouts(engine, recipe(tokenizer, orchestrator=orchestrator))
 
 
-async def test_a_prompt_without_room_fails_and_a_long_answer_is_cut_off(tokenizer: Path) -> None:
+async def test_too_long_prompt_fails_and_long_answer_is_truncated(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         engine.version = 0
         (rollout,) = await rollouts(engine, recipe(tokenizer, seq_len=20))
@@ -121,7 +121,6 @@ class TwoTurnEnv(vf.Env[TwoTurnConfig]):  # type: ignore[misc]
 
 @pytest.mark.parametrize("stable", [True, False])
 async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_path: Path, stable: bool) -> None:
-    """A template that renders old answers otherwise than they were sampled makes a second branch."""
     if not stable:
         write_tokenizer(tmp_path, answers_end="??")
     made = recipe(
@@ -161,7 +160,7 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
         assert rollout.routed_experts[:, 2, 1].tolist() == [*range(len(rollout.token_ids) - 1), 255]
 
 
-async def test_engines_that_do_not_say_their_experts_are_found_out(tokenizer: Path) -> None:
+async def test_answer_without_routed_experts_is_refused(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
         endpoint = GenerateEndpoint(lambda: engine.url, 64, timeout_s=1, routed=True)
@@ -170,8 +169,7 @@ async def test_engines_that_do_not_say_their_experts_are_found_out(tokenizer: Pa
         await endpoint.close()
 
 
-async def test_a_request_follows_its_router_to_another_node(tokenizer: Path) -> None:
-    """The old node never answers: it is gone, with all its connections."""
+async def test_request_follows_its_router_to_another_node(tokenizer: Path) -> None:
     made = recipe(tokenizer, orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 60})
     silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
     with FakeEngine(tokenizer) as engine:
@@ -196,8 +194,7 @@ def endpoint_prompt(tokenizer: Path) -> list[int]:
     return list(fast("Reverse: abc")["input_ids"])
 
 
-async def test_a_worker_runs_the_task_that_was_drawn_as_its_environment_samples(tokenizer: Path) -> None:
-    """And says how many there are, which only a curriculum asks for."""
+async def test_worker_runs_the_chosen_task_with_the_environments_sampling(tokenizer: Path) -> None:
     options = {"id": "reverse-text", "args": {"n": 40}, "sampling": {"temperature": 0.5, "max_tokens": 9}}
     made = recipe(tokenizer, environments=[{**options, "curriculum": {}}])
     tasks = [task.data.answer for task in environments.load("reverse-text", {"n": 40}).taskset]
@@ -221,8 +218,7 @@ async def test_a_worker_runs_the_task_that_was_drawn_as_its_environment_samples(
         assert f"Reverse:{tasks[task][::-1]}" in prompt
 
 
-def test_the_first_epoch_of_a_run_from_before_there_was_a_choice_keeps_its_order(tokenizer: Path) -> None:
-    """Its resolved recipe does not say; that of a new run does, as whatever is resolved says everything."""
+def test_recipe_without_shuffle_keeps_its_order(tokenizer: Path) -> None:
     now = recipe(tokenizer, environments=[{"id": "reverse-text", "args": {"n": 40}}])
     tasks = [task.data.answer for task in environments.load("reverse-text", {"n": 40}).taskset]
     then, resolved = now.model_dump(mode="json", by_alias=True), now.model_dump_json(by_alias=True)

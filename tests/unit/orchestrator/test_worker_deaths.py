@@ -1,4 +1,4 @@
-"""Tasks that kill the workers that run them are found and left out; the rollouts beside them are not blamed."""
+"""Tasks that kill or hang their workers are found and given up."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def every_37th(each: Job) -> bool:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 6])
-async def test_every_37th_task_kills_its_worker_and_the_others_are_trained(address: str, workers: int) -> None:
+async def test_other_tasks_are_trained_while_every_37th_kills_its_worker(address: str, workers: int) -> None:
     run = Simulation(address, workers, every_37th)
     bad = {36, 73, 110, 147}
     await run.run(lambda: set(range(150)) - bad <= run.complete and bad <= set(run.given_up), 3000)
@@ -182,23 +182,21 @@ async def test_every_37th_task_kills_its_worker_and_the_others_are_trained(addre
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-async def test_a_task_that_hangs_its_worker_is_found_too(address: str, workers: int) -> None:
-    """A worker that is silent loses its jobs after ten seconds, long before it is ended: they must not go round."""
+async def test_task_that_hangs_its_worker_is_found(address: str, workers: int) -> None:
     run = Simulation(address, workers, lambda each: each.example == 5, hangs=True)
     await run.run(lambda: set(range(40)) - {5} <= run.complete and bool(run.given_up), 20 * HANG_S)
     assert run.given_up == [5]
     run.close()
 
 
-async def test_one_rollout_of_a_group_that_kills_now_and_then_ends(address: str) -> None:
-    """Its siblings clear the task in between. It is given up all the same, or comes through."""
+async def test_task_that_sometimes_kills_is_finished_or_given_up(address: str) -> None:
     run = Simulation(address, 3, lambda each: each.example == 3 and "/2-" in each.id)
     await run.run(lambda: set(range(30)) - {3} <= run.complete and 3 in run.given_up, 2000)
     assert run.given_up == [3] and run.killed[3] <= 2 * SIZE
     run.close()
 
 
-async def test_the_loss_of_a_node_makes_no_suspects(address: str) -> None:
+async def test_loss_of_a_node_makes_no_suspects(address: str) -> None:
     run = Simulation(address, 4, lambda each: False, nodes=2)
     await run.run(lambda: bool(run.complete), 100)
     for worker in run.workers:
@@ -209,7 +207,7 @@ async def test_the_loss_of_a_node_makes_no_suspects(address: str) -> None:
     run.close()
 
 
-async def test_a_worker_that_dies_by_itself_costs_its_rollouts_a_repetition(address: str) -> None:
+async def test_rollouts_are_repeated_after_an_unrelated_death(address: str) -> None:
     run = Simulation(address, 2, lambda each: False)
     for _ in range(6):
         await run.run(lambda: bool(run.workers[0].jobs), 100)
@@ -220,14 +218,14 @@ async def test_a_worker_that_dies_by_itself_costs_its_rollouts_a_repetition(addr
     run.close()
 
 
-async def test_all_tasks_that_kill_are_given_up_one_after_another(address: str) -> None:
+async def test_all_killing_tasks_are_given_up(address: str) -> None:
     run = Simulation(address, 2, lambda each: True)
     await run.run(lambda: len(run.given_up) >= 8, 600)
     assert not run.complete
     run.close()
 
 
-async def test_what_is_known_survives_the_orchestrator_and_the_attempt(address: str, tmp_path: Path) -> None:
+async def test_record_of_deaths_survives_restarts(address: str, tmp_path: Path) -> None:
     run = Simulation(address, 2, lambda each: each.example == 1)
     await run.run(lambda: 1 in run.given_up, 500)
     run.close()
@@ -242,7 +240,7 @@ async def test_what_is_known_survives_the_orchestrator_and_the_attempt(address: 
     assert worker_deaths.load(tmp_path) == WorkerDeaths()
 
 
-def test_a_task_is_guilty_of_two_deaths_alone_or_of_one_after_two_in_company() -> None:
+def test_task_is_guilty_after_enough_deaths() -> None:
     deaths = WorkerDeaths()
     alone, companion = job(0), job(1)
     assert deaths.died([alone]) == [] and deaths.died([alone]) == [alone]
@@ -253,7 +251,7 @@ def test_a_task_is_guilty_of_two_deaths_alone_or_of_one_after_two_in_company() -
     assert deaths.together(job(2)) is None and deaths.together(job(3)) == 1
 
 
-def test_a_task_of_an_evaluation_is_another_one_than_that_of_training() -> None:
+def test_tasks_of_evaluation_and_training_are_distinct() -> None:
     deaths = WorkerDeaths()
     evaluated = msgspec.structs.replace(job(4), task=4)
     deaths.died([job(4)])

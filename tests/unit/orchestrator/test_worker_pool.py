@@ -1,4 +1,4 @@
-"""The orchestrator's side of many environment workers on many nodes, with real sockets and a clock set by hand."""
+"""The worker pool with many workers, real sockets and a fake clock."""
 
 from __future__ import annotations
 
@@ -29,18 +29,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
 from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIVE_UP_S, NO_NEW_JOBS_S, REASSIGN_S
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import curve
+from tests.support.clock import Clock
 from tests.support.worker_pools import CallbackPool
 
 NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
-
-
-class Clock:
-    """Seconds, set by hand."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Pool:
@@ -122,7 +114,6 @@ def dispatcher() -> Dispatcher:
 
 
 async def test_ten_thousand_rollouts_over_512_workers_on_16_nodes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All nodes and workers get their share; a status looks at its own worker alone, and a job at few."""
     for worker in range(WORKERS):
         await pool.hear(worker, node=str(worker % NODES))
     jobs, dispatch = 0, dispatcher()
@@ -161,7 +152,7 @@ async def test_ten_thousand_rollouts_over_512_workers_on_16_nodes(pool: Pool, mo
     assert everybody.walks == 0 and len(pool.results) == 1 and pool.lost == []
 
 
-async def test_a_node_that_goes_quiet_gets_no_jobs_and_loses_its_own_when_it_is_silent(pool: Pool) -> None:
+async def test_node_without_heartbeats_gets_no_jobs_and_then_loses_its_own(pool: Pool) -> None:
     for worker in range(4):
         await pool.hear(worker, node="ab"[worker // 2])
     for name in "wxyz":
@@ -181,8 +172,7 @@ async def test_a_node_that_goes_quiet_gets_no_jobs_and_loses_its_own_when_it_is_
     assert pool.load()[0] >= 2
 
 
-async def test_nobody_is_given_up_for_what_held_the_orchestrator_up(pool: Pool) -> None:
-    """Ten thousand rollouts would begin anew for a file system that stood still: their workers' words are waiting."""
+async def test_delay_of_the_orchestrator_loses_no_worker(pool: Pool) -> None:
     await pool.hear(0)
     await pool.pool.send(job("a"))
     pool.wait(2)
@@ -193,8 +183,7 @@ async def test_nobody_is_given_up_for_what_held_the_orchestrator_up(pool: Pool) 
     assert pool.lost == ["a"]
 
 
-async def test_jobs_of_a_stopped_worker_go_to_others_after_seconds_and_it_is_used_again(pool: Pool) -> None:
-    """What it says late is of jobs that are no more; none is counted twice, and none is missing."""
+async def test_jobs_of_a_stopped_worker_are_reassigned_and_it_returns(pool: Pool) -> None:
     for worker in range(2):
         await pool.hear(worker)
     dispatch, started = dispatcher(), {}
@@ -228,7 +217,7 @@ async def test_jobs_of_a_stopped_worker_go_to_others_after_seconds_and_it_is_use
     assert pool.load() == {0: 1, 1: 4} and pool.pool.available == {"e"}
 
 
-async def test_the_only_worker_of_an_environment_keeps_its_jobs_for_longer(pool: Pool) -> None:
+async def test_only_worker_of_an_environment_keeps_its_jobs_longer(pool: Pool) -> None:
     await pool.hear(0)
     await pool.hear(1, label="other")
     await pool.pool.send(job("a"))
@@ -240,9 +229,7 @@ async def test_the_only_worker_of_an_environment_keeps_its_jobs_for_longer(pool:
     assert pool.lost == ["a"]
 
 
-async def test_code_that_keeps_a_worker_from_reporting_costs_its_rollouts_once(pool: Pool) -> None:
-    """It would keep the next worker just as long: rollouts would begin anew for ever."""
-
+async def test_busy_environment_code_costs_its_rollouts_once(pool: Pool) -> None:
     async def silent_for(seconds: int, busy_s: float) -> None:
         for _ in range(seconds):
             pool.wait(1)
@@ -267,7 +254,7 @@ async def test_code_that_keeps_a_worker_from_reporting_costs_its_rollouts_once(p
         await pool.pool.cancel([] if taken else [name])
 
 
-async def test_one_that_is_only_slow_is_given_jobs_again(pool: Pool) -> None:
+async def test_slow_worker_gets_jobs_again(pool: Pool) -> None:
     await pool.hear(0)
     pool.wait(NO_NEW_JOBS_S + 1)
     assert pool.pool.available == set() and pool.pool.environments == {"e"}
@@ -275,8 +262,7 @@ async def test_one_that_is_only_slow_is_given_jobs_again(pool: Pool) -> None:
     assert pool.pool.available == {"e"}
 
 
-async def test_a_job_is_lost_once_its_worker_has_seen_it_and_runs_it_no_more(pool: Pool) -> None:
-    """However late a status is read: it says up to which job it tells of."""
+async def test_job_is_lost_once_its_worker_has_received_and_no_longer_lists_it(pool: Pool) -> None:
     await pool.hear(0)
     for name in "ab":
         await pool.pool.send(job(name))
@@ -294,8 +280,7 @@ async def test_a_job_is_lost_once_its_worker_has_seen_it_and_runs_it_no_more(poo
     assert pool.lost == ["a", "b"], "it was lost on the way"
 
 
-async def test_an_orchestrator_that_was_restarted_counts_on(pool: Pool, address: str) -> None:
-    """Or a worker that had seen many jobs before would be taken to have seen those that are still on their way."""
+async def test_job_numbers_grow_over_restarts(pool: Pool, address: str) -> None:
     await pool.hear(0)
     await pool.pool.send(job("a"))
     old = await pool.given(0, keep_number=True)
@@ -309,8 +294,7 @@ async def test_an_orchestrator_that_was_restarted_counts_on(pool: Pool, address:
     again.close()
 
 
-async def test_a_worker_that_was_given_up_and_lives_on_does_not_take_its_place_back(pool: Pool) -> None:
-    """Its node is cut off from the head, not from the orchestrator; its successor runs elsewhere."""
+async def test_old_incarnation_of_a_worker_is_cancelled(pool: Pool) -> None:
     await pool.hear(0, node="a", incarnation="1")
     await pool.pool.send(job("j"))
     assert await pool.given(0) == job("j")
@@ -325,7 +309,7 @@ async def test_a_worker_that_was_given_up_and_lives_on_does_not_take_its_place_b
     old.close()
 
 
-async def test_a_node_holds_no_more_rollouts_than_it_may(address: str) -> None:
+async def test_rollouts_per_node_are_limited(address: str) -> None:
     pool = Pool(address, max_per_node=3)
     for worker in range(3):
         await pool.hear(worker, node="a")
@@ -346,7 +330,7 @@ async def test_a_node_holds_no_more_rollouts_than_it_may(address: str) -> None:
     pool.close()
 
 
-async def test_a_node_with_fewer_workers_gets_fewer_jobs(pool: Pool) -> None:
+async def test_node_with_fewer_workers_gets_fewer_jobs(pool: Pool) -> None:
     for worker, node in enumerate("aaab"):
         await pool.hear(worker, node=node)
     for number in range(40):

@@ -1,4 +1,4 @@
-"""An environment worker as its agent starts it: on which node it says that it is, and where what it writes lies."""
+"""An environment worker as its agent starts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.worker_pools import CallbackPool
 PATIENCE_S = 280.0
 
 
-async def test_it_serves_from_another_node_and_clears_what_a_killed_one_left_there(tmp_path: Path) -> None:
+async def test_worker_reports_its_node_and_clears_its_scratch_directory(tmp_path: Path) -> None:
     attempt, disk = tmp_path / "run" / "attempts" / "1", tmp_path / "disk"
     attempt.mkdir(parents=True)
     old = disk / "environments" / "reverse-text-3"

@@ -1,4 +1,4 @@
-"""Addresses that are looked up by name and follow what the head publishes."""
+"""Addresses by process name, which follow the published file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def publish(directory: Path, host: str, lost: list[str]) -> None:
     write_json(directory / FILE, {"hosts": {"router-0": host}, "ports": ports, "lost": lost})
 
 
-def test_a_book_follows_its_file_at_most_once_a_second(tmp_path: Path) -> None:
+def test_address_book_checks_its_file_once_a_second(tmp_path: Path) -> None:
     now = [0.0]
     book = AddressBook(tmp_path, lambda: now[0])
     with pytest.raises(LookupError, match="has not been published"):
@@ -31,7 +31,7 @@ def test_a_book_follows_its_file_at_most_once_a_second(tmp_path: Path) -> None:
         book.url("router-9")
 
 
-def test_a_watched_file_is_read_once_for_each_change(tmp_path: Path) -> None:
+def test_watched_file_is_read_once_per_change(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     file = FileWatcher(path)
     assert file.changed() is None
@@ -44,7 +44,7 @@ def test_a_watched_file_is_read_once_for_each_change(tmp_path: Path) -> None:
     assert file.changed() == {"a": 2}
 
 
-def test_several_writers_of_one_file_leave_it_whole(tmp_path: Path) -> None:
+def test_concurrent_writers_leave_a_whole_file(tmp_path: Path) -> None:
     path, values = tmp_path / "x.json", [{"text": character * 10000} for character in "abcdefgh" * 5]
     with ThreadPoolExecutor(4) as threads:
         for _ in threads.map(lambda value: write_json(path, value), values):

@@ -1,4 +1,4 @@
-"""A rank's share as a file: what is read is what was written, or it is refused; nothing is read twice."""
+"""A rank's batch as a file is read as it was written, or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def empty(size: int) -> NDArray[np.uint8]:
     return np.empty(size, np.uint8)
 
 
-def test_arrays_are_read_to_where_they_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_are_read_into_allocated_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_files, "READ_BYTES", 7)
     frames, rooms, pieces = batch(1).encode(), list[NDArray[np.uint8]](), list[int]()
     batch_files.write(tmp_path / "share", frames)
@@ -39,7 +39,7 @@ def test_arrays_are_read_to_where_they_stay(tmp_path: Path, monkeypatch: pytest.
     assert batch_files.is_there(tmp_path / "share", whole=True)
 
 
-def test_images_and_routed_experts_come_along(tmp_path: Path) -> None:
+def test_images_and_routed_experts_are_read(tmp_path: Path) -> None:
     made = batch(1)
     first = made.rows[0]
     routed = np.arange(len(first.token_ids) * 6, dtype=np.uint8).reshape(-1, 3, 2)
@@ -51,7 +51,7 @@ def test_images_and_routed_experts_come_along(tmp_path: Path) -> None:
     assert [row.images for row in found.rows] == [(span,)] * len(rows) and found.rows[0].routed_experts is not None
 
 
-def test_more_than_there_may_be_is_refused(tmp_path: Path) -> None:
+def test_too_large_batch_is_refused(tmp_path: Path) -> None:
     batch_files.write(tmp_path / "share", batch(1).encode())
     with pytest.raises(DamagedError, match="are announced, of at most 3"):
         batch_files.read(tmp_path / "share", empty, 3)

@@ -1,4 +1,4 @@
-"""Data URIs of images: what is decoded, and what is said of those that cannot be."""
+"""Images as data URIs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primeslurm.wire.batches.inline_images import decode, is_inline, shown
 DATA = bytes(range(256))
 
 
-def test_an_image_is_decoded_with_and_without_line_breaks() -> None:
+def test_image_is_decoded_with_and_without_line_breaks() -> None:
     for text in (base64.b64encode(DATA), base64.encodebytes(DATA)):
         source = "data:image/png;base64," + text.decode()
         assert is_inline(source) and decode(source) == DATA
@@ -29,12 +29,12 @@ def test_an_image_is_decoded_with_and_without_line_breaks() -> None:
         ("data:image/png;base64", "an image must be in base64"),
     ],
 )
-def test_what_cannot_be_decoded_is_named(source: str, why: str) -> None:
+def test_invalid_image_is_named_in_the_error(source: str, why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
         decode(source)
 
 
-def test_messages_name_files_whole_and_no_more_than_the_beginning_of_data_uris() -> None:
+def test_data_uris_are_shortened_in_messages() -> None:
     path, source = "a/" * 100, "data:image/png;base64," + "A" * 1000
     assert shown(path) == path and shown("data:image/png,A") == "data:image/png,A"
     assert len(shown(source)) == 83 and source.startswith(shown(source).removesuffix("..."))

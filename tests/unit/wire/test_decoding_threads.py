@@ -1,4 +1,4 @@
-"""Threads may decode the first message of a kind at the same time: msgspec alone would crash, its plan half made."""
+"""Threads may decode the first message of a type at once, which crashes msgspec alone."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ for number in range(60):
 """
 
 
-def test_the_first_messages_of_a_kind_may_come_to_several_threads() -> None:
+def test_threads_may_decode_the_first_message_of_a_type() -> None:
     assert subprocess.run([sys.executable, "-c", PROGRAM], timeout=600, check=False).returncode == 0

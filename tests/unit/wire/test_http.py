@@ -1,4 +1,4 @@
-"""Thousands of requests at once: each client has few of them, and none stays open for nothing."""
+"""Many concurrent requests are spread over few clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 from primeslurm.wire.transport.http import Clients
 
 
-def test_requests_are_spread_over_clients_that_come_and_go() -> None:
+def test_requests_are_spread_over_clients() -> None:
     made: list[httpx.AsyncClient] = []
 
     def make() -> httpx.AsyncClient:

@@ -1,4 +1,4 @@
-"""Rank 0's port is free when its agent looks, and maybe not when it has imported torch."""
+"""The rendezvous port may be taken when rank 0 has imported torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def listening() -> tuple[socket.socket, int]:
     return found, found.getsockname()[1]
 
 
-def test_it_waits_until_a_port_is_free(caplog: pytest.LogCaptureFixture) -> None:
+def test_gate_waits_for_its_port(caplog: pytest.LogCaptureFixture) -> None:
     other, port = listening()
     threading.Timer(1.5, other.close).start()
     assert rendezvous._run(gate().open("127.0.0.1", port)) == port
     assert f"is taken by process {os.getpid()}" in caplog.text
 
 
-def test_it_says_who_has_the_port() -> None:
+def test_error_names_the_process_at_the_port() -> None:
     other, port = listening()
     with other, pytest.raises(OSError, match=f"127.0.0.1:{port}.* is taken by process {os.getpid()}"):
         rendezvous._run(gate().open("127.0.0.1", port, taken_s=0.0))

@@ -1,4 +1,4 @@
-"""What is tried again, for how long, and with which pauses: no test waits, as the pauses are handed in."""
+"""Retries, without waiting: tests replace the pauses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Flaky:
         return self.ask()
 
 
-async def test_pauses_grow_to_a_bound_and_differ_between_those_who_wait() -> None:
+async def test_pauses_grow_to_a_bound_and_are_jittered() -> None:
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -44,21 +44,21 @@ async def test_other_errors_are_raised_at_once() -> None:
     assert flaky.calls == 1
 
 
-async def test_nobody_waits_for_a_try_that_would_come_too_late() -> None:
+async def test_no_try_starts_after_the_deadline() -> None:
     flaky = Flaky(5)
     with pytest.raises(OSError, match="failure 1"):
         await retry_with_backoff(OSError, within_s=0.1)(flaky.await_it)
     assert flaky.calls == 1
 
 
-async def test_so_many_tries_and_the_last_error() -> None:
+async def test_last_error_is_raised_after_all_tries() -> None:
     flaky = Flaky(5)
     with pytest.raises(OSError, match="failure 3"):
         await retry_times(OSError, tries=3, pause_s=0.0)(flaky.await_it)
     assert flaky.calls == 3
 
 
-def test_in_a_thread_pauses_are_equal() -> None:
+def test_pauses_in_a_thread_are_equal() -> None:
     pauses: list[float] = []
     again = retry_in_thread(OSError, within_s=60, pause_s=1.0).copy(sleep=pauses.append)
     assert again(Flaky(3).ask) == "answer" and pauses == [1.0, 1.0, 1.0]

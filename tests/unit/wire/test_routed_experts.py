@@ -1,4 +1,4 @@
-"""Experts that cannot be a router's choice become unknown."""
+"""Repeated experts become unknown."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def choices(tokens: int, layers: int, experts: int, top_k: int, dtype: Any) -> R
 
 
 @pytest.mark.parametrize(("dtype", "experts", "top_k"), KINDS)
-def test_tokens_with_repeats_become_unknown_and_nothing_else_changes(dtype: Any, experts: int, top_k: int) -> None:
-    """Token by token, in several pieces; layer 0 has no experts."""
+def test_only_tokens_with_repeated_experts_become_unknown(dtype: Any, experts: int, top_k: int) -> None:
     rng, unknown = np.random.default_rng(1), np.iinfo(dtype).max
     routed = choices(9001, 4, experts, top_k, dtype)
     routed[:, 0] = 0
@@ -42,14 +41,14 @@ def test_tokens_with_repeats_become_unknown_and_nothing_else_changes(dtype: Any,
     assert count == int((found != damaged).any(axis=(1, 2)).sum()) > 400
 
 
-def test_layers_without_experts_mean_nothing() -> None:
+def test_layers_without_experts_are_ignored() -> None:
     routed = choices(6, 3, 8, 2, np.uint8)
     for filler in (0, 77, 255):
         routed[:, 1] = filler
         assert without_repeats(routed, (0, 2), 8)[0] is routed
 
 
-def test_every_token_of_a_layer_that_was_never_recorded_is_unknown() -> None:
+def test_tokens_of_an_unrecorded_layer_become_unknown() -> None:
     routed = choices(6, 3, 8, 2, np.uint8)
     routed[:, 2] = 0
     routed[5] = 255  # the last one is unknown anyway
@@ -57,7 +56,7 @@ def test_every_token_of_a_layer_that_was_never_recorded_is_unknown() -> None:
     assert (found == 255).all() and count == 5
 
 
-def test_a_token_that_is_unknown_in_some_layers_is_unknown_in_all() -> None:
+def test_token_unknown_in_one_layer_is_unknown_in_all() -> None:
     for experts in (8, 256):
         routed = choices(6, 3, experts, 2, np.uint8)
         routed[2, 1] = 255
@@ -65,7 +64,7 @@ def test_a_token_that_is_unknown_in_some_layers_is_unknown_in_all() -> None:
         assert count == 1 and (found[2] == 255).all() and np.array_equal(found[3:], routed[3:])
 
 
-def test_one_expert_a_token_cannot_repeat() -> None:
+def test_single_expert_cannot_repeat() -> None:
     routed = np.zeros((4, 3, 1), np.uint8)  # expert 0 in every layer is a choice
     routed[3] = 255
     for experts in (8, 256):
@@ -73,7 +72,7 @@ def test_one_expert_a_token_cannot_repeat() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[1, 8], [255, 1], [8, 9]])
-def test_experts_that_the_model_does_not_have_are_refused(wrong: list[int]) -> None:
+def test_nonexistent_experts_are_refused(wrong: list[int]) -> None:
     routed = choices(6, 3, 8, 2, np.uint8)
     routed[4, 1] = wrong
     with pytest.raises(DamagedError, match="experts beyond the 8"):
@@ -81,6 +80,6 @@ def test_experts_that_the_model_does_not_have_are_refused(wrong: list[int]) -> N
     assert without_repeats(routed, (0, 2), 8)[0] is routed
 
 
-def test_no_tokens() -> None:
+def test_empty_sequence_has_no_repeats() -> None:
     routed = np.zeros((0, 3, 2), np.uint8)
     assert without_repeats(routed, range(3), 8) == (routed, 0)

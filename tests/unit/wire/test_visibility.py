@@ -61,7 +61,7 @@ def hiding(run: Path, storage_time: FakeTime) -> Callable[[str, float], FaultySt
 
 @pytest.mark.parametrize("name", ["step_000080", COMMITTED, "part", "__0_0.distcp", "trainer"])
 @pytest.mark.parametrize("seconds", [0.01, 5.0, 45.0])
-def test_what_is_seen_a_moment_later_is_no_damage(
+def test_checkpoint_visible_a_moment_later_is_undamaged(
     name: str, seconds: float, run: Path, hiding: Callable[[str, float], FaultyStorage]
 ) -> None:
     with hiding(name, seconds).installed():
@@ -70,7 +70,7 @@ def test_what_is_seen_a_moment_later_is_no_damage(
 
 
 @pytest.mark.parametrize("name", ["step_000080", COMMITTED, "part", "__0_0.distcp", "trainer"])
-def test_what_is_not_seen_at_all_ends_the_attempt_and_nothing_is_renamed(
+def test_invisible_checkpoint_ends_the_attempt_without_a_rename(
     name: str, run: Path, hiding: Callable[[str, float], FaultyStorage]
 ) -> None:
     with hiding(name, 1e9).installed():
@@ -81,7 +81,7 @@ def test_what_is_not_seen_at_all_ends_the_attempt_and_nothing_is_renamed(
     assert checkpoints.set_damaged_aside(run, 7) == 80, "the next attempt sees it"
 
 
-def test_a_listing_that_never_shows_the_newest_hides_nothing(run: Path) -> None:
+def test_newest_is_found_without_a_listing(run: Path) -> None:
     storage = FaultyStorage(run)
 
     def rule(operation: str, path: str) -> None:
@@ -92,20 +92,6 @@ def test_a_listing_that_never_shows_the_newest_hides_nothing(run: Path) -> None:
         assert checkpoints.set_damaged_aside(run, 7) == checkpoints.newest_whole(run) == checkpoints.newest(run) == 80
         assert checkpoints.prune(run, 1) in ([], [76])
     assert {"step_000078", "step_000080"} <= set(names(run))
-
-
-def test_one_listing_without_the_newest_of_a_run_of_an_older_release_is_repeated(run: Path) -> None:
-    (run / "checkpoints" / NEWEST).unlink()
-    storage, listings = FaultyStorage(run), [{"step_000080"}]
-
-    def rule(operation: str, path: str) -> None:
-        if operation == "listdir":
-            storage.hidden = listings.pop() if listings else set()
-
-    storage.fail = rule
-    with storage.installed():
-        assert checkpoints.set_damaged_aside(run, 7) == 80
-    assert names(run) == WHOLE[1:]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +105,7 @@ def test_one_listing_without_the_newest_of_a_run_of_an_older_release_is_repeated
     ],
     ids=["content", "part cut short", "shard cut short", "manifest", "empty manifest"],
 )
-def test_proven_damage_is_set_aside_with_its_reason(
+def test_damaged_checkpoint_is_set_aside_with_its_reason(
     damage: Callable[[Path], object], words: str, run: Path, storage_time: FakeTime
 ) -> None:
     damage(checkpoints.step_dir(run, 80))
@@ -134,8 +120,7 @@ def test_proven_damage_is_set_aside_with_its_reason(
     assert checkpoints.newest_whole(run) == 78 and (run / "checkpoints" / NEWEST).read_text() == "78\n"
 
 
-def test_content_that_is_wrong_only_once_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of this node's memory is older than the file: it is dropped before the second look."""
+def test_content_that_differs_once_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[str] = []
     real, fadvise, path = files.read_bytes, os.posix_fadvise, checkpoints.step_dir(run, 80) / COMMITTED
 
@@ -152,13 +137,13 @@ def test_content_that_is_wrong_only_once_is_no_damage(run: Path, monkeypatch: py
     assert str(path) in dropped and names(run) == WHOLE
 
 
-def test_nothing_is_set_aside_without_a_reason(run: Path) -> None:
+def test_setting_aside_needs_a_reason(run: Path) -> None:
     with pytest.raises(ValueError, match="nothing proves"):
         checkpoints.set_aside(run, 80, 7, [])
     assert names(run) == WHOLE
 
 
-def test_a_checkpoint_that_was_removed_on_purpose_needs_its_name_removed(run: Path) -> None:
+def test_error_explains_a_removed_checkpoint(run: Path) -> None:
     shutil.rmtree(checkpoints.step_dir(run, 80))
     with pytest.raises(NotVisibleError, match=r"If the checkpoint was removed on purpose, remove that file, too"):
         checkpoints.newest_whole(run)
@@ -166,12 +151,12 @@ def test_a_checkpoint_that_was_removed_on_purpose_needs_its_name_removed(run: Pa
     assert checkpoints.newest_whole(run) == 78
 
 
-def test_a_step_that_is_saved_again_is_not_waited_for(run: Path) -> None:
+def test_cleared_step_is_not_waited_for(run: Path) -> None:
     checkpoints.clear(checkpoints.step_dir(run, 80))
     assert checkpoints.newest_whole(run) == 78, "the rank was killed before it had committed it again"
 
 
-def test_whatever_one_listing_misses_pruning_deletes_nothing_that_is_kept(run: Path) -> None:
+def test_pruning_with_an_incomplete_listing_keeps_checkpoints(run: Path) -> None:
     for missed in ("step_000076", "step_000078", "step_000080"):
         storage = FaultyStorage(run, hidden={missed})
         with storage.installed():
@@ -179,8 +164,7 @@ def test_whatever_one_listing_misses_pruning_deletes_nothing_that_is_kept(run: P
         assert {"step_000078", "step_000080"} <= set(names(run))
 
 
-def test_a_checkpoint_whose_commit_is_seen_late_is_no_leftover(run: Path) -> None:
-    """The first look at COMMITTED of step 78 says that there is none: 76 would be kept in its place, and 78 deleted."""
+def test_checkpoint_with_a_late_commit_is_kept(run: Path) -> None:
     storage = FaultyStorage(run)
     hidden = once(errno.ENOENT, operations=("open",), names="step_000078/COMMITTED")
     storage.fail = hidden
@@ -190,7 +174,7 @@ def test_a_checkpoint_whose_commit_is_seen_late_is_no_leftover(run: Path) -> Non
     assert names(run) == [NEWEST, "step_000078", "step_000080"]
 
 
-def test_needed_steps_stay_even_if_their_commit_is_not_seen(run: Path) -> None:
+def test_needed_steps_are_kept_without_a_visible_commit(run: Path) -> None:
     unseen = FaultyStorage(run, lambda o, path: errno.ENOENT if path.startswith("checkpoints/step_000076/") else None)
     with unseen.installed():
         assert checkpoints.prune(run, 1, {76}) == [78]
@@ -198,7 +182,7 @@ def test_needed_steps_stay_even_if_their_commit_is_not_seen(run: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ESHUTDOWN])
-def test_every_call_of_a_restore_may_fail_twice(number: int, run: Path) -> None:
+def test_restore_survives_repeated_failures_of_each_call(number: int, run: Path) -> None:
     with FaultyStorage(run, once(number, number)).installed():
         assert checkpoints.set_damaged_aside(run, 7) == 80
         assert checkpoints.newest(run) == 80
@@ -206,7 +190,7 @@ def test_every_call_of_a_restore_may_fail_twice(number: int, run: Path) -> None:
     assert names(run) == WHOLE
 
 
-def test_a_listing_that_fails_commits_no_checkpoint_without_its_parts(tmp_path: Path) -> None:
+def test_failed_listing_prevents_a_commit(tmp_path: Path) -> None:
     directory = checkpoints.step_dir(tmp_path, 2)
     (directory / "trainer").mkdir(parents=True)
     (directory / PART).write_text("part")
@@ -225,7 +209,7 @@ def publish(run: Path, version: int) -> Path:
     return directory
 
 
-def test_weights_that_are_needed_stay_even_if_their_manifest_is_not_seen(tmp_path: Path) -> None:
+def test_needed_weights_are_kept_without_a_visible_manifest(tmp_path: Path) -> None:
     for version in range(1, 5):
         publish(tmp_path, version)
     unseen = FaultyStorage(tmp_path, lambda o, path: errno.ENOENT if path == "weights/v000002/MANIFEST.json" else None)
@@ -234,7 +218,7 @@ def test_weights_that_are_needed_stay_even_if_their_manifest_is_not_seen(tmp_pat
     assert filesystem.published(tmp_path) == [2, 4]
 
 
-def test_weights_whose_manifest_is_seen_late_are_no_leftovers(tmp_path: Path) -> None:
+def test_weights_with_a_late_manifest_are_kept(tmp_path: Path) -> None:
     for version in range(1, 4):
         publish(tmp_path, version)
     rule = once(errno.ENOENT, operations=("stat",), names="v000002/MANIFEST.json")

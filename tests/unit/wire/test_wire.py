@@ -1,4 +1,4 @@
-"""What processes say to one another: arrays, whole files, versions, checkpoints, the trainer's link."""
+"""Arrays, rollouts, files, checkpoints, versions, and the link between trainer and orchestrator."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ arrays = st.dictionaries(
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers(-(2**63), 2**63), max_size=4), arrays)
-def test_arrays_survive_the_wire(meta: dict[str, int], specs: dict[str, tuple[str, list[int]]]) -> None:
+def test_arrays_are_encoded_and_decoded(meta: dict[str, int], specs: dict[str, tuple[str, list[int]]]) -> None:
     rng = np.random.default_rng(0)
     given_arrays = {name: rng.integers(0, 2, shape).astype(dtype) for name, (dtype, shape) in specs.items()}
     message = [bytes(frame) for frame in to_frames(meta, given_arrays)]
@@ -64,7 +64,7 @@ def test_arrays_survive_the_wire(meta: dict[str, int], specs: dict[str, tuple[st
         assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
 
 
-def test_a_message_that_lost_a_buffer_is_refused() -> None:
+def test_message_without_a_buffer_is_refused() -> None:
     message = to_frames({}, {"a": np.zeros(3)})
     with pytest.raises(ValueError, match="0 buffers, but the header names 1"):
         from_frames(message[:1], dict)
@@ -80,7 +80,7 @@ def rollout(versions: list[int]) -> Rollout:
 @pytest.mark.parametrize(
     ("versions", "oldest", "mixed"), [([-1, -1], 3, False), ([-1, 4, 4], 4, False), ([-1, 4, 5], 4, True)]
 )
-def test_rollouts_know_the_versions_of_their_tokens(versions: list[int], oldest: int, mixed: bool) -> None:
+def test_rollout_versions(versions: list[int], oldest: int, mixed: bool) -> None:
     found = Rollout.decode([bytes(frame) for frame in rollout(versions).encode()])
     assert (found.oldest_version, found.is_mixed, found.info) == (oldest, mixed, rollout(versions).info)
 
@@ -96,7 +96,7 @@ def batch(step: int = 1) -> Batch:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_routed_experts_travel_with_rollouts_and_batches_if_there_are_any(dtype: type) -> None:
+def test_routed_experts_are_encoded_if_present(dtype: type) -> None:
     choices = np.arange(4 * 3 * 2, dtype=dtype).reshape(4, 3, 2)
     plain = rollout([-1, -1, 3, 3])
     both = (replace(plain, routed_experts=choices), plain)
@@ -114,7 +114,7 @@ def test_routed_experts_travel_with_rollouts_and_batches_if_there_are_any(dtype:
         assert np.array_equal(row.routed_experts, choices + i)
 
 
-def test_unknown_routed_experts_are_all_ones() -> None:
+def test_unknown_routed_experts_are_the_largest_value() -> None:
     part = np.arange(4, dtype=np.uint16).reshape(2, 1, 2)
     joined = routed_experts.join([None, part, None], [1, 2, 1], part)
     assert joined.tolist() == [[[65535, 65535]], [[0, 1]], [[2, 3]], [[65535, 65535]]]
@@ -122,7 +122,7 @@ def test_unknown_routed_experts_are_all_ones() -> None:
         routed_experts.join([part.astype(np.uint8)], [2], part)
 
 
-def test_atomic_writes_leave_the_old_content_when_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_atomic_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
 
@@ -137,9 +137,7 @@ def test_atomic_writes_leave_the_old_content_when_they_fail(tmp_path: Path, monk
     assert read_json(tmp_path / "none") is None
 
 
-def test_a_full_disk_does_not_stop_a_process_that_writes_its_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_does_not_stop_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path, "p")
     journal.write(TrainerStarted(1))
 
@@ -162,7 +160,7 @@ def publish(run: Path, version: int) -> Path:
     return directory
 
 
-def test_a_version_exists_once_its_manifest_does(tmp_path: Path) -> None:
+def test_version_exists_once_its_manifest_does(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     (filesystem.version_dir(tmp_path, 2)).mkdir()
     assert filesystem.published(tmp_path) == [1]
@@ -172,7 +170,7 @@ def test_a_version_exists_once_its_manifest_does(tmp_path: Path) -> None:
     assert filesystem.damage(tmp_path) == [f"{tmp_path}: no readable MANIFEST.json"]
 
 
-def test_tensors_for_tokens_further_ahead_are_layers_after_the_last_or_a_module_of_their_own() -> None:
+def test_names_of_draft_layers() -> None:
     draft = "mtp.layers.0.input_layernorm.weight"
     names = [f"model.layers.{number}.input_layernorm.weight" for number in (6, 7, 60, 61, 62, 610)] + [draft]
     found = [name for name in names if tensor_names.layers_ahead(61, 1).fullmatch(name)]
@@ -180,7 +178,7 @@ def test_tensors_for_tokens_further_ahead_are_layers_after_the_last_or_a_module_
     assert [name for name in names if tensor_names.layers_ahead(61, 0).fullmatch(name)] == [draft]
 
 
-def test_what_a_model_stacks_may_come_expert_by_expert() -> None:
+def test_stack_may_be_present_expert_by_expert() -> None:
     gate_up, down = (f"model.layers.3.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
     one = {f"model.layers.3.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")}
     assert tensor_names.absent({gate_up, down, "x"}, {*one, "x"}) == set()
@@ -190,7 +188,7 @@ def test_what_a_model_stacks_may_come_expert_by_expert() -> None:
     assert tensor_names.absent(one, {gate_up, down}) == one, "only a model's own stacks are known to be read"
 
 
-def test_versions_that_are_needed_are_never_pruned(tmp_path: Path) -> None:
+def test_needed_versions_are_not_pruned(tmp_path: Path) -> None:
     for version in range(1, 7):
         publish(tmp_path, version)
     assert filesystem.prune(tmp_path, keep=2, needed={2}) == [1, 3, 4]
@@ -221,7 +219,7 @@ def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
     assert checkpoints.damage(checkpoints.step_dir(tmp_path, 10))[0].endswith("not committed")
 
 
-def test_pruning_keeps_the_newest_and_whatever_is_being_written(tmp_path: Path) -> None:
+def test_pruning_keeps_newest_and_unfinished_checkpoints(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         save(tmp_path, step)
     save(tmp_path, 12, committed=False)
@@ -249,7 +247,7 @@ prune(Path(sys.argv[1]), 1, set())
     [(publish, filesystem, filesystem.version_dir), (save, checkpoints, checkpoints.step_dir)],
     ids=["policies", "checkpoints"],
 )
-def test_what_a_killed_process_had_begun_to_delete_is_deleted_by_the_next(
+def test_interrupted_deletion_is_completed(
     make: Callable[[Path, int], Path], store: Any, directory: Callable[[Path, int], Path], tmp_path: Path
 ) -> None:
     (beside := tmp_path / "weights" / "mine").mkdir(parents=True)
@@ -311,7 +309,7 @@ def server() -> Iterator[Server]:
     made.stop()
 
 
-def test_batches_come_until_there_are_no_more(server: Server) -> None:
+def test_batches_are_received_until_stop(server: Server) -> None:
     trainer_link = TrainerLink(server.address)
     found = trainer_link.get_batch(1, RankShard(0, 1), timeout_s=60)
     assert found is not None
@@ -323,7 +321,7 @@ def test_batches_come_until_there_are_no_more(server: Server) -> None:
     trainer_link.close()
 
 
-def test_a_lost_answer_is_asked_for_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_answer_is_requested_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, send = list[bytes](), server.link._socket.send_multipart
 
     async def losing(parts: list[bytes], **options: bool) -> None:
@@ -338,7 +336,7 @@ def test_a_lost_answer_is_asked_for_again(server: Server, monkeypatch: pytest.Mo
     trainer_link.close()
 
 
-def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_last(
+def test_repeated_request_is_answered_once_to_the_latest_connection(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received, receive = list[object](), server.link._socket.recv_multipart
@@ -369,7 +367,7 @@ def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_
         socket.close(linger=0)
 
 
-def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_is_sent_in_chunks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = batch(1).encode()
     size = sum(map(len, frames[1:]))
     monkeypatch.setattr(orchestrator_link, "CHUNK_BYTES", 10)
@@ -383,9 +381,7 @@ def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeyp
     link_.close()
 
 
-def test_a_batch_is_not_fetched_twice_if_it_is_formed_while_a_prefetch_waits_that_was_ended(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_prefetch_does_not_receive_a_batch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = batch(1).encode()
     monkeypatch.setattr(orchestrator_link, "CHUNK_BYTES", 10)
     server.formed.clear()
@@ -404,9 +400,7 @@ def test_a_batch_is_not_fetched_twice_if_it_is_formed_while_a_prefetch_waits_tha
     link_.close()
 
 
-def test_what_takes_longer_than_a_dead_peer_is_waited_for_is_given_more_time_whenever_it_is_asked_for(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeout_of_a_slow_chunk_doubles(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.formed.clear()
     waits, wait = list[float](), TrainerLink._is_answered
 
@@ -423,7 +417,7 @@ def test_what_takes_longer_than_a_dead_peer_is_waited_for_is_given_more_time_whe
     link_.close()
 
 
-def test_more_bytes_than_were_announced_are_refused() -> None:
+def test_more_bytes_than_announced_are_refused() -> None:
     head, *rest = batch(1).encode()
     with pytest.raises(DamagedError, match="more bytes than"):
         assembled([head, *rest, b"x"])
@@ -433,7 +427,7 @@ def test_more_bytes_than_were_announced_are_refused() -> None:
         IncomingArrays(head, lambda size: np.empty(size, np.uint8), 3)
 
 
-def test_waits_end(server: Server) -> None:
+def test_waiting_ends_at_the_deadline_or_by_interruption(server: Server) -> None:
     trainer_link = TrainerLink(server.address, timeout_s=60, retry_s=1)
     with pytest.raises(LinkError, match="no batch for step 9 within 0 s"):
         trainer_link.get_batch(9, RankShard(0, 1), timeout_s=0)
@@ -443,7 +437,7 @@ def test_waits_end(server: Server) -> None:
     trainer_link.close()
 
 
-def test_a_dead_peer_is_an_error_not_a_hang() -> None:
+def test_missing_peer_raises_an_error() -> None:
     trainer_link = TrainerLink("tcp://127.0.0.1:1", timeout_s=0.5, retry_s=0.2)
     begin = time.monotonic()
     with pytest.raises(LinkError, match="did not answer"):
