@@ -37,7 +37,7 @@ FILES, FILE_BYTES = 16, 4 << 20
 
 def submission(directory: Path, number: int) -> None:
     """Write the files of a submission, without submitit's two files."""
-    from primeslurm.api.loading import load
+    from primeslurm.api.recipes.loading import load
 
     loaded = load(RECIPE, local=True, overrides={"model.path": str(directory)}, name=f"r{number}")
     plan = loaded.plan().model_copy(update={"run_dir": str(directory / f"r{number}")})

@@ -23,7 +23,7 @@ from typing import Any
 from primeslurm.records.evaluation import evaluations
 from primeslurm.records.metrics import Row
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import dropped_of, rows
+from primeslurm.run.records import dropped_rollouts, rows
 
 RESULT = Path(__file__).resolve().parent / "results" / "evaluation.json"
 RECIPE = "recipes/reverse_text_single.yaml"
@@ -68,7 +68,7 @@ def figures(run: RunDirectory) -> dict[str, Any]:
         "step_seconds_alone": _step_seconds(alone),
         "staleness_mean": _round(statistics.fmean(row["staleness/mean"] for row in steps)),
         "staleness_max": max(row["staleness/max"] for row in steps),
-        "dropped_stale": dropped_of(run.latest()),
+        "dropped_stale": dropped_rollouts(run.latest()),
         "mixed_version": sum(row["rollouts/mixed_version"] for row in steps),
         "sampled_tokens_per_s": _round(statistics.fmean(row["throughput/tokens_per_s"] for row in steps[SKIPPED:])),
         "evaluations": [

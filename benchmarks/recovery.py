@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from benchmarks.rl_on_gpus import HERE, make_model
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.shared_gpu import shared_gpus, shared_settings
-from primeslurm.api.loading import load
-from primeslurm.api.runs import Run
+from primeslurm.api.recipes.loading import load
+from primeslurm.api.runs.run import Run
 from primeslurm.records.events.nodes import AgentStarted, AttemptEnds
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted

@@ -11,9 +11,9 @@ print(run.wait().phase)
 
 TYPE_CHECKING = False  # as in typing, which would take longer to import than all of this
 if TYPE_CHECKING:
-    from primeslurm.api.loading import LoadedRecipe, load
-    from primeslurm.api.planning import Check
-    from primeslurm.api.runs import Run, all_runs, find_run
+    from primeslurm.api.checks.recipe_check import Check
+    from primeslurm.api.recipes.loading import LoadedRecipe, load
+    from primeslurm.api.runs.run import Run, all_runs, find_run
     from primeslurm.api.submission import DryRun
     from primeslurm.api.testbed import find_cluster, find_clusters, start_cluster
     from primeslurm.base.errors import ClusterError, PrimeslurmError, RunError, UsageError, Violation
@@ -45,10 +45,10 @@ __all__ = [
 
 # Imported when they are asked for: every process of a run imports this package, and most need nothing of these.
 _HOMES = {
-    "primeslurm.api.planning": ("Check",),
+    "primeslurm.api.checks.recipe_check": ("Check",),
     "primeslurm.api.testbed": ("find_cluster", "find_clusters", "start_cluster"),
-    "primeslurm.api.loading": ("LoadedRecipe", "load"),
-    "primeslurm.api.runs": ("Run", "all_runs", "find_run"),
+    "primeslurm.api.recipes.loading": ("LoadedRecipe", "load"),
+    "primeslurm.api.runs.run": ("Run", "all_runs", "find_run"),
     "primeslurm.api.submission": ("DryRun",),
     "primeslurm.base.errors": ("ClusterError", "PrimeslurmError", "RunError", "UsageError", "Violation"),
     "primeslurm.plan.model": ("Finding", "Plan"),

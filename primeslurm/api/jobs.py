@@ -18,13 +18,13 @@ from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, SUBMITTING, JobQuery, WhyWaiting
-from primeslurm.run.status.signs_of_life import WhySilent
+from primeslurm.run.status.liveness import FindCauses
+from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, SUBMITTING, FindObstacles, JobQuery
 from primeslurm.slurm import waiting
 from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
 from primeslurm.slurm.launch_failures import ended_tasks
 
-OnSilence = Callable[[ClusterError], None]
+OnNoAnswer = Callable[[ClusterError], None]
 """Told that Slurm gave no answer."""
 ANSWER_S = 8.0
 """Whoever looks at a run does not wait longer for Slurm."""
@@ -35,7 +35,7 @@ _OUTPUT_BYTES = 1 << 20
 """Of the end of a job's output."""
 
 
-def job_query(run: RunDirectory, if_silent: OnSilence | None = None) -> JobQuery:
+def job_query(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> JobQuery:
     """Make what asks for the state of a job of this run.
 
     Args:
@@ -46,7 +46,7 @@ def job_query(run: RunDirectory, if_silent: OnSilence | None = None) -> JobQuery
     return queries(run, if_silent)[0]
 
 
-def queries(run: RunDirectory, if_silent: OnSilence | None = None) -> tuple[JobQuery, WhySilent, WhyWaiting]:
+def queries(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> tuple[JobQuery, FindCauses, FindObstacles]:
     """Make what asks Slurm for a job's state, for nodes that say nothing, and for what a waiting job waits for.
 
     Where Slurm did not answer one, it is not waited for again by the others.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from primeslurm.api.checks.recipe_check import SlurmAnswer
 from primeslurm.api.jobs import ANSWER_S, find_job, settle
-from primeslurm.api.planning import SlurmAnswer
 from primeslurm.api.sites import find_site
 from primeslurm.base import durable
 from primeslurm.base.errors import ClusterError, PrimeslurmError, UsageError, Violation
@@ -27,11 +27,11 @@ from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.recipe.reading.recipe_files import independent
 from primeslurm.records.attempt import JobRecord
-from primeslurm.run.claims import claim_attempt, new_word, owner
+from primeslurm.run.attempt_claims import claim_attempt, new_token, owner
+from primeslurm.run.bad_nodes import BadNode, BadNodeLedger, avoiding
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
-from primeslurm.run.exclusion import excluded, record_excluded, spared
-from primeslurm.run.ledger import BadNode, Ledger, avoiding
-from primeslurm.run.ownership import unsafe
+from primeslurm.run.directory_security import permission_problems
+from primeslurm.run.node_exclusion import excludable_nodes, excluded, write_excluded
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.held_signals import HeldSignals, signals_held
@@ -87,7 +87,7 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
     problems = (
         refusals(plan.findings, "error")
         + name_in_use(Path(plan.run_dir))
-        + unsafe(Path(plan.run_dir))
+        + permission_problems(Path(plan.run_dir))
         + missing_variables(plan)
     )
     if plan.executor == "slurm" and ask:
@@ -108,7 +108,7 @@ def refuse_unfit(plan: Plan) -> None:
     if directory.exists():  # what an interrupted submission of this name has started is recorded, so that it is seen
         with contextlib.suppress(ClusterError):
             settle(directory, ANSWER_S)
-    if problems := name_in_use(Path(plan.run_dir)) + unsafe(Path(plan.run_dir)) + missing_variables(plan):
+    if problems := name_in_use(Path(plan.run_dir)) + permission_problems(Path(plan.run_dir)) + missing_variables(plan):
         raise UsageError(problems)
 
 
@@ -147,7 +147,7 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
         ClusterError: Slurm refused the job or did not answer.
         RunError: its records are damaged.
     """
-    if problems := unsafe(directory.path):
+    if problems := permission_problems(directory.path):
         raise UsageError(problems)
     plan, job = previous.plan(), previous.job()
     if problems := missing_variables(plan):
@@ -172,7 +172,7 @@ def in_use(directory: RunDirectory, phase: str) -> Violation:
 
 def _intent(plan: Plan, slurm_conf: str | None) -> JobRecord:
     """What is on disk before the job is submitted: by its word the job is found if the answer is lost."""
-    return JobRecord("", plan.executor, time.time(), slurm_conf, new_word(), socket.gethostname(), os.getpid())
+    return JobRecord("", plan.executor, time.time(), slurm_conf, new_token(), socket.gethostname(), os.getpid())
 
 
 def _script(plan: Plan) -> str:
@@ -282,12 +282,12 @@ def _record_excluded(plan: Plan) -> None:
     run_dir = Path(plan.run_dir)
     bad = [entry for entry in bad_nodes(run_dir.parent, time.time()) if entry.node in plan.job.avoid]
     if bad or excluded(run_dir):
-        record_excluded(run_dir, bad)
+        write_excluded(run_dir, bad)
 
 
 def bad_nodes(runs: Path, now: float) -> list[BadNode]:
     """List the nodes that jobs of this directory of runs keep away from, newest first. `now`: seconds since 1970."""
-    return Ledger(runs).entries(now)
+    return BadNodeLedger(runs).entries(now)
 
 
 def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
@@ -307,7 +307,7 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
     names = {group.partition for group in plan.groups}
     partitions = SlurmClient(slurm_conf).nodes_by_partition(names, plan.job.reservation)
     known = {node for nodes in partitions.values() for node in nodes}
-    avoided = spared(plan, bad, partitions)
+    avoided = excludable_nodes(plan, bad, partitions)
     needed = [entry for entry in bad if entry.node in known and entry not in avoided]
     return avoiding(plan, avoided, now, needed=needed)
 
@@ -327,7 +327,7 @@ def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every:
     Raises:
         UsageError: a host list names no node of the ledger; then none is forgotten.
     """
-    ledger = Ledger(runs)
+    ledger = BadNodeLedger(runs)
     known = [entry.node for entry in ledger.entries(now)]
     nodes, problems = set(known) if every else set[str](), list[Violation]()
     for hostlist in hostlists:

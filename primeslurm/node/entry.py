@@ -30,7 +30,7 @@ from primeslurm.node.attempt.attempt_end import (
 from primeslurm.node.attempt.attempt_start import PLAN_WAIT_S, enter, this_start
 from primeslurm.node.attempt.controller_commands import insist, requeue
 from primeslurm.plan.model import Plan
-from primeslurm.run.claims import NotOwnerError
+from primeslurm.run.attempt_claims import NotOwnerError
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import node_names, restarts

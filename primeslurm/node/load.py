@@ -15,12 +15,12 @@ from pathlib import Path
 
 from primeslurm.base import files
 from primeslurm.records.attempt import pickled_agent
-from primeslurm.run.ownership import why_not_to_load
+from primeslurm.run.directory_security import pickle_problems
 from primeslurm.wire import exit_codes
 
 
 def main(folder: str, submission: str) -> int:
-    if why := why_not_to_load(Path(folder)):
+    if why := pickle_problems(Path(folder)):
         print(f"primeslurm: refuses to load {folder}: {why}", file=sys.stderr, flush=True)
         return exit_codes.FAILED
     # submitit imports NumPy to unpickle arrays. Ours have none, and the agent would keep 6 MB and the threads of a

@@ -26,7 +26,7 @@ from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record, read_record
 from primeslurm.records.record import Record
 from primeslurm.records.resolved_recipe import RunRecipe
-from primeslurm.run.ownership import unsafe
+from primeslurm.run.directory_security import permission_problems
 from primeslurm.run.versions import commit, installed_packages
 from primeslurm.wire.transport import addresses, secret
 
@@ -282,12 +282,12 @@ def create(recipe: Recipe, plan: Plan, source: Path, job: JobRecord | None = Non
         OSError: it cannot be written.
     """
     run_dir = Path(plan.run_dir)
-    if problems := name_in_use(run_dir) + unsafe(run_dir):
+    if problems := name_in_use(run_dir) + permission_problems(run_dir):
         raise UsageError(problems)
     resolved = recipe.model_dump_json(by_alias=True, indent=2)
     lock = _lock(recipe.name, resolved, plan)  # takes longest: a process that is killed meanwhile leaves nothing
     durable.make_directory(run_dir, mode=0o700)
-    if problems := unsafe(run_dir):  # somebody else was faster, or the umask opened what was made
+    if problems := permission_problems(run_dir):  # somebody else was faster, or the umask opened what was made
         raise UsageError(problems)
     try:
         files.retrying(run_dir, (run_dir / "attempts").mkdir)  # of several who submit a name at once, one makes it

@@ -60,13 +60,13 @@ def progress_of(attempt: Attempt, task: str) -> OrchestratorState | TrainerState
     return attempt.state("trainer-rank-0", TrainerState)
 
 
-def trained_of(attempt: Attempt) -> bool:
+def has_trained(attempt: Attempt) -> bool:
     """Whether an attempt has trained a step."""
     lines = last_lines(attempt.path / "events" / "trainer-rank-0.jsonl")
     return any(isinstance(event, StepTrained) for event in _known(lines))
 
 
-def dropped_of(attempt: Attempt) -> int:
+def dropped_rollouts(attempt: Attempt) -> int:
     """Rollouts that were dropped as too old in an attempt."""
     state = attempt.state("orchestrator", OrchestratorState)
     return state.counts.get("rollouts_dropped_stale", 0) if state else 0

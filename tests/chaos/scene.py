@@ -13,7 +13,7 @@ from primeslurm.base.errors import PrimeslurmError
 from primeslurm.records.events import decode
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.reading import whole_lines
-from primeslurm.run.ledger import BadNode, Ledger
+from primeslurm.run.bad_nodes import BadNode, BadNodeLedger
 from primeslurm.run.status.run_status import ProcessStatus, RunStatus
 from primeslurm.testbed.embedded_slurm.daemons import OsProcess, job_processes
 from tests.support.emulation import OVER, Deployment
@@ -164,7 +164,7 @@ class Scene(Deployment):
 
     def blamed(self) -> list[BadNode]:
         """Return the nodes that the runs avoid."""
-        return Ledger(self.runs).entries(time.time())
+        return BadNodeLedger(self.runs).entries(time.time())
 
     def repair_cluster(self) -> None:
         """Restart all daemons, and return all nodes to service."""
@@ -172,7 +172,7 @@ class Scene(Deployment):
             revive_controller(self.cluster)
         for name in [daemon.name for daemon in self.cluster.daemons if not daemon.alive]:
             revive_node(self.cluster, name)
-        ledger = Ledger(self.runs)
+        ledger = BadNodeLedger(self.runs)
         for entry in self.blamed():
             ledger.forget(entry.node)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.api.runs import Run, find_run
+from primeslurm.api.runs.run import Run, find_run
 from primeslurm.base.hostlists import compress
 from primeslurm.records.attempt import Obstacle
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primeslurm.api.runs import Run
+from primeslurm.api.runs.run import Run
 from primeslurm.base.errors import UsageError
 from primeslurm.base.files import write_json
 from primeslurm.plan.model import JobOptions, Node, Plan, Process, Totals

@@ -27,10 +27,10 @@ from primeslurm.records.attempt import JobRecord
 from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, NodesAssigned, PreflightDone
 from primeslurm.records.fleet import AgentReport
 from primeslurm.records.record import Event
+from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.exclusion import excluded
-from primeslurm.run.ledger import Ledger
+from primeslurm.run.node_exclusion import excluded
 from primeslurm.run.status.summary import events
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
@@ -229,7 +229,7 @@ def test_run_survives_two_lost_nodes(cluster: Cluster, start: Callable[..., Job]
     end = job.run.attempt(1).end()
     assert end is not None and end.outcome == "completed"
     assert [attempt.number for attempt in job.run.attempts()] == [1]
-    bad = Ledger(job.run.path.parent).entries(time.time())
+    bad = BadNodeLedger(job.run.path.parent).entries(time.time())
     assert {entry.node for entry in bad} == {first, second}
     conf = str(cluster.spec.slurm_conf)
     assert avoid_bad_nodes(job.plan, conf).job.avoid == (), "all four nodes are needed, once these two are back"
@@ -280,7 +280,7 @@ def test_a_node_where_no_agent_can_be_started(
     last = job.attempt.end()
     assert last is not None and last.outcome == "completed"
     assert [attempt.number for attempt in job.run.attempts()] == ([1] if spares else [1, 2])
-    assert {entry.node for entry in Ledger(job.run.path.parent).entries(time.time())} == {lost}
+    assert {entry.node for entry in BadNodeLedger(job.run.path.parent).entries(time.time())} == {lost}
     found = diagnose(job.run, job.run.attempt(1), lambda _: None)
     failure = found.recovered[0] if spares else found.first and found.first.failure
     assert failure is not None and (failure.component, failure.node) == (f"node {lost}", lost)
@@ -381,7 +381,7 @@ def test_job_avoids_only_as_many_nodes_as_can_be_spared(
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
     plan = make_plan(tmp_path / "runs" / "toy", site, replicas=1, spares=0, layout="single")
     Path(plan.run_dir).mkdir(parents=True)
-    ledger = Ledger(tmp_path / "runs")
+    ledger = BadNodeLedger(tmp_path / "runs")
     names = list(cluster.client.nodes_of("gpu"))
     for age, name in enumerate(names):
         ledger.record(name, "silent", "other", 1, now=time.time() - age, hours=1)

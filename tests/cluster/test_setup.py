@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primeslurm.api.runs import find_run
+from primeslurm.api.runs.run import find_run
 from primeslurm.run.directory import RunDirectory
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.cli import primeslurm

@@ -25,12 +25,12 @@ from primeslurm.base.hostlists import expand
 from primeslurm.orchestrator.telemetry.progress_monitor import STATE_INTERVAL_S
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.events.training import CheckpointLoaded
+from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
+from primeslurm.run.status.liveness import RECHECK_S, SILENT_S
 from primeslurm.run.status.run_status import RunStatus, read_status
-from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, SILENT_S
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.transport import secret
 from tests.support.emulation import Deployment, Snapshot
@@ -273,7 +273,7 @@ def _lose_control_spare_and_node(process: str) -> Callable[[Deployment], Seen]:
 def _revive_nodes(deployment: Deployment) -> None:
     for name in [daemon.name for daemon in deployment.cluster.daemons if not daemon.alive]:
         revive_node(deployment.cluster, name)
-    ledger = Ledger(deployment.runs)
+    ledger = BadNodeLedger(deployment.runs)
     for entry in ledger.entries(time.time()):
         ledger.forget(entry.node)
 
@@ -299,7 +299,7 @@ def _death_of_head_is_told(deployment: Deployment) -> None:
     """
     run, attempt = deployment.run, deployment.run.latest()
     looks = {"status": lambda: _status_words(run), "doctor": lambda: _doctor_words(run, attempt)}
-    assert SILENT_S + SECOND_LOOK_S < 15.0
+    assert SILENT_S + RECHECK_S < 15.0
     while looks and run.latest().number == attempt.number:
         for name, look in list(looks.items()):
             age_s = time.time() - attempt.fleet_file.stat().st_mtime

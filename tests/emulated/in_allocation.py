@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from primeslurm.api.runs import Run
+from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import find_site, with_python
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.planner import derive

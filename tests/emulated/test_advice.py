@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.orchestrator.telemetry.engine_metrics import parse
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
-from primeslurm.run.diagnosis.advice import Advice, Tunables, advise
+from primeslurm.run.status.advice import Advice, Tunables, advise
 from primeslurm.testbed.emulated.scheduler import Request, Scheduler, exposition
 
 TICK_S = 0.1

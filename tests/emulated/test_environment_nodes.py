@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from primeslurm.records.events.nodes import ProcessesMoved
+from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.diagnosis.doctor import diagnose
-from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events, rows
 from primeslurm.run.status.run_status import RlProgress
 from primeslurm.wire.stored import checkpoints
@@ -72,6 +72,6 @@ def test_lost_environment_node_costs_only_rollouts_in_flight(deployment: Deploym
     assert [row["step"] for row in trained] == list(range(1, STEPS + 1)), "no step was trained twice"
     assert max(row["staleness/max"] for row in trained) <= 8
     assert [set(event.processes) for event in events(run) if isinstance(event, ProcessesMoved)] == [theirs]
-    assert {entry.node for entry in Ledger(deployment.runs).entries(time.time())} == {lost}, "it alone is blamed"
+    assert {entry.node for entry in BadNodeLedger(deployment.runs).entries(time.time())} == {lost}, "it alone is blamed"
     found = diagnose(run, run.attempt(1), lambda _: None)
     assert [failure.component for failure in found.recovered] == [f"node {lost}"] and found.first is None

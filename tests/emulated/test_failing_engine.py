@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from primeslurm.api.runs import Run
+from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import local_site, with_python
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.api.runs import Run
+from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import local_site, with_python
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan

@@ -14,7 +14,7 @@ import yaml
 
 from primeslurm.base.durable import MIN_FREE_BYTES
 from primeslurm.records.events.nodes import FileSystemFault, NodeLost
-from primeslurm.run.ledger import Ledger
+from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.records import events
 from tests.support.emulation import Deployment
 from tests.support.waiting import STALL_S
@@ -55,7 +55,7 @@ def fill(deployment: Deployment) -> Iterator[Callable[[int], Path]]:
 
 def blamed(deployment: Deployment) -> list[str]:
     lost = [event.node for event in events(deployment.run) if isinstance(event, NodeLost)]
-    return lost + [entry.node for entry in Ledger(deployment.runs).entries(time.time())]
+    return lost + [entry.node for entry in BadNodeLedger(deployment.runs).entries(time.time())]
 
 
 def stay_full(fill: Callable[[int], Path], seconds: float) -> None:

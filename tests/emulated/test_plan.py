@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.api.emulation import refuse_too_large
-from primeslurm.api.loading import load
+from primeslurm.api.recipes.emulation import refuse_too_large
+from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError
 from primeslurm.plan.commands.command import Command
 from primeslurm.plan.emulate import STAND_INS, emulate, memory_mib

@@ -26,7 +26,8 @@ import submitit.core.job_environment
 from submitit.helpers import DelayedSubmission
 
 from benchmarks.support.ports import free_port
-from primeslurm.api import loading, submission
+from primeslurm.api import submission
+from primeslurm.api.recipes import loading
 from primeslurm.node import load
 from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.node.attempt.attempt_start import enter

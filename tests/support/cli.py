@@ -13,7 +13,7 @@ from typing import IO
 from tests.support.forks import server
 
 ROOT = str(Path(__file__).resolve().parents[2])
-COMMAND = ("primeslurm.cli", "primeslurm.api.runs", "primeslurm.api.sites", "primeslurm.plan.checks")
+COMMAND = ("primeslurm.cli", "primeslurm.api.runs.run", "primeslurm.api.sites", "primeslurm.plan.checks")
 """Modules that most commands import."""
 NO_TERMINAL = {"_TYPER_FORCE_DISABLE_TERMINAL": "1"}
 """Typer colours its help on GitHub's runners, although there is no terminal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.api.planning import look_at_files
+from primeslurm.api.checks.recipe_check import look_at_files
 from primeslurm.plan.checks import review
 from primeslurm.plan.memory.forecast import Estimate
 from primeslurm.plan.model import Finding

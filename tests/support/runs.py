@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from primeslurm.api import submission
-from primeslurm.api.runs import Run
+from primeslurm.api.runs.run import Run
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import StepTrained

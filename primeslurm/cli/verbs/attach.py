@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from primeslurm.api.attaching import attachment
-from primeslurm.api.runs import find_run
+from primeslurm.api.runs.attach import attachment
+from primeslurm.api.runs.run import find_run
 from primeslurm.base.errors import RunError
 from primeslurm.cli.options import RunArg, RunsOpt
 from primeslurm.cli.output import note

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from primeslurm.api.comparing import compare
+from primeslurm.api.recipes.comparison import compare
 from primeslurm.base.errors import ExitCode
 from primeslurm.cli.options import JsonOpt, LocalOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import note, print_json

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from primeslurm.api.runs import find_run
+from primeslurm.api.runs.run import find_run
 from primeslurm.api.submission import installed
 from primeslurm.base.errors import ExitCode, UsageError, Violation
 from primeslurm.cli.options import AttemptOpt, JsonOpt, RunsOpt, SiteOpt

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from primeslurm.api import exporting
-from primeslurm.api.runs import find_run
+from primeslurm.api.runs import export as exporting
+from primeslurm.api.runs.run import find_run
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.files import write_atomic
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt

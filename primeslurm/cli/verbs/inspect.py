@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from primeslurm.api.loading import check as examine
-from primeslurm.api.loading import load
+from primeslurm.api.recipes.loading import check as examine
+from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import ExitCode
 from primeslurm.cli.options import (
     JsonOpt,
@@ -21,7 +21,7 @@ from primeslurm.cli.options import (
     VerboseOpt,
 )
 from primeslurm.cli.output import note, print_json
-from primeslurm.cli.views.verdict import show_all, summary
+from primeslurm.cli.views.findings import show_all, summary
 from primeslurm.recipe import Recipe, Site
 
 
@@ -49,7 +49,7 @@ def plan(
     if as_json:
         sys.stdout.write(loaded.plan().to_json())
     else:
-        from primeslurm.cli.views.placement import show_plan
+        from primeslurm.cli.views.plan import show_plan
 
         show_plan(loaded.plan(), loaded.recipe, placement=placement, every=every, verbose=verbose)
 

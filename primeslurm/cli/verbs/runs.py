@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from primeslurm.api.runs import Run, all_runs, find_run
+from primeslurm.api.runs.run import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.base.errors import RunError
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt, YesOpt, confirm

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from primeslurm.api.loading import load
-from primeslurm.api.runs import Run, find_run
+from primeslurm.api.recipes.loading import load
+from primeslurm.api.runs.run import Run, find_run
 from primeslurm.api.submission import DryRun, Submitted
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.units import count
@@ -27,9 +27,9 @@ from primeslurm.cli.options import (
     VerboseOpt,
 )
 from primeslurm.cli.output import note, print_json
-from primeslurm.cli.views.placement import show_plan
+from primeslurm.cli.views.findings import show_findings
+from primeslurm.cli.views.plan import show_plan
 from primeslurm.cli.views.tables import out
-from primeslurm.cli.views.verdict import show_findings
 from primeslurm.recipe import Recipe
 from primeslurm.slurm.environment import is_started_by_slurm
 
@@ -111,7 +111,7 @@ def eval_(
         primeslurm eval my.yaml
         primeslurm eval my-run --step 200
     """
-    from primeslurm.api.evaluating import load_evaluation
+    from primeslurm.api.recipes.evaluation import load_evaluation
 
     loaded = load_evaluation(what, step=step, runs=runs, site=site, overrides=set_ or (), name=name, local=local)
     if dry_run:

@@ -13,8 +13,8 @@ import msgspec
 import typer
 from rich.live import Live
 
-from primeslurm.api.logs import Tail, log_files, logs_of
-from primeslurm.api.runs import Run, all_runs, find_run
+from primeslurm.api.runs.logs import Tail, log_files, logs_of
+from primeslurm.api.runs.run import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.base.errors import ExitCode, RunError
 from primeslurm.base.units import count, duration, number

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from primeslurm.api.comparing import Comparison
+from primeslurm.api.recipes.comparison import Comparison
 from primeslurm.base.units import count, gib, tokens
 from primeslurm.cli.output import note
 from primeslurm.cli.views.folding import fold, pattern
-from primeslurm.cli.views.placement import amount_text
+from primeslurm.cli.views.plan import amount_text
 from primeslurm.cli.views.plan_verdict import resources, role_rows
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.plan.model import Plan

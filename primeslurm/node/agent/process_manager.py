@@ -30,7 +30,7 @@ from primeslurm.records.events.processes import (
 )
 from primeslurm.records.fleet import FleetView, ProcessReport
 from primeslurm.records.journal import Journal
-from primeslurm.run.diagnosis.logs import last_words
+from primeslurm.run.diagnosis.logs import last_error
 from primeslurm.run.directory import Attempt
 from primeslurm.wire import exit_codes
 from primeslurm.wire.transport.addresses import Addresses
@@ -125,7 +125,7 @@ class ProcessManager:
             supervision = self.supervised[name]
             has_message = code in (exit_codes.FAILED, exit_codes.USAGE_ERROR, exit_codes.UNRECOVERABLE)
             if has_message and not ending and not supervision.reason:
-                supervision.reason = last_words(self.attempt.path / supervision.process.log)
+                supervision.reason = last_error(self.attempt.path / supervision.process.log)
             supervision.exited(now, code, ending=ending, served=served)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
             ended.append(supervision.process)

@@ -19,12 +19,12 @@ from primeslurm.records.attempt import EndRecord, newest_attempt
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
+from primeslurm.run.bad_nodes import BadNode, BadNodeLedger
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.exclusion import Partitions, excluded, record_excluded, spared
-from primeslurm.run.ledger import BadNode, Ledger
-from primeslurm.run.records import trained_of
+from primeslurm.run.node_exclusion import Partitions, excludable_nodes, excluded, write_excluded
+from primeslurm.run.records import has_trained
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.retry import retry_in_thread
@@ -73,7 +73,7 @@ def lasting_error(ending: Ending, attempt: Attempt) -> str:
 
     Empty if the attempt has trained a step, was preempted or lost a node, or if the error is transient.
     """
-    if ending.outcome is not Outcome.FAILED or not ending.error or is_transient(ending.error) or trained_of(attempt):
+    if ending.outcome is not Outcome.FAILED or not ending.error or is_transient(ending.error) or has_trained(attempt):
         return ""
     with contextlib.suppress(ValueError, OSError):
         names = sorted({report.name for report in attempt.heartbeats()}, key=len, reverse=True)
@@ -145,7 +145,7 @@ def record_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journa
     """
     if plan.executor != "slurm":
         return
-    now, ledger, run_dir = time.time(), Ledger(Path(plan.run_dir).parent), Path(plan.run_dir)
+    now, ledger, run_dir = time.time(), BadNodeLedger(Path(plan.run_dir).parent), Path(plan.run_dir)
     try:
         # The ledger is outside of the run directory, so it must be named here for its reserve to be used.
         files.writing(
@@ -156,13 +156,13 @@ def record_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journa
 
 
 def nodes_to_avoid(plan: Plan, partitions: Partitions) -> list[BadNode]:
-    return spared(plan, Ledger(Path(plan.run_dir).parent).entries(time.time()), partitions)
+    return excludable_nodes(plan, BadNodeLedger(Path(plan.run_dir).parent).entries(time.time()), partitions)
 
 
 def exclude_bad_nodes(plan: Plan, job_id: str) -> None:
     """Exclude the ledger's nodes from a job that was just requeued, in place of the nodes excluded so far."""
     run_dir, client = Path(plan.run_dir), SlurmClient()
-    if not excluded(run_dir) and not Ledger(run_dir.parent).entries(time.time()):
+    if not excluded(run_dir) and not BadNodeLedger(run_dir.parent).entries(time.time()):
         return
 
     def exclude() -> list[BadNode]:
@@ -180,7 +180,7 @@ def exclude_bad_nodes(plan: Plan, job_id: str) -> None:
     # the job does not start again before this process has ended.
     retrying = retry_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
     with contextlib.suppress(ClusterError, OSError):
-        record_excluded(run_dir, retrying.copy(after=warn)(exclude))
+        write_excluded(run_dir, retrying.copy(after=warn)(exclude))
 
 
 def ensure_requeued(plan: Plan, job_id: str, restarts: int) -> None:

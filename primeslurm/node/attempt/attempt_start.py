@@ -11,7 +11,7 @@ import msgspec
 from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError
 from primeslurm.records.attempt import JobRecord, StartRecord, newest_attempt
-from primeslurm.run.claims import NotOwnerError, claim_attempt, claim_start, owner
+from primeslurm.run.attempt_claims import NotOwnerError, claim_attempt, claim_start, owner
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.launch_failures import START
 

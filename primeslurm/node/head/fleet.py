@@ -79,7 +79,7 @@ class Fleet:
     news: list[News] = field(default_factory=list)
     progress: Any = None
     progress_at: float = 0.0
-    last_words: str = ""  # why the orchestrator ends, in its own words
+    last_error: str = ""  # why the orchestrator ends, in its own words
     hung: dict[str, str] = field(default_factory=dict)  # unresponsive trainer ranks that must be ended, and why
     unresponsive_ranks: UnresponsiveRanks | None = None  # while no trainer rank sends heartbeats
 
@@ -456,10 +456,10 @@ class Fleet:
             if report.exit_code == exit_codes.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exit_codes.STALLED:
-                reason = self.last_words or f"{process.name} saw no progress: see its events"
+                reason = self.last_error or f"{process.name} saw no progress: see its events"
                 return Ending(Outcome.FAILED, reason, process.name)
             if report.exit_code == exit_codes.UNRECOVERABLE:
-                reason = self.last_words or (reason if report.reason else f"{reason}: see its events")
+                reason = self.last_error or (reason if report.reason else f"{reason}: see its events")
                 return Ending(Outcome.FAILED, reason, process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue

@@ -237,7 +237,7 @@ class Head(threading.Thread):
         if state is not None:
             self.fleet.observe_progress(state.marker, now)
         if isinstance(state, OrchestratorState):
-            self.fleet.last_words = state.failure
+            self.fleet.last_error = state.failure
 
     def _record_news(self) -> None:
         news, self.fleet.news = self.fleet.news, []

@@ -19,17 +19,17 @@ from primeslurm.records.record import Event
 from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis import failure_signatures
-from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.diagnosis.failure_signatures import Cause
 from primeslurm.run.diagnosis.failures import Failure, failures, silent
 from primeslurm.run.diagnosis.logs import error_line, lines_until
 from primeslurm.run.diagnosis.validity import MAX_KL, problems
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import attempt_events, dropped_of, progress_of, rows
+from primeslurm.run.records import attempt_events, dropped_rollouts, progress_of, rows
+from primeslurm.run.status.advice import Advice, advise, tunables_of
 from primeslurm.run.status.event_text import EventText, notable
-from primeslurm.run.status.placement import RunPlacement, placement_of
-from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, WhyWaiting
-from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
+from primeslurm.run.status.liveness import RECHECK_S, FindCauses, RunLiveness, check_liveness
+from primeslurm.run.status.plan_outline import PlanOutline, read_outline
+from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, FindObstacles
 from primeslurm.wire.stored import checkpoints
 
 LAST_LINES = 20
@@ -92,10 +92,10 @@ def diagnose(
     attempt: Attempt,
     job_state: Callable[[JobRecord], str | None],
     max_kl: float = MAX_KL,
-    why_silent: WhySilent = lambda attempt, nodes: [],
+    find_causes: FindCauses = lambda attempt, nodes: [],
     now: float | None = None,
-    second_look_s: float = SECOND_LOOK_S,
-    why_waiting: WhyWaiting = lambda job: [],
+    recheck_s: float = RECHECK_S,
+    find_obstacles: FindObstacles = lambda job: [],
 ) -> Diagnosis:
     """Read everything that an attempt left and name what failed first.
 
@@ -104,25 +104,25 @@ def diagnose(
         attempt: the one in question.
         job_state: Slurm's word for a job.
         max_kl: largest accepted median of the KL between trainer and engines.
-        why_silent: what is known of nodes that say nothing.
+        find_causes: what is known of nodes that say nothing.
         now: Unix seconds; the present if left out.
-        second_look_s: for how long a file that seems old is watched before its writer counts as silent.
-        why_waiting: why a waiting job does not start by waiting alone.
+        recheck_s: for how long a file that seems old is watched before its writer counts as silent.
+        find_obstacles: why a waiting job does not start by waiting alone.
 
     Raises:
         RunError: the attempt has no readable plan.
     """
     now = time.time() if now is None else now
-    placement = placement_of(attempt)
+    placement = read_outline(attempt)
     happened = attempt_events(attempt)
     failed = failures(happened, attempt.heartbeats())
-    signs = _signs(attempt, now, why_silent, second_look_s)
+    signs = _signs(attempt, now, find_causes, recheck_s)
     outcome, reason = _outcome(attempt, job_state, signs)
     failed += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
     unheard = _silences(signs, happened, now) if outcome in (*_GOOD, "silent") else []
     job = attempt.job()
     if job is not None and _may_wait(run, attempt, outcome):
-        unheard += _cannot_start(job, why_waiting(job))
+        unheard += _cannot_start(job, find_obstacles(job))
     open_ = [failure for failure in failed if not failure.recovered] + [each.failure for each in unheard]
     if not open_ and outcome not in _GOOD:
         open_ = [_end_itself(attempt, happened, outcome, reason)]
@@ -138,7 +138,7 @@ def diagnose(
         first=first,
         followed=_followed(first, notable(happened)),
         recovered=[failure for failure in failed if failure.recovered],
-        invalid=problems(rows(run.path), dropped_of(attempt), recipe.batch_size, max_kl),
+        invalid=problems(rows(run.path), dropped_rollouts(attempt), recipe.batch_size, max_kl),
         attempts=[_line(each) for each in run.attempts()],
         damaged=checkpoints.set_asides(run.path),
         advice=_advice(attempt, recipe) if outcome in _UNDER_WAY else [],
@@ -156,13 +156,13 @@ _UNDER_WAY = ("running", "RUNNING")
 _GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING", SUBMITTING)
 
 
-def _signs(attempt: Attempt, now: float, why_silent: WhySilent, second_look_s: float) -> Signs:
+def _signs(attempt: Attempt, now: float, find_causes: FindCauses, recheck_s: float) -> RunLiveness:
     if attempt.end() is not None:
-        return Signs()
-    return signs_of_life(attempt, attempt.fleet(), now, agents=True, why_silent=why_silent, second_look_s=second_look_s)
+        return RunLiveness()
+    return check_liveness(attempt, attempt.fleet(), now, agents=True, find_causes=find_causes, recheck_s=recheck_s)
 
 
-def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], signs: Signs) -> tuple[str, str]:
+def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], signs: RunLiveness) -> tuple[str, str]:
     if end := attempt.end():
         return end.outcome, end.reason + (f"; {end.why_not_requeued}" if end.why_not_requeued else "")
     state = job_state(job) if (job := attempt.job()) else None
@@ -192,7 +192,7 @@ def _cannot_start(job: JobRecord, obstacles: Sequence[Obstacle]) -> list[Examine
     return [ExaminedFailure(Failure(job.submitted_at, component, "", first.how), causes=causes)]
 
 
-def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[ExaminedFailure]:
+def _silences(signs: RunLiveness, happened: Sequence[Event], now: float) -> list[ExaminedFailure]:
     """The head that does not write; where it does, agents that do not, and that it has not given up yet."""
     if signs.silence is not None:
         text = signs.silence.text.partition(";")[0].removeprefix("the head ")
@@ -258,7 +258,7 @@ def _excuse(examined: ExaminedFailure) -> int:
     return 0 if examined.causes or examined.error else 1
 
 
-def _examine(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failure: Failure) -> ExaminedFailure:
+def _examine(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure: Failure) -> ExaminedFailure:
     path = _log_of(run, attempt, placement, failure)
     lines = lines_until(path, failure.time) if path else []
     if failure.component == "job":
@@ -287,7 +287,7 @@ def _of_job(failure: Failure) -> list[Cause]:
     return failure_signatures.of_job(failure.how.partition(":")[0]) if failure.component == "job" else []
 
 
-def _log_of(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failure: Failure) -> Path | None:
+def _log_of(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure: Failure) -> Path | None:
     for process in placement.processes():
         if process.name == failure.component:
             return attempt.path / process.log

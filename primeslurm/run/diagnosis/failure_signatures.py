@@ -227,7 +227,7 @@ _MILD = re.compile(
 """How lines begin that their writer went on after. Engines name their options there, and limits that may be met."""
 
 
-def is_mild(line: str) -> bool:
+def is_benign(line: str) -> bool:
     """Whether a log says of a line that it is no error."""
     return _MILD.match(line) is not None
 
@@ -236,7 +236,7 @@ def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
     """Known causes that a log points to, each with its first line; symptoms of failures elsewhere come last."""
     found: dict[str, tuple[FailureSignature, str]] = {}
     for line in lines:
-        if is_mild(line):
+        if is_benign(line):
             continue
         for known in KNOWN:
             if known.cause not in found and known.pattern.search(line):

@@ -33,11 +33,11 @@ from primeslurm.records.fleet import AgentReport, FleetView
 from primeslurm.records.record import Event
 from primeslurm.run.status.event_text import (
     DIED,
-    damaged_words,
-    exit_words,
-    incomplete_words,
+    damaged_answers_text,
+    exit_text,
     rank_names,
-    task_words,
+    router_incomplete_text,
+    task_given_up_text,
     waits,
 )
 from primeslurm.wire import exit_codes
@@ -91,7 +91,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
     match event:
         case ProcessExited(name=name, code=code) if event.state in DIED and code != exit_codes.CHECKPOINTED:
             why = f" ({event.reason})" if event.reason else ""
-            return Failure(at, name, host, exit_words(code) + why, code)
+            return Failure(at, name, host, exit_text(code) + why, code)
         case NodeLost(node=node, reason=reason):
             return Failure(at - _silence(reason), f"node {node}", node, reason)
         case ProcessContinued(name=name, seconds=seconds):
@@ -109,7 +109,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
         case FileSystemFault(what=what) if what:
             return Failure(at, FILE_SYSTEM, "", f"keeps the run waiting: {what}")
         case RouterIncomplete():
-            return Failure(at, by, host, incomplete_words(event))
+            return Failure(at, by, host, router_incomplete_text(event))
         case RouterRestarted(reason=reason):
             return Failure(at, by, host, f"was restarted: {reason}", recovered=True)
         case AgentFailed(error=error) | HeadFailed(error=error):
@@ -117,9 +117,9 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
         case EngineUpdateFailed(engine=engine, error=error):
             return Failure(at, engine, "", f"did not load the new weights: {error}")
         case EngineAnswersDamaged(engine=engine):
-            return Failure(at, engine, "", damaged_words(event))
+            return Failure(at, engine, "", damaged_answers_text(event))
         case TaskGivenUp(environment=environment):
-            return Failure(at, f"environment {environment}", "", task_words(event), recovered=True)
+            return Failure(at, f"environment {environment}", "", task_given_up_text(event), recovered=True)
         case EnvironmentFails(environment=environment, error=error):
             return Failure(at, f"environment {environment}", "", f"fails every time: {error}")
         case Stalled(suspect=suspect, error=error):

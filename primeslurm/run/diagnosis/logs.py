@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from primeslurm.base import files
-from primeslurm.run.diagnosis.failure_signatures import in_log, is_mild
+from primeslurm.run.diagnosis.failure_signatures import in_log, is_benign
 
 READ_BYTES = 4 * 1024 * 1024
 """Of the end of a log."""
@@ -52,10 +52,10 @@ def error_line(lines: Sequence[str]) -> str | None:
         return _bare(known[0][1])
     if (raised := _exception(lines)) is not None:
         return _bare(lines[raised])
-    return next((_bare(line) for line in reversed(lines) if _GENERIC.search(line) and not is_mild(line)), None)
+    return next((_bare(line) for line in reversed(lines) if _GENERIC.search(line) and not is_benign(line)), None)
 
 
-def last_words(path: Path) -> str:
+def last_error(path: Path) -> str:
     """Find why a process that has just ended did so, as far as its log says: at most a line."""
     line = error_line(lines_until(path, math.inf)) or ""
     return line if len(line) <= WORDS else f"{line[: WORDS - 3]}..."

@@ -15,7 +15,7 @@ from primeslurm.records.fleet import outcome_text
 from primeslurm.records.metrics import EVALUATION, Row
 from primeslurm.run.diagnosis.validity import problems
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import attempt_events, dropped_of, rows
+from primeslurm.run.records import attempt_events, dropped_rollouts, rows
 from primeslurm.run.report import charts
 from primeslurm.run.report.charts import Chart, Tick, chart
 from primeslurm.run.status.event_text import EventText, notable
@@ -159,7 +159,7 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
         outcome=outcome_text(status.phase, status.reason),
         numbers=_numbers(status, summary, plan),
         emulated=EMULATED if status.emulated else "",
-        invalid=problems(steps, dropped_of(run.latest()), run.recipe().batch_size),
+        invalid=problems(steps, dropped_rollouts(run.latest()), run.recipe().batch_size),
         charts=all_charts(steps) + evaluation_charts(summary.evaluations),
         evaluations=summary.evaluations,
         best=summary.best,

@@ -58,7 +58,7 @@ def _once(told: EventText) -> str:
     return re.sub(r" \(\d+ times\)$", "", told.text)
 
 
-def exit_words(code: int | None) -> str:
+def exit_text(code: int | None) -> str:
     """Describe how a process ended: its exit code, or the name of the signal."""
     if code is None:
         return "ended"
@@ -70,24 +70,24 @@ def exit_words(code: int | None) -> str:
         return f"was ended by signal {-code}"
 
 
-def incomplete_words(event: processes.RouterIncomplete) -> str:
+def router_incomplete_text(event: processes.RouterIncomplete) -> str:
     """Describe which engines a router served."""
     more = f", and {len(event.foreign)} engines of another run" if event.foreign else ""
     return f"served {event.serves} of {event.planned} engines{more}; it gets the right list"
 
 
-def damaged_words(event: policy.EngineAnswersDamaged) -> str:
+def damaged_answers_text(event: policy.EngineAnswersDamaged) -> str:
     """Describe an engine whose answers are damaged."""
     return f"gave damaged answers, {event.damaged} of {event.answers}, and is restarted; last error: {event.error}"
 
 
-def task_words(event: training.TaskGivenUp) -> str:
+def task_given_up_text(event: training.TaskGivenUp) -> str:
     """Describe a task that is given up."""
     chosen = f" (index {event.task})" if event.task is not None else ""
     return f"task {event.example}{chosen} is given up: {event.reason}"
 
 
-def storage_words(event: processes.StorageFault) -> str:
+def storage_fault_text(event: processes.StorageFault) -> str:
     """Describe an outage of the shared file system."""
     end = "it works again" if event.recovered else "the operation was given up"
     where = "" if event.path in event.error else f"{event.path}: "
@@ -102,7 +102,7 @@ def _words(event: Event) -> EventText | None:
         case processes.ProcessUnresponsive() | processes.ProcessContinued() | processes.RanksUnresponsive():
             return _of_silence(event)
         case processes.RouterIncomplete():
-            return _tell(event, event.process, incomplete_words(event), "warning")
+            return _tell(event, event.process, router_incomplete_text(event), "warning")
         case processes.RouterComplete(planned=planned, seconds=seconds):
             return _tell(event, event.process, f"serves all {planned} engines again after {duration(seconds)}")
         case processes.RouterRestarted(reason=reason):
@@ -115,12 +115,12 @@ def _words(event: Event) -> EventText | None:
             text = f"step {step} was skipped: its gradient norm is {norm}"
             return _tell(event, event.process, text, "warning")
         case training.TaskGivenUp():
-            return _tell(event, f"environment {event.environment}", task_words(event), "warning")
+            return _tell(event, f"environment {event.environment}", task_given_up_text(event), "warning")
         case training.CheckpointSetAside(step=step, reason=reason, path=path):
             text = f"the checkpoint of step {step} is damaged and was moved to {path}" + _because(reason)
             return _tell(event, "trainer", text, "error")
         case processes.StorageFault():
-            return _tell(event, event.process, storage_words(event), "warning" if event.recovered else "error")
+            return _tell(event, event.process, storage_fault_text(event), "warning" if event.recovered else "error")
         case training.NothingKept(rollouts=rollouts, reasons=reasons):
             why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
             return _tell(
@@ -136,7 +136,7 @@ def _words(event: Event) -> EventText | None:
             text = f"was blocked for {duration(seconds)}: its node is overloaded; engines are not blamed for it"
             return _tell(event, event.process, text, "warning")
         case policy.EngineAnswersDamaged(engine=engine):
-            return _tell(event, engine, damaged_words(event), "error")
+            return _tell(event, engine, damaged_answers_text(event), "error")
         case policy.EngineRestarted(engine=engine, reason=reason):
             return _tell(event, engine, f"is restarted: {reason or 'it did not load the new weights'}", "warning")
         case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.ProcessesRestarted():
@@ -155,7 +155,7 @@ def _of_process(
             return _tell(event, event.name, "cannot be started" + _because(error), "error")
         case processes.ProcessExited(state=state) if state in DIED:
             again = {"backoff": "; it is restarted", "fallen": "; its restart group is restarted"}.get(state, "")
-            text = exit_words(event.code) + _because(event.reason) + again
+            text = exit_text(event.code) + _because(event.reason) + again
             return _tell(event, event.name, text, "warning" if again else "error")
         case _:
             return None  # it had done its work, or the attempt was ending anyway

@@ -18,22 +18,22 @@ from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport, FleetView, HeartbeatReport
 from primeslurm.records.metrics import Row, recent_rows
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, ReplicaLoad, RolloutProgress, TrainerState
-from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
+from primeslurm.run.bad_nodes import BadNode
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
-from primeslurm.run.exclusion import excluded
-from primeslurm.run.ledger import BadNode
+from primeslurm.run.node_exclusion import excluded
 from primeslurm.run.records import first_event, progress_of, recent_events
+from primeslurm.run.status.advice import Advice, advise, tunables_of
 from primeslurm.run.status.event_text import EventText, lately, notable
-from primeslurm.run.status.placement import PlacedProcess, RunPlacement, placement_of
-from primeslurm.run.status.signs_of_life import (
-    SECOND_LOOK_S,
-    RunSilence,
-    Signs,
-    WhySilent,
-    signs_of_life,
-    state_by_agent,
-    unheard_nodes,
+from primeslurm.run.status.liveness import (
+    RECHECK_S,
+    FindCauses,
+    HeadSilence,
+    RunLiveness,
+    check_liveness,
+    state_from_agent,
+    unresponsive_nodes,
 )
+from primeslurm.run.status.plan_outline import PlanOutline, ProcessOutline, read_outline
 from primeslurm.wire.stored import checkpoints
 
 HISTORY = 60
@@ -48,7 +48,7 @@ MAX_UNHEALTHY = 256
 
 JobQuery = Callable[[JobRecord], str | None]
 """Slurm's word for a job's state, with its reason while pending; None if Slurm does not know the job."""
-WhyWaiting = Callable[[JobRecord], list[Obstacle]]
+FindObstacles = Callable[[JobRecord], list[Obstacle]]
 """Says why a waiting job does not start by waiting alone."""
 NO_ANSWER = "NO ANSWER"
 """What a `JobQuery` says where Slurm does not answer."""
@@ -147,7 +147,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Nodes that its job is kept away from, why, and until when; not those that the recipe itself excludes."""
     obstacles: list[Obstacle] = []
     """Why its job does not start by waiting alone, and what to do."""
-    silence: RunSilence | None = None
+    silence: HeadSilence | None = None
     """Why all of this is not of this moment; None: it is."""
     emulated: bool = False
     """Stand-ins run in place of engines, trainer and environments, so all numbers are made up."""
@@ -163,9 +163,9 @@ def read_status(
     job_state: JobQuery,
     now: float | None = None,
     processes: bool = False,
-    why_silent: WhySilent = lambda attempt, nodes: [],
-    second_look_s: float = SECOND_LOOK_S,
-    why_waiting: WhyWaiting = lambda job: [],
+    find_causes: FindCauses = lambda attempt, nodes: [],
+    recheck_s: float = RECHECK_S,
+    find_obstacles: FindObstacles = lambda job: [],
 ) -> RunStatus:
     """Read the status of the newest attempt.
 
@@ -174,20 +174,20 @@ def read_status(
         job_state: Slurm's word for a job.
         now: Unix seconds; the present if left out.
         processes: with every single process.
-        why_silent: what is known of nodes that say nothing.
-        second_look_s: for how long a file that seems old is watched before its writer counts as silent.
-        why_waiting: why a waiting job does not start by waiting alone.
+        find_causes: what is known of nodes that say nothing.
+        recheck_s: for how long a file that seems old is watched before its writer counts as silent.
+        find_obstacles: why a waiting job does not start by waiting alone.
 
     Raises:
         RunError: the run has no attempt with a readable plan.
     """
     now = time.time() if now is None else now
     attempt = run.latest()
-    placement = placement_of(attempt)
+    placement = read_outline(attempt)
     job, end = attempt.job(), attempt.end()
     fleet = attempt.fleet()
     over = end is not None
-    signs = Signs() if over else signs_of_life(attempt, fleet, now, why_silent=why_silent, second_look_s=second_look_s)
+    signs = RunLiveness() if over else check_liveness(attempt, fleet, now, find_causes=find_causes, recheck_s=recheck_s)
     states = _states(placement, attempt, fleet, signs, over=over)
     silent = fleet.silent if fleet and signs.silence is None else {}
     progress = progress_of(attempt, placement.task)
@@ -226,7 +226,7 @@ def read_status(
         advice=advise(orchestrator.roles, tunables_of(recipe), orchestrator.shares.values())
         if orchestrator and phase == "running"
         else [],
-        obstacles=why_waiting(job) if job is not None and phase in ("pending", "requeued") else [],
+        obstacles=find_obstacles(job) if job is not None and phase in ("pending", "requeued") else [],
         emulated=placement.emulated,
         silence=signs.silence if phase in ("silent", "lost") else None,
     )
@@ -237,7 +237,7 @@ _HISTORY = {"rl": ("reward/mean", "staleness/mean"), "sft": ("trainer/loss",)}
 
 def _phase(
     fleet: FleetView | None,
-    silence: RunSilence | None,
+    silence: HeadSilence | None,
     end: EndRecord | None,
     job: JobRecord | None,
     job_state: JobQuery,
@@ -316,7 +316,7 @@ def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
 
 
 def _states(
-    placement: RunPlacement, attempt: Attempt, fleet: FleetView | None, signs: Signs, *, over: bool
+    placement: PlanOutline, attempt: Attempt, fleet: FleetView | None, signs: RunLiveness, *, over: bool
 ) -> Mapping[str, str]:
     """The head's word, or, while it is silent, that of the agents; UNKNOWN where an agent is silent, too."""
     states = fleet.states if fleet else {}
@@ -325,7 +325,7 @@ def _states(
     if signs.silence is None:
         return states
     assignment = attempt.assignment()
-    unheard = unheard_nodes(assignment, signs.agents)
+    unheard = unresponsive_nodes(assignment, signs.agents)
     reports = {node: attempt.heartbeat(node, assignment) for node in assignment.agents if node not in unheard}
     told = {}
     for process in placement.processes():
@@ -335,7 +335,7 @@ def _states(
             told[process.name] = _unless_over(last)
         else:
             own = report.processes.get(process.name)
-            told[process.name] = state_by_agent(last, own.state if own else None)
+            told[process.name] = state_from_agent(last, own.state if own else None)
     return told
 
 
@@ -343,7 +343,7 @@ def _unless_over(last: str) -> str:
     return last if last in ("DONE", "LOST", "DEAD") else "UNKNOWN"
 
 
-def _by_role(placement: RunPlacement, states: Mapping[str, str]) -> dict[str, dict[str, int]]:
+def _by_role(placement: PlanOutline, states: Mapping[str, str]) -> dict[str, dict[str, int]]:
     table: dict[str, Counter[str]] = {}
     for process in placement.processes():
         table.setdefault(process.role, Counter())[states.get(process.name, "STARTING")] += 1
@@ -351,7 +351,7 @@ def _by_role(placement: RunPlacement, states: Mapping[str, str]) -> dict[str, di
 
 
 def _replicas(
-    placement: RunPlacement, states: Mapping[str, str], orchestrator: OrchestratorState
+    placement: PlanOutline, states: Mapping[str, str], orchestrator: OrchestratorState
 ) -> list[ReplicaStatus]:
     return [
         ReplicaStatus(
@@ -377,14 +377,14 @@ def _without_what_is_well(
 
 
 def _unhealthy(
-    placement: RunPlacement, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, HeartbeatReport]
+    placement: PlanOutline, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, HeartbeatReport]
 ) -> list[ProcessStatus]:
     ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
     return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states, silent)
 
 
 def _describe(
-    processes: Iterable[PlacedProcess],
+    processes: Iterable[ProcessOutline],
     attempt: Attempt,
     states: Mapping[str, str],
     silent: Mapping[str, HeartbeatReport],

@@ -18,7 +18,7 @@ from primeslurm.records.record import Event
 from primeslurm.records.state import FailedRollouts
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.run.status.placement import placement_of
+from primeslurm.run.status.plan_outline import read_outline
 
 WINDOW = 5
 """Steps averaged at the beginning and at the end."""
@@ -122,5 +122,5 @@ def summarise(run: RunDirectory) -> Summary:
 def _emulated(run: RunDirectory) -> bool:
     """Whether the newest attempt ran stand-ins. A run may have no attempt, or a plan that cannot be read."""
     with contextlib.suppress(RunError):
-        return placement_of(run.latest()).emulated
+        return read_outline(run.latest()).emulated
     return False

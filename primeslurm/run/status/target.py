@@ -8,7 +8,7 @@ from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.fleet import AgentReport
 from primeslurm.run.directory import Attempt
-from primeslurm.run.status.placement import RunPlacement
+from primeslurm.run.status.plan_outline import PlanOutline
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ProcessTarget:
     """The node's heartbeat."""
 
 
-def find_target(placement: RunPlacement, attempt: Attempt, word: str) -> ProcessTarget:
+def find_target(placement: PlanOutline, attempt: Attempt, word: str) -> ProcessTarget:
     """Find a process by name, the first process of a role, or a node by its name or index.
 
     Args:
@@ -53,14 +53,14 @@ def find_target(placement: RunPlacement, attempt: Attempt, word: str) -> Process
     raise UsageError([Violation("TARGET", word, "is no role, process or node of this run", suggestion(word, valid))])
 
 
-def _target(placement: RunPlacement, attempt: Attempt, index: int, process: str | None) -> ProcessTarget:
+def _target(placement: PlanOutline, attempt: Attempt, index: int, process: str | None) -> ProcessTarget:
     report = attempt.heartbeat(index, attempt.assignment())
     if report is None:
         raise RunError(f"node {index} of {placement.run} has not reported in attempt {attempt.number}")
     return ProcessTarget(index, placement.nodes[index].group, process, report.name, report)
 
 
-def _reports(placement: RunPlacement, attempt: Attempt) -> dict[int, AgentReport]:
+def _reports(placement: PlanOutline, attempt: Attempt) -> dict[int, AgentReport]:
     assignment = attempt.assignment()
     found = {node.index: attempt.heartbeat(node.index, assignment) for node in placement.nodes}
     return {index: report for index, report in found.items() if report is not None}

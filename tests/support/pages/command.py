@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from primeslurm.api.loading import LoadedRecipe
+from primeslurm.api.recipes.loading import LoadedRecipe
 from primeslurm.api.submission import Submitted
 from primeslurm.cli import main
 from primeslurm.plan.checks import environments

@@ -41,8 +41,8 @@ CHECKOUT = (
 TIMEOUT_S = 120
 COMMAND = (
     "tests.support.pages.command",
-    "primeslurm.api.runs",
-    "primeslurm.api.environments",
+    "primeslurm.api.runs.run",
+    "primeslurm.api.checks.environments",
     "primeslurm.orchestrator.environments.reverse_text",
     "verifiers.v1.tasksets",
 )

@@ -13,7 +13,7 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 
 import primeslurm.models
-from primeslurm.api.planning import look_at_files
+from primeslurm.api.checks.recipe_check import look_at_files
 from primeslurm.models.registry import bundled, families, family_of
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
 from primeslurm.plan.planner import make_plan

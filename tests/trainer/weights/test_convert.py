@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from primeslurm.api import exporting
+from primeslurm.api.runs import export
 from primeslurm.base.errors import RunError, UsageError
 from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.weights import convert
@@ -110,14 +110,14 @@ def test_partial_directory_of_another_model_is_deleted(tmp_path: Path) -> None:
 def test_command_reports_errors(tmp_path: Path) -> None:
     plain = write(BY_NAME["qwen3"], tmp_path / "plain")
     with pytest.raises(UsageError) as missing:
-        exporting.convert(str(tmp_path / "nowhere"), plain)
+        export.convert(str(tmp_path / "nowhere"), plain)
     assert [violation.field for violation in missing.value.violations] == ["MODEL", "DIR"]
     with pytest.raises(UsageError, match="is not quantised"):
-        exporting.convert(str(plain), tmp_path / "out")
+        export.convert(str(plain), tmp_path / "out")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(UsageError, match="is stored in int4, in a format that is not read"):
-        exporting.convert(str(plain), tmp_path / "out")
+        export.convert(str(plain), tmp_path / "out")
 
 
 def test_command_converts_and_reports_progress(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_command_converts_and_reports_progress(tmp_path: Path) -> None:
     with (tmp_path / "source" / "model-1.safetensors").open("r+b") as file:
         file.truncate(2000)
     with pytest.raises(RunError, match=r"model-1\.safetensors: (truncated|not a safetensors file)"):
-        exporting.convert(str(tmp_path / "source"), tmp_path / "other")
+        export.convert(str(tmp_path / "source"), tmp_path / "other")

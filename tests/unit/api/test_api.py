@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import primeslurm
-from primeslurm.api import emulation
-from primeslurm.api.planning import emulated_plan_of
+from primeslurm.api.checks.recipe_check import emulated_plan_of
+from primeslurm.api.recipes import emulation
 from primeslurm.api.sites import with_python
 from primeslurm.base.files import write_json
 from primeslurm.plan import planner

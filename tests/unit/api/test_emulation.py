@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.api import emulation
-from primeslurm.api.loading import load
+from primeslurm.api.recipes import emulation
+from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.embedded_slurm.cluster import Cluster

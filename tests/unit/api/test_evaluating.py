@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.api.evaluating import load_evaluation
+from primeslurm.api.recipes.evaluation import load_evaluation
 from primeslurm.base.errors import RunError, UsageError
 from primeslurm.base.files import write_json
 from primeslurm.recipe.reading.recipe_files import load_recipe

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.api.planning import Examined, examine
+from primeslurm.api.checks.recipe_check import Examined, examine
 from primeslurm.api.sites import draft_site
 from primeslurm.recipe.reading.recipe_files import read_recipe
 from tests.support.cli import primeslurm

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 import primeslurm
-from primeslurm.api import runs, submission
-from primeslurm.api.runs import Run
+from primeslurm.api import submission
+from primeslurm.api.runs.run import Run
 from primeslurm.base.errors import ClusterError, UsageError
 from primeslurm.base.files import write_json
 from primeslurm.records.attempt import EndRecord, JobRecord
-from primeslurm.run.claims import claim_attempt
+from primeslurm.run.attempt_claims import claim_attempt
 from primeslurm.run.directory import RunDirectory, name_in_use
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.slurm_plans import group, plan
 
 ROOT = str(Path(__file__).resolve().parents[3])
-RESUME = "import sys; from primeslurm.api.runs import find_run; print(find_run(sys.argv[1]).start_again().job_id)"
+RESUME = "import sys; from primeslurm.api.runs.run import find_run; print(find_run(sys.argv[1]).start_again().job_id)"
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_of_two_that_resume_at_once_one_succeeds_and_the_other_says_who_has_it(
     """The second one has seen that the run is over before the first one claims it."""
     seen = run.status()
     assert run.start_again().job_id == "1"
-    monkeypatch.setattr(primeslurm.api.runs.Run, "status", lambda *_: seen)
+    monkeypatch.setattr(primeslurm.api.runs.run.Run, "status", lambda *_: seen)
     with pytest.raises(UsageError) as refused:
         run.start_again()
     assert "is in use: there is nothing to resume, slurm job 1 (attempt 2, submitted from" in str(refused.value)
@@ -269,6 +269,6 @@ def test_a_local_run_of_another_host_is_resumed_only_once_it_was_given_up(
     assert run.status().active
     with pytest.raises(UsageError, match=r"local job 1 \(attempt 1, submitted from elsewhere"):
         run.start_again()
-    monkeypatch.setattr(runs, "CANCEL_GRACE_S", 0.0)
+    monkeypatch.setattr(primeslurm.api.runs.run, "CANCEL_GRACE_S", 0.0)
     assert run.cancel()
     assert run.status().phase == "lost"

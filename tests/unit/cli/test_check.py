@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primeslurm.api.planning import by_severity
+from primeslurm.api.checks.recipe_check import by_severity
 from primeslurm.plan.checks import files
 from primeslurm.plan.model import Finding
 from tests.support.cli import ROOT, Result, primeslurm

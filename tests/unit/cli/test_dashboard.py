@@ -16,7 +16,7 @@ from primeslurm.cli.views.dashboard import numbers_of, one_line, sparkline, view
 from primeslurm.cli.views.tables import PlainConsole
 from primeslurm.records.evaluation import BestCheckpoint, Estimated, EvaluationProgress, EvaluationRecord, LabelResult
 from primeslurm.records.state import FailedRollouts, Load
-from primeslurm.run.diagnosis.advice import Advice
+from primeslurm.run.status.advice import Advice
 from primeslurm.run.status.event_text import EventText
 from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from primeslurm.api.logs import Tail
-from primeslurm.api.runs import Run
+from primeslurm.api.runs.logs import Tail
+from primeslurm.api.runs.run import Run
 from primeslurm.api.submission import Submitted
 from primeslurm.base.files import write_json
 from primeslurm.cli.options import confirm

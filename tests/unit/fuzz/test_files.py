@@ -29,9 +29,9 @@ from primeslurm.records.events.training import StepReported
 from primeslurm.records.heartbeats import Heartbeat, HeartbeatPage, LivenessReporter
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
+from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.directory import Attempt
-from primeslurm.run.ledger import Ledger
-from primeslurm.run.status.placement import placement_of
+from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.slurm.inventory import _parse
 from primeslurm.wire import probe_messages
 from primeslurm.wire.decoding import DamagedError
@@ -246,7 +246,7 @@ def test_bad_nodes(directory: Path, data: bytes) -> None:
     (directory / ".bad-nodes").mkdir(exist_ok=True)
     (directory / ".bad-nodes" / "a.json").write_bytes(data)
     (directory / ".bad-nodes" / "b.json").write_bytes(lines({**ENTRY, "node": "other"}))
-    assert "other" in {entry.node for entry in Ledger(directory).entries(10.0)}
+    assert "other" in {entry.node for entry in BadNodeLedger(directory).entries(10.0)}
 
 
 FOLDED = {
@@ -264,7 +264,7 @@ def test_plans(directory: Path, data: bytes) -> None:
     attempt.plan_file.parent.mkdir(parents=True, exist_ok=True)
     attempt.plan_file.write_bytes(data)
     with contextlib.suppress(RunError):
-        placement_of(attempt)
+        read_outline(attempt)
     try:
         with bounded(len(data), factor=64):
             assert isinstance(plan_file.plain(data), dict)

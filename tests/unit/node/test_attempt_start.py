@@ -15,7 +15,7 @@ from primeslurm.node.entry import AgentTask
 from primeslurm.records.attempt import EndRecord, JobRecord, StartRecord
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
-from primeslurm.run.claims import NotOwnerError, claim_attempt
+from primeslurm.run.attempt_claims import NotOwnerError, claim_attempt
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.launch_failures import START
 from tests.support.plans import plan_of

@@ -14,9 +14,9 @@ from primeslurm.node.head.fleet import Fleet, News
 from primeslurm.plan.model import HetGroup, Plan, Process
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState
+from primeslurm.run.bad_nodes import BadNode
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
-from primeslurm.run.exclusion import excluded, record_excluded, spared
-from primeslurm.run.ledger import BadNode
+from primeslurm.run.node_exclusion import excludable_nodes, excluded, write_excluded
 from tests.support.plans import plan_of, python
 
 FULL = "0.10 GiB free in the run directory /runs/x"
@@ -219,30 +219,30 @@ def names(found: list[BadNode]) -> list[str]:
 
 
 def test_only_nodes_that_can_be_spared_are_excluded() -> None:
-    assert names(spared(plan(("gpu", 4)), BAD, {"gpu": SIX})) == ["n5", "n4"], "the newest entries count"
-    assert spared(plan(("gpu", 6)), BAD, {"gpu": SIX}) == []
-    assert spared(plan(("gpu", 9)), BAD, {"gpu": SIX}) == []
+    assert names(excludable_nodes(plan(("gpu", 4)), BAD, {"gpu": SIX})) == ["n5", "n4"], "the newest entries count"
+    assert excludable_nodes(plan(("gpu", 6)), BAD, {"gpu": SIX}) == []
+    assert excludable_nodes(plan(("gpu", 9)), BAD, {"gpu": SIX}) == []
 
 
 def test_excluding_nodes_that_are_down_leaves_enough_when_they_return() -> None:
     """A job that has to wait for one of them is not kept away from both."""
     down = {**SIX, "n4": False, "n5": False}
-    assert names(spared(plan(("gpu", 5)), BAD[4:], {"gpu": down})) == ["n5"]
-    assert names(spared(plan(("gpu", 4)), BAD[4:], {"gpu": down})) == ["n5", "n4"]
+    assert names(excludable_nodes(plan(("gpu", 5)), BAD[4:], {"gpu": down})) == ["n5"]
+    assert names(excludable_nodes(plan(("gpu", 4)), BAD[4:], {"gpu": down})) == ["n5", "n4"]
 
 
 def test_requested_nodes_are_not_excluded() -> None:
     some = {**SIX, "n0": False, "n1": False}
-    assert names(spared(plan(("gpu", 3)), BAD, {"gpu": some})) == ["n5", "n1", "n0"]
-    assert names(spared(plan(("gpu", 1), nodelist="n[4-5]"), BAD, {"gpu": SIX})) == ["n3", "n2", "n1", "n0"]
-    assert names(spared(plan(("gpu", 4), exclude="n5"), BAD, {"gpu": SIX})) == ["n5", "n4"]
-    assert names(spared(plan(("gpu", 1)), [bad("elsewhere", 1.0)], {"gpu": SIX})) == []
+    assert names(excludable_nodes(plan(("gpu", 3)), BAD, {"gpu": some})) == ["n5", "n1", "n0"]
+    assert names(excludable_nodes(plan(("gpu", 1), nodelist="n[4-5]"), BAD, {"gpu": SIX})) == ["n3", "n2", "n1", "n0"]
+    assert names(excludable_nodes(plan(("gpu", 4), exclude="n5"), BAD, {"gpu": SIX})) == ["n5", "n4"]
+    assert names(excludable_nodes(plan(("gpu", 1)), [bad("elsewhere", 1.0)], {"gpu": SIX})) == []
 
 
 def test_partitions_that_share_nodes_are_counted_together() -> None:
     partitions = {"a": up("n0", "n1", "n2"), "b": up("n1", "n2", "n3")}
-    assert names(spared(plan(("a", 2), ("b", 2)), BAD[:4], partitions)) == []
-    assert names(spared(plan(("a", 2), ("b", 1)), BAD[:4], partitions)) == ["n3"]
+    assert names(excludable_nodes(plan(("a", 2), ("b", 2)), BAD[:4], partitions)) == []
+    assert names(excludable_nodes(plan(("a", 2), ("b", 1)), BAD[:4], partitions)) == ["n3"]
 
 
 @given(
@@ -272,12 +272,12 @@ def test_exclusion_never_makes_a_job_impossible(
 
         return all(place(slot, set()) for slot in range(len(slots)))
 
-    found = spared(plan(*needed), [bad(f"n{i}", float(i)) for i in failed], partitions)
+    found = excludable_nodes(plan(*needed), [bad(f"n{i}", float(i)) for i in failed], partitions)
     for all_up in (False, True):
         assert fits({entry.node for entry in found}, all_up) or not fits(set(), all_up)
 
 
 def test_excluded_nodes_are_recorded(tmp_path: Path) -> None:
     assert excluded(tmp_path) == []
-    record_excluded(tmp_path, BAD[:2])
+    write_excluded(tmp_path, BAD[:2])
     assert excluded(tmp_path) == BAD[:2]

@@ -16,7 +16,7 @@ from primeslurm.records.events.nodes import NodeLost, NodeReplaced, ProcessesMov
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status.placement import placement_of
+from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
 from primeslurm.run.status.target import find_target
 from tests.support.plans import plan_of, python
@@ -127,7 +127,7 @@ def test_agents_take_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         running.wait(taken)
         assert taken() != before["w1"] and running.wait_state("w0", "ready").pid == before["w0"]
-        where = find_target(placement_of(running.attempt), running.attempt, "w1")
+        where = find_target(read_outline(running.attempt), running.attempt, "w1")
         assert (where.node, where.report.rank) == (2, left.rank)
         shown = {p.name: p.pid for p in read_status(running.run, lambda _: "RUNNING", processes=True).processes}
         assert shown == before | {"w1": taken()}

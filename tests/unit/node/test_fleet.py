@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primeslurm.api.loading import load
+from primeslurm.api.recipes.loading import load
 from primeslurm.node.agent.supervision import BACKOFF_S
 from primeslurm.node.attempt.attempt_end import fruitful_preemptions, fruitless, should_requeue
 from primeslurm.node.head.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
@@ -408,7 +408,7 @@ STALLED, UNRECOVERABLE = exit_codes.STALLED, exit_codes.UNRECOVERABLE
 
 
 @pytest.mark.parametrize(
-    ("code", "last_words", "message", "ending"),
+    ("code", "last_error", "message", "ending"),
     [
         (exit_codes.CHECKPOINTED, "", "", Ending(Outcome.PREEMPTED, "p checkpointed and stopped", "p")),
         (-9, "", "", Ending(Outcome.FAILED, "p was ended by signal 9", "p")),
@@ -420,9 +420,9 @@ STALLED, UNRECOVERABLE = exit_codes.STALLED, exit_codes.UNRECOVERABLE
         (UNRECOVERABLE, "", "", Ending(Outcome.FAILED, "p ended with exit code 77: see its events", "p", final=True)),
     ],
 )
-def test_a_failed_process_ends_the_attempt(code: int, last_words: str, message: str, ending: Ending) -> None:
+def test_a_failed_process_ends_the_attempt(code: int, last_error: str, message: str, ending: Ending) -> None:
     agents = Agents((process(restart="attempt"),))
-    agents.assigned().last_words = last_words
+    agents.assigned().last_error = last_error
     agents.states = {"p": ProcessReport("failed", exit_code=code, reason=message)}
     assert agents.decide(1.0) == ending
 

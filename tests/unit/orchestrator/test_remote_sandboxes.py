@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from verifiers.v1.runtimes import E2BConfig, ModalConfig, PrimeConfig
 
-from primeslurm.api import environments as api_environments
+from primeslurm.api.checks import environments as api_environments
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import host_needs

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.api.emulation import cluster_for, for_emulation, site_of
+from primeslurm.api.recipes.emulation import cluster_for, for_emulation, site_of
 from primeslurm.base.errors import UsageError
 from primeslurm.plan.checks.environment_capacity import environment_capacity
 from primeslurm.plan.model import Plan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
-from primeslurm.api.planning import look_at_files
+from primeslurm.api.checks.recipe_check import look_at_files
 from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision

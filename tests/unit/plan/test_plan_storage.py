@@ -18,7 +18,7 @@ from primeslurm.plan.plan_file import fold, from_file, plain, to_file, unfold
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status.placement import PlacedProcess, RunPlacement, placement_of
+from primeslurm.run.status.plan_outline import PlanOutline, ProcessOutline, read_outline
 from tests.support.plans import plan_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,8 +84,8 @@ def test_who_watches_reads_only_what_it_needs(tmp_path: Path) -> None:
     attempt = RunDirectory(tmp_path / "r").attempt(1)
     plan = scaled(4, 2)
     attempt.prepare(plan)
-    assert placement_of(attempt) == msgspec.json.decode(plan.to_json(), type=RunPlacement)
-    fields = PlacedProcess.__struct_fields__
+    assert read_outline(attempt) == msgspec.json.decode(plan.to_json(), type=PlanOutline)
+    fields = ProcessOutline.__struct_fields__
     shown = plain(attempt.plan_file.read_bytes(), fields)["nodes"][0]["processes"][0]
     assert shown.keys() == set(fields)
 
@@ -94,9 +94,9 @@ def test_a_plan_written_at_length_is_read_as_well(tmp_path: Path) -> None:
     attempt = RunDirectory(tmp_path / "r").attempt(1)
     plan = scaled(4, 2)
     attempt.prepare(plan)
-    folded = placement_of(attempt)
+    folded = read_outline(attempt)
     attempt.plan_file.write_text(plan.to_json())
-    assert attempt.plan() == plan and placement_of(attempt) == folded
+    assert attempt.plan() == plan and read_outline(attempt) == folded
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_damaged_one_is_a_run_error(change: dict[str, Any], tmp_path: Path) ->
     attempt = RunDirectory(tmp_path / "r").attempt(1)
     attempt.prepare(plan_of(tmp_path / "r", tuple(_process(i) for i in range(2))))
     attempt.plan_file.write_text(json.dumps(json.loads(attempt.plan_file.read_text()) | change))
-    for read in (attempt.plan, lambda: placement_of(attempt)):
+    for read in (attempt.plan, lambda: read_outline(attempt)):
         with pytest.raises(RunError, match="cannot be read"):
             read()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.api.environments import data_rendering_problems
+from primeslurm.api.checks.environments import data_rendering_problems
 from primeslurm.plan.checks import sft_files
 from primeslurm.plan.checks.environments import Interpreter
 from primeslurm.recipe import Recipe, Site

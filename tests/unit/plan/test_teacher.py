@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from primeslurm.api.loading import load
-from primeslurm.api.planning import look_at_files
+from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.checks import with_absolute_paths
 from primeslurm.plan.emulate import STAND_INS, emulate

@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import Load, ReplicaLoad
-from primeslurm.run.diagnosis.advice import Advice, Tunables, advise, tunables_of
+from primeslurm.run.status.advice import Advice, Tunables, advise, tunables_of
 
 SPLIT = Tunables(prefill=3, decode=1)
 BUSY_PREFILL = Load(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.api.loading import load
+from primeslurm.api.recipes.loading import load
 from primeslurm.base.files import write_json
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive

@@ -14,7 +14,7 @@ from primeslurm.base.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle, StartRecord
 from primeslurm.records.fleet import AgentReport
-from primeslurm.run.claims import claim_start
+from primeslurm.run.attempt_claims import claim_start
 from primeslurm.run.diagnosis.doctor import Diagnosis, diagnose
 from primeslurm.run.diagnosis.failure_signatures import in_log, of_exit, of_job, of_reason
 from primeslurm.run.diagnosis.logs import error_line, lines_until
@@ -442,7 +442,7 @@ def test_a_job_that_cannot_start_is_a_failure_with_every_obstacle(run: RunDirect
         Obstacle("decode", "QOSMaxGRESPerJob", "asks for more", "ask for less"),
     ]
     assert diagnose(run, attempt, lambda job: "PENDING (Resources)").well
-    found = diagnose(run, attempt, lambda job: "PENDING (Resources)", why_waiting=lambda job: told)
+    found = diagnose(run, attempt, lambda job: "PENDING (Resources)", find_obstacles=lambda job: told)
     assert found.first is not None and not found.well
     assert found.first.failure.component == "component train"
     assert found.first.failure.how == "cannot start: asks for more time (PartitionTimeLimit)"
@@ -450,5 +450,5 @@ def test_a_job_that_cannot_start_is_a_failure_with_every_obstacle(run: RunDirect
         ("train asks for more time", "a shorter slurm.time"),
         ("decode asks for more", "ask for less"),
     ]
-    running = diagnose(run, attempt, lambda job: "RUNNING", why_waiting=lambda job: told)
+    running = diagnose(run, attempt, lambda job: "RUNNING", find_obstacles=lambda job: told)
     assert running.first is None or "cannot start" not in running.first.failure.how

@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.records.events import decode
 from primeslurm.records.record import Event
-from primeslurm.run.status.event_text import exit_words, lately, notable
+from primeslurm.run.status.event_text import exit_text, lately, notable
 
 
 def read(*events: dict[str, Any]) -> list[Event]:
@@ -204,5 +204,5 @@ def test_the_newest_are_told_each_once() -> None:
 
 
 def test_exit_codes_and_signals_in_words() -> None:
-    assert exit_words(None) == "ended" and exit_words(3) == "ended with exit code 3"
-    assert exit_words(-6) == "was ended by SIGABRT" and exit_words(-99) == "was ended by signal 99"
+    assert exit_text(None) == "ended" and exit_text(3) == "ended with exit code 3"
+    assert exit_text(-6) == "was ended by SIGABRT" and exit_text(-99) == "was ended by signal 99"

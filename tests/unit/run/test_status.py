@@ -33,9 +33,9 @@ from primeslurm.records.fleet import (
 )
 from primeslurm.records.metrics import recent_rows
 from primeslurm.records.state import EngineRecord, FailedRollouts
+from primeslurm.run.bad_nodes import BadNode
 from primeslurm.run.directory import RunDirectory, create, name_in_use
-from primeslurm.run.exclusion import record_excluded
-from primeslurm.run.ledger import BadNode
+from primeslurm.run.node_exclusion import write_excluded
 from primeslurm.run.status.run_status import BROKEN_UP, RlProgress, RunStatus, read_status
 from primeslurm.run.status.summary import summarise
 from primeslurm.wire.stored import checkpoints
@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def status(run: RunDirectory, job: str | None = None, processes: bool = False) -> RunStatus:
-    return read_status(run, lambda record: job, now=NOW, processes=processes, second_look_s=0.0)
+    return read_status(run, lambda record: job, now=NOW, processes=processes, recheck_s=0.0)
 
 
 def fleet(run: RunDirectory, age: float = 0.0, ending: Ending | None = None, state: str = "HEALTHY") -> None:
@@ -307,7 +307,7 @@ def test_rows_of_nothing_are_none(tmp_path: Path) -> None:
 
 def test_what_a_pending_job_is_kept_away_from_is_told(run: RunDirectory) -> None:
     bad = BadNode("n8", "silent for 90 s", "other", 3, NOW - 60, NOW + 3600)
-    record_excluded(run.path, [bad])
+    write_excluded(run.path, [bad])
     found = status(run, "PENDING (Resources)")
     assert (found.phase, found.excluded) == ("pending", [bad])
     console = Console(width=200, record=True, file=io.StringIO())
@@ -334,5 +334,5 @@ def test_a_full_file_system_is_told_with_and_without_the_head(
 def test_obstacles_are_those_of_a_job_that_waits(run: RunDirectory, state: str, told: int) -> None:
     run.latest().record_job(JobRecord("7", "slurm", 1000.0))
     obstacle = Obstacle("train", "PartitionTimeLimit", "asks for more time", "a shorter slurm.time")
-    found = read_status(run, lambda job: state, why_waiting=lambda job: [obstacle])
+    found = read_status(run, lambda job: state, find_obstacles=lambda job: [obstacle])
     assert len(found.obstacles) == told

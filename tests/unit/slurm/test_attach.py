@@ -15,7 +15,7 @@ from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status.placement import placement_of
+from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.target import find_target
 from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import JobComponent, JobState
@@ -82,7 +82,7 @@ def test_a_local_process_is_joined_by_process_role_or_node(run: RunDirectory, tm
         time.sleep(0.2)
     result = primeslurm("attach", "here", "trainer", "--", "sh", "-c", "echo $RANK $PWD; exit 5", cwd=tmp_path)
     assert (result.code, result.out) == (5, f"0 {run.path}\n"), result.err
-    placement = placement_of(attempt)
+    placement = read_outline(attempt)
     by_process = find_target(placement, attempt, "trainer-rank-0")
     assert find_target(placement, attempt, "trainer") == by_process
     assert find_target(placement, attempt, "0").process is None
@@ -96,7 +96,7 @@ def test_a_node_that_has_not_reported_cannot_be_entered(tmp_path: Path) -> None:
     process = Process(name="router-0", role="router", node=0, argv=("true",), log="x.log")
     directory.attempt(1).prepare(plan_of(directory.path, (process,)))
     with pytest.raises(RunError, match="node 0 of r has not reported in attempt 1"):
-        find_target(placement_of(directory.attempt(1)), directory.attempt(1), "router")
+        find_target(read_outline(directory.attempt(1)), directory.attempt(1), "router")
     write_json(directory.path / "lock.json", {"run_id": "r-1"})
     result = primeslurm("attach", directory.path, "router", cwd=tmp_path)
     assert (result.code, result.err) == (4, "error: r does not run\n")

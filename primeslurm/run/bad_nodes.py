@@ -42,7 +42,7 @@ def seconds_ago(entry: BadNode, now: float) -> float:
     return max(0.0, now - entry.time)
 
 
-class Ledger:
+class BadNodeLedger:
     """The bad nodes of one directory of runs."""
 
     def __init__(self, runs: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from primeslurm.api.planning import (
+from primeslurm.api.checks.recipe_check import (
     AskSlurm,
     Check,
     Examined,
@@ -28,7 +28,7 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, find_recipe, read_recipe
 
 if TYPE_CHECKING:
-    from primeslurm.api.runs import Run
+    from primeslurm.api.runs.run import Run
     from primeslurm.api.submission import DryRun, Submitted
     from primeslurm.api.testbed import ClusterSpec
 
@@ -150,7 +150,7 @@ class LoadedRecipe:
             UsageError: something is wrong with the recipe, its files or its name; every reason at once.
             ClusterError: Slurm refused the job or did not answer. Nothing is left of the run then.
         """
-        from primeslurm.api.runs import Run
+        from primeslurm.api.runs.run import Run
 
         with self.on_cluster(keep=True) as ready:
             return Run(Path(ready.start().plan.run_dir))
@@ -183,7 +183,8 @@ class LoadedRecipe:
         if self.cluster is None:
             yield self
             return
-        from primeslurm.api import emulation, submission
+        from primeslurm.api import submission
+        from primeslurm.api.recipes import emulation
 
         planned = self.to_run()
         submission.refuse_unfit(planned.plan)
@@ -270,7 +271,7 @@ def _load_emulated(
     if local:
         why = "an emulated run is a real Slurm job, on an embedded cluster"
         raise UsageError([Violation("--local", "", why, "leave it out")])
-    from primeslurm.api import emulation
+    from primeslurm.api.recipes import emulation
 
     asked = read_recipe(source, words, name)
     where = draft_site(site_file) if site_file is not None else None

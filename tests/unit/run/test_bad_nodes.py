@@ -11,15 +11,15 @@ import pytest
 
 from primeslurm.node.attempt.attempt_end import nodes_to_avoid, record_bad_node
 from primeslurm.records.journal import Journal
+from primeslurm.run.bad_nodes import BadNodeLedger, avoiding
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.ledger import Ledger, avoiding
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of
 from tests.support.strangers import attempted, needs_second_user, public_directory
 
 
 def test_entries_expire_and_the_newest_of_a_node_counts(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = BadNodeLedger(tmp_path)
     assert ledger.entries(0.0) == []
     ledger.record("n1", "old", "a", 1, now=0.0, hours=24)
     ledger.record("n1", "ECC errors", "b", 1, now=3600.0, hours=24)
@@ -30,7 +30,7 @@ def test_entries_expire_and_the_newest_of_a_node_counts(tmp_path: Path) -> None:
 
 
 def test_an_entry_of_a_node_whose_clock_was_ahead_lives_no_longer_than_others(tmp_path: Path) -> None:
-    ledger, now, day = Ledger(tmp_path), time.time(), 86400.0
+    ledger, now, day = BadNodeLedger(tmp_path), time.time(), 86400.0
     ledger.record("n1", "silent", "a", 1, now=now + 3 * day, hours=24)
     (entry,) = ledger.entries(now + 1.0)
     assert entry.time <= now + 1.0 and entry.expires - entry.time == day
@@ -41,14 +41,14 @@ def test_an_entry_of_a_node_whose_clock_was_ahead_lives_no_longer_than_others(tm
 
 
 def test_a_damaged_entry_is_passed_over(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = BadNodeLedger(tmp_path)
     ledger.record("n1", "x", "a", 1, now=0.0, hours=1)
     (tmp_path / ".bad-nodes" / "n2.a.1.json").write_text('{"node": ')
     assert [entry.node for entry in ledger.entries(1.0)] == ["n1"]
 
 
 def test_a_plan_that_keeps_away(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = BadNodeLedger(tmp_path)
     ledger.record("n1", "2 uncorrected ECC errors", "a", 1, now=0.0, hours=24)
     plan = plan_of(tmp_path / "run", ())
     plan = plan.model_copy(update={"job": plan.job.model_copy(update={"exclude": "x[1-3]"})})
@@ -77,7 +77,7 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
     assert (nothing.code, nothing.out) == (0, "") and "new jobs avoid no nodes" in nothing.err
     now = time.time()
     for node in ("gpu-01", "gpu-02"):
-        Ledger(runs).record(node, "silent", "demo", 2, now=now, hours=24)
+        BadNodeLedger(runs).record(node, "silent", "demo", 2, now=now, hours=24)
     listed = primeslurm("nodes", "--runs", runs, "--json", cwd=tmp_path)
     assert {entry["node"] for entry in json.loads(listed.out)} == {"gpu-01", "gpu-02"}
     wrong = primeslurm("nodes", "--runs", runs, "--forget", "gpu-03", cwd=tmp_path)
@@ -98,19 +98,19 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
 )
 def test_host_lists_and_all_nodes_are_forgotten(tmp_path: Path, hostlists: list[str], left: list[str]) -> None:
     for node in ("n1", "n2", "n3", "x1"):
-        Ledger(tmp_path).record(node, "silent", "demo", 2, now=time.time(), hours=24)
+        BadNodeLedger(tmp_path).record(node, "silent", "demo", 2, now=time.time(), hours=24)
     words = [word for hostlist in hostlists for word in ("--forget", hostlist)]
     result = primeslurm("nodes", "--runs", tmp_path, *words, "--json", cwd=tmp_path)
     assert (result.code, sorted(entry["node"] for entry in json.loads(result.out))) == (0, left)
 
 
 def test_nothing_is_forgotten_if_one_host_list_is_wrong(tmp_path: Path) -> None:
-    Ledger(tmp_path).record("n1", "silent", "demo", 2, now=time.time(), hours=24)
+    BadNodeLedger(tmp_path).record("n1", "silent", "demo", 2, now=time.time(), hours=24)
     words = ("--forget", "n1", "--forget", "m[1-2]", "--forget", "n[3-1]")
     result = primeslurm("nodes", "--runs", tmp_path, *words, cwd=tmp_path)
     assert result.code == 2
     assert "--forget = m[1-2]: is not in the ledger" in result.err and "runs backwards" in result.err
-    assert [entry.node for entry in Ledger(tmp_path).entries(time.time())] == ["n1"]
+    assert [entry.node for entry in BadNodeLedger(tmp_path).entries(time.time())] == ["n1"]
 
 
 @needs_second_user
@@ -118,12 +118,12 @@ def test_where_everybody_may_write_entries_of_strangers_do_not_count() -> None:
     def attack() -> None:
         (runs / ".bad-nodes").mkdir()
         (runs / ".bad-nodes").chmod(0o777)
-        Ledger(runs).record("n1", "x", "a", 1, now=0.0, hours=1)
+        BadNodeLedger(runs).record("n1", "x", "a", 1, now=0.0, hours=1)
         os.mkfifo(runs / ".bad-nodes" / "n2.a.1.json")
         (runs / ".bad-nodes" / "n3.a.1.json").symlink_to(runs / ".bad-nodes" / "n1.a.1.json")
 
     with public_directory() as runs:
         assert attempted(attack).succeeded
-        assert Ledger(runs).entries(1.0) == []
-        Ledger(runs).record("n4", "x", "a", 1, now=0.0, hours=1)
-        assert [entry.node for entry in Ledger(runs).entries(1.0)] == ["n4"]
+        assert BadNodeLedger(runs).entries(1.0) == []
+        BadNodeLedger(runs).record("n4", "x", "a", 1, now=0.0, hours=1)
+        assert [entry.node for entry in BadNodeLedger(runs).entries(1.0)] == ["n4"]

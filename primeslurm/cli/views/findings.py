@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from primeslurm.api.planning import Check, by_severity
+from primeslurm.api.checks.recipe_check import Check, by_severity
 from primeslurm.base.units import count
 from primeslurm.cli.output import note
 from primeslurm.plan.model import Finding, Level, NodeRole, Plan

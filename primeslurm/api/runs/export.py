@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from primeslurm.api.runs import Run
+from primeslurm.api.runs.run import Run
 from primeslurm.base import files
 from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.model_files import model_directory

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.records.attempt import JobRecord, StartRecord, TakenOverError, newest_attempt, require_newest
-from primeslurm.run import claims
-from primeslurm.run.claims import claim_attempt, claim_start, displaced, owner
+from primeslurm.run import attempt_claims
+from primeslurm.run.attempt_claims import claim_attempt, claim_start, moved_or_copied, owner
 from primeslurm.run.directory import RunDirectory
 from tests.support.plans import plan_of
 
@@ -20,7 +20,7 @@ CLAIM = """
 import sys, time
 from pathlib import Path
 from primeslurm.records.attempt import JobRecord
-from primeslurm.run.claims import claim_attempt
+from primeslurm.run.attempt_claims import claim_attempt
 from primeslurm.run.directory import RunDirectory
 run = RunDirectory(Path(sys.argv[1]))
 plan = run.attempt(1).plan()
@@ -105,24 +105,24 @@ def test_the_owner_is_named_with_job_host_and_time(run: RunDirectory, monkeypatc
 
 def test_a_copy_and_a_run_that_was_moved_are_told_from_the_original(run: RunDirectory, tmp_path: Path) -> None:
     plan = run.attempt(1).plan()
-    assert displaced(run.path, plan) == []
+    assert moved_or_copied(run.path, plan) == []
     (tmp_path / "link").symlink_to(run.path)
-    assert displaced(tmp_path / "link", plan) == [], "the same directory by another path"
+    assert moved_or_copied(tmp_path / "link", plan) == [], "the same directory by another path"
     copy = tmp_path / "copy"
     copy.mkdir()
-    (of_copy,) = displaced(copy, plan)
+    (of_copy,) = moved_or_copied(copy, plan)
     assert of_copy.why.startswith(f"is a copy of {run.path}") and "export" in of_copy.fix
     run.path.rename(tmp_path / "moved")
-    (moved,) = displaced(tmp_path / "moved", plan)
+    (moved,) = moved_or_copied(tmp_path / "moved", plan)
     assert moved.why == f"was moved: its plan was made for {run.path}"
     assert moved.fix == f"move it back, or `ln -s {tmp_path / 'moved'} {run.path}`"
     run.path.symlink_to(tmp_path / "moved")
-    assert displaced(tmp_path / "moved", plan) == [], "the link that was advised"
+    assert moved_or_copied(tmp_path / "moved", plan) == [], "the link that was advised"
 
 
 def test_a_file_system_that_is_mounted_twice_is_one(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = run.attempt(1).plan()
     monkeypatch.setattr(Path, "samefile", lambda *_: False)
-    assert displaced(run.path, plan) == []
+    assert moved_or_copied(run.path, plan) == []
     assert not list(run.path.glob(".same*"))
-    assert claims.displaced(run.path.parent, plan)
+    assert attempt_claims.moved_or_copied(run.path.parent, plan)

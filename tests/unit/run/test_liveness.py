@@ -17,9 +17,9 @@ from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, FleetView, ProcessReport
 from primeslurm.run.diagnosis.doctor import Diagnosis, diagnose
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status import signs_of_life
+from primeslurm.run.status import liveness
+from primeslurm.run.status.liveness import state_from_agent, unresponsive_writers
 from primeslurm.run.status.run_status import NO_ANSWER, RunStatus, read_status
-from primeslurm.run.status.signs_of_life import silent_writers, state_by_agent
 from tests.support.plans import plan_of, python
 
 ENGINE, TRAINER = "decode-r0-0", "trainer-rank-0"
@@ -64,12 +64,12 @@ def agent(run: RunDirectory, rank: int, ago: float, state: str = "ready", skew: 
 def status(
     run: RunDirectory, job: str | None = "RUNNING", look_s: float = 0.0, *, words: tuple[str, ...] = ()
 ) -> RunStatus:
-    return read_status(run, lambda _: job, why_silent=lambda *_: list(words), processes=True, second_look_s=look_s)
+    return read_status(run, lambda _: job, find_causes=lambda *_: list(words), processes=True, recheck_s=look_s)
 
 
 def diagnosis(run: RunDirectory, job: str | None = "RUNNING") -> Diagnosis:
     return diagnose(
-        run, run.attempt(1), lambda _: job, why_silent=lambda *_: ["Slurm says that n1 is down"], second_look_s=0.0
+        run, run.attempt(1), lambda _: job, find_causes=lambda *_: ["Slurm says that n1 is down"], recheck_s=0.0
     )
 
 
@@ -171,7 +171,7 @@ def test_agents_alike_point_to_what_they_share(run: RunDirectory, monkeypatch: p
         f_flag, f_blocks, f_bavail, f_files, f_favail = os.ST_RDONLY, 10, 0, 10, 0
         f_frsize, f_bsize, f_bfree = 4096, 4096, 0
 
-    monkeypatch.setattr(signs_of_life.os, "statvfs", lambda path: ReadOnly())
+    monkeypatch.setattr(liveness.os, "statvfs", lambda path: ReadOnly())
     found = status(run)
     assert found.silence is not None and states(found) == {TRAINER: "UNKNOWN", ENGINE: "UNKNOWN"}
     place = run.attempt(1).path
@@ -187,12 +187,10 @@ def test_a_directory_that_its_owner_may_not_write_is_named(run: RunDirectory) ->
     events = run.attempt(1).path / "events"
     events.chmod(0o500)
     try:
-        assert signs_of_life.file_system_faults(run.attempt(1).path) == [
-            f"their owner may not write to {events} (0500)"
-        ]
+        assert liveness.file_system_faults(run.attempt(1).path) == [f"their owner may not write to {events} (0500)"]
     finally:
         events.chmod(0o700)
-    assert signs_of_life.file_system_faults(run.attempt(1).path) == []
+    assert liveness.file_system_faults(run.attempt(1).path) == []
 
 
 @pytest.mark.parametrize(
@@ -260,7 +258,7 @@ def test_files_that_are_replaced_are_alive(tmp_path: Path, replacing: Callable[[
         path.write_text("1")
         os.utime(path, (1e9, 1e9))
     replacing(live)
-    assert silent_writers({old: 1e9, live: 1e9}, time.time(), 1.0) == {old: 1e9}
+    assert unresponsive_writers({old: 1e9, live: 1e9}, time.time(), 1.0) == {old: 1e9}
 
 
 @pytest.fixture
@@ -285,4 +283,4 @@ def replacing() -> Callable[[Path], None]:
     ],
 )
 def test_a_process_is_what_its_agent_says(last: str, own: str | None, state: str) -> None:
-    assert state_by_agent(last, own) == state
+    assert state_from_agent(last, own) == state

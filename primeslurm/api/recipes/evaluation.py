@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from primeslurm.api.loading import RECIPES, LoadedRecipe, load
-from primeslurm.api.runs import find_run
+from primeslurm.api.recipes.loading import RECIPES, LoadedRecipe, load
+from primeslurm.api.runs.run import find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.paths import is_dir, is_file

@@ -17,7 +17,7 @@ from primeslurm.base.files import write_json
 from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.records.reading import find_record
-from primeslurm.run.ledger import BadNode
+from primeslurm.run.bad_nodes import BadNode
 
 FILE = "excluded.json"
 
@@ -31,7 +31,7 @@ class ExcludedNodes(msgspec.Struct, frozen=True):
     nodes: list[BadNode] = []
 
 
-def spared(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[BadNode]:
+def excludable_nodes(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[BadNode]:
     """Choose the bad nodes that a job can do without.
 
     The newest entries come first, so that it is the oldest ones that are used again where nodes are scarce. Nodes that
@@ -70,7 +70,7 @@ def spared(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[B
     return found
 
 
-def record_excluded(run_dir: Path, nodes: Sequence[BadNode]) -> None:
+def write_excluded(run_dir: Path, nodes: Sequence[BadNode]) -> None:
     """Write down what a run's job is kept away from. Raises OSError."""
     write_json(run_dir / FILE, msgspec.to_builtins(ExcludedNodes(list(nodes))))
 

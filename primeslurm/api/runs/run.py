@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primeslurm.api.jobs import OnSilence, end_job, job_query, queries, settle
+from primeslurm.api.jobs import OnNoAnswer, end_job, job_query, queries, settle
 from primeslurm.api.sites import runs_directory
 from primeslurm.base import durable, files
 from primeslurm.base.errors import ClusterError, RunError, UsageError, Violation
@@ -17,7 +17,7 @@ from primeslurm.base.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.attempt import JobRecord
-from primeslurm.run.claims import displaced
+from primeslurm.run.attempt_claims import moved_or_copied
 from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted
 from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
 
@@ -64,7 +64,7 @@ class Run:
             raise UsageError([Violation("--attempt", str(number), why, f"nearest: {newest.number}")])
         return known[number]
 
-    def status(self, *, processes: bool = False, if_silent: OnSilence | None = None) -> RunStatus:
+    def status(self, *, processes: bool = False, if_silent: OnNoAnswer | None = None) -> RunStatus:
         """Say what the run is doing.
 
         Args:
@@ -77,12 +77,12 @@ class Run:
             ClusterError: Slurm has to be asked and gives no answer.
         """
         with reading(self):
-            state, why_silent, why_waiting = queries(self.directory, if_silent)
+            state, find_causes, find_obstacles = queries(self.directory, if_silent)
             return read_status(
-                self.directory, state, processes=processes, why_silent=why_silent, why_waiting=why_waiting
+                self.directory, state, processes=processes, find_causes=find_causes, find_obstacles=find_obstacles
             )
 
-    def watch(self, *, poll_s: float = 1.0, if_silent: OnSilence | None = None) -> Iterator[RunStatus]:
+    def watch(self, *, poll_s: float = 1.0, if_silent: OnNoAnswer | None = None) -> Iterator[RunStatus]:
         """Yield the status again and again; the last one is of the run that has ended.
 
         Args:
@@ -121,7 +121,7 @@ class Run:
                 status = self.status()
         return status
 
-    def cancel(self, *, now: bool = False, if_silent: OnSilence | None = None) -> bool:
+    def cancel(self, *, now: bool = False, if_silent: OnNoAnswer | None = None) -> bool:
         """Have the trainer write a last checkpoint, then end the run and its job. Returns whether it was not over.
 
         Args:
@@ -194,7 +194,7 @@ class Run:
 
     def _refuse_if_displaced(self) -> None:
         """Raise UsageError if the plan's processes would use another directory than this one."""
-        if problems := displaced(self.path, self.plan()):
+        if problems := moved_or_copied(self.path, self.plan()):
             raise UsageError(problems)
 
     def summary(self) -> Summary:
@@ -205,7 +205,7 @@ class Run:
             return summarise(self.directory)
 
     def diagnose(
-        self, attempt: int | None = None, *, max_kl: float | None = None, if_silent: OnSilence | None = None
+        self, attempt: int | None = None, *, max_kl: float | None = None, if_silent: OnNoAnswer | None = None
     ) -> Diagnosis:
         """Name the first failure of an attempt, what followed from it, known causes, and whether the run is valid.
 
@@ -223,11 +223,11 @@ class Run:
 
         chosen = self.attempt(attempt)
         with reading(self):
-            state, why_silent, why_waiting = queries(self.directory, if_silent)
+            state, find_causes, find_obstacles = queries(self.directory, if_silent)
             limit = MAX_KL if max_kl is None else max_kl
-            return diagnose(self.directory, chosen, state, limit, why_silent, why_waiting=why_waiting)
+            return diagnose(self.directory, chosen, state, limit, find_causes, find_obstacles=find_obstacles)
 
-    def report(self, *, if_silent: OnSilence | None = None) -> str:
+    def report(self, *, if_silent: OnNoAnswer | None = None) -> str:
         """Make one HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
         from primeslurm.run.report.page import report
 

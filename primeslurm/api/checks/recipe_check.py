@@ -296,7 +296,7 @@ class _Tried:
 
 def _try(look: _Look, faulty: Sequence[Sequence[str]], *, local: bool) -> _Tried:
     """Try environments, and render data, as far as their fields are sound."""
-    from primeslurm.api import environments  # not above: whoever renders tries none
+    from primeslurm.api.checks import environments
 
     skip = {".".join(path[:at]) for path in faulty for at in (2, 3) if _spoils(path, at)}
     located = look.files.located

@@ -19,7 +19,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_PASS = stat.S_IXGRP | stat.S_IXOTH
 
 
-def unsafe(run_dir: Path) -> list[Violation]:
+def permission_problems(run_dir: Path) -> list[Violation]:
     """Return a violation for each way in which others could replace a run directory, whether or not it is there yet."""
     return files.retrying(run_dir, lambda: _unsafe(run_dir))
 
@@ -38,7 +38,7 @@ def _unsafe(run_dir: Path) -> list[Violation]:
     return found
 
 
-def why_not_to_load(folder: Path) -> str:
+def pickle_problems(folder: Path) -> str:
     """Say why pickles of a folder of a run directory are not to be loaded; empty if they are this user's alone.
 
     Args:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from primeslurm.base.units import duration, number, size
 from primeslurm.cli.output import note
+from primeslurm.cli.views.findings import show_findings, totals
 from primeslurm.cli.views.folding import fold, pattern, ranges
 from primeslurm.cli.views.plan_verdict import show_verdict
 from primeslurm.cli.views.tables import light_table, out
-from primeslurm.cli.views.verdict import show_findings, totals
 from primeslurm.plan.memory.forecast import Amount, Estimate
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class PlacementRow:
+class ProcessRow:
     """Similar processes on similar nodes."""
 
     nodes: str
@@ -78,10 +78,10 @@ def _show_job(plan: Plan) -> None:
     out.print(groups)
 
 
-def every_row(nodes: Iterable[Node]) -> list[PlacementRow]:
+def every_row(nodes: Iterable[Node]) -> list[ProcessRow]:
     """Make a row for each process."""
     return [
-        PlacementRow(
+        ProcessRow(
             nodes=str(node.index) if i == 0 else "",
             role=f"{node.role}[{node.index_in_group}]" if i == 0 else "",
             process=process.name,
@@ -94,7 +94,7 @@ def every_row(nodes: Iterable[Node]) -> list[PlacementRow]:
     ]
 
 
-def folded_rows(nodes: Iterable[Node]) -> list[PlacementRow]:
+def folded_rows(nodes: Iterable[Node]) -> list[ProcessRow]:
     """Make a row for similar processes on similar nodes, which run equally many of each kind on the same GPUs."""
     alike: dict[object, list[Node]] = {}
     for node in nodes:
@@ -105,7 +105,7 @@ def folded_rows(nodes: Iterable[Node]) -> list[PlacementRow]:
         role = f"{members[0].role}[{ranges(node.index_in_group for node in members)}]"
         for i, processes in enumerate(zip(*(_runs(node) for node in members), strict=True)):
             shown = _row([process for run in processes for process in run])
-            rows.append(PlacementRow(where if i == 0 else "", role if i == 0 else "", *shown))
+            rows.append(ProcessRow(where if i == 0 else "", role if i == 0 else "", *shown))
     return rows
 
 

@@ -16,7 +16,7 @@ from primeslurm.plan.plan_file import plain
 from primeslurm.run.directory import Attempt
 
 
-class PlacedProcess(msgspec.Struct, frozen=True):
+class ProcessOutline(msgspec.Struct, frozen=True):
     """A process and where it belongs."""
 
     name: str
@@ -27,16 +27,16 @@ class PlacedProcess(msgspec.Struct, frozen=True):
     replica: int | None = None
 
 
-class PlacedNode(msgspec.Struct, frozen=True):
+class NodeOutline(msgspec.Struct, frozen=True):
     """A node and what it runs."""
 
     index: int
     group: int
     role: str
-    processes: list[PlacedProcess] = []
+    processes: list[ProcessOutline] = []
 
 
-class PlacedReplica(msgspec.Struct, frozen=True):
+class ReplicaOutline(msgspec.Struct, frozen=True):
     """An inference deployment and its router."""
 
     index: int
@@ -44,30 +44,30 @@ class PlacedReplica(msgspec.Struct, frozen=True):
     engines: list[str]
 
 
-class RunPlacement(msgspec.Struct, frozen=True):
+class PlanOutline(msgspec.Struct, frozen=True):
     """What runs where."""
 
     run: str
     run_dir: str
     task: str
     executor: str
-    nodes: list[PlacedNode]
-    replicas: list[PlacedReplica]
+    nodes: list[NodeOutline]
+    replicas: list[ReplicaOutline]
     emulated: bool = False
 
-    def processes(self) -> Iterator[PlacedProcess]:
+    def processes(self) -> Iterator[ProcessOutline]:
         """Return all processes, in node order."""
         return (process for node in self.nodes for process in node.processes)
 
 
-def placement_of(attempt: Attempt) -> RunPlacement:
+def read_outline(attempt: Attempt) -> PlanOutline:
     """Read what runs where in an attempt.
 
     Raises:
         RunError: there is no readable plan.
     """
     try:
-        plan = plain(files.read_bytes(attempt.plan_file), PlacedProcess.__struct_fields__)
-        return msgspec.convert(plan, RunPlacement)
+        plan = plain(files.read_bytes(attempt.plan_file), ProcessOutline.__struct_fields__)
+        return msgspec.convert(plan, PlanOutline)
     except (OSError, ValueError) as error:
         raise RunError(f"{attempt.plan_file} cannot be read: {error}") from None

@@ -16,7 +16,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.run.directory import create
-from primeslurm.run.ownership import unsafe, why_not_to_load
+from primeslurm.run.directory_security import permission_problems, pickle_problems
 from tests.support.recipes import site, write_recipe
 from tests.support.strangers import STRANGER, attempted, needs_second_user, public_directory
 
@@ -37,20 +37,20 @@ def made(tmp_path: Path, run_dir: Path) -> Plan:
 
 
 def reasons(run_dir: Path) -> list[str]:
-    return [violation.why for violation in unsafe(run_dir)]
+    return [violation.why for violation in permission_problems(run_dir)]
 
 
 def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    (violation,) = unsafe(shared / "runs" / "r")
+    (violation,) = permission_problems(shared / "runs" / "r")
     assert str(shared) in violation.why and violation.fix.startswith(f"chmod +t {shared}")
     with pytest.raises(UsageError, match="not sticky"):
         made(tmp_path, shared / "runs" / "r")
     assert not (shared / "runs").exists()
     shared.chmod(0o1777)
-    assert unsafe(shared / "runs" / "r") == []
+    assert permission_problems(shared / "runs" / "r") == []
 
 
 def test_an_empty_directory_of_ones_own_is_taken_and_closed(tmp_path: Path, runs: Path) -> None:
@@ -58,7 +58,7 @@ def test_an_empty_directory_of_ones_own_is_taken_and_closed(tmp_path: Path, runs
     (runs / "r").chmod(0o777)
     made(tmp_path, runs / "r")
     assert (runs / "r").stat().st_mode & 0o777 == 0o700
-    assert unsafe(runs / "r") == []
+    assert permission_problems(runs / "r") == []
     (runs / "r").chmod(0o775)
     assert "may be written by others (mode 0775)" in reasons(runs / "r")[0]
 
@@ -134,13 +134,13 @@ def test_pickles_are_this_users_and_closed_wherever_others_get_to_them(runs: Pat
     own.chmod(0o664)
     folder.chmod(0o775)
     (runs / "r").chmod(0o700)
-    assert why_not_to_load(folder) == "", "nobody else gets there"
+    assert pickle_problems(folder) == "", "nobody else gets there"
     (runs / "r").chmod(0o755)
-    assert why_not_to_load(folder).count("may be written by others") == 2
+    assert pickle_problems(folder).count("may be written by others") == 2
     folder.chmod(0o755)
     own.chmod(0o644)
-    assert why_not_to_load(folder) == ""
+    assert pickle_problems(folder) == ""
     theirs.touch()
     os.chown(theirs, STRANGER, STRANGER)
-    assert why_not_to_load(folder) == f"{theirs} belongs to user {STRANGER}"
-    assert why_not_to_load(runs / "none" / "submitit").endswith("No such file or directory")
+    assert pickle_problems(folder) == f"{theirs} belongs to user {STRANGER}"
+    assert pickle_problems(runs / "none" / "submitit").endswith("No such file or directory")

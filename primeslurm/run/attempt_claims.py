@@ -27,7 +27,7 @@ class NotOwnerError(RunError):
     """Another job owns the run."""
 
 
-def new_word() -> str:
+def new_token() -> str:
     """Return a word that nobody else uses."""
     return secrets.token_hex(12)
 
@@ -47,7 +47,7 @@ def claim_attempt(
     Raises:
         OSError: it cannot be written.
     """
-    staged = Attempt(run.path, number, f".{number}.{new_word()}")
+    staged = Attempt(run.path, number, f".{number}.{new_token()}")
     attempt = run.attempt(number)
     try:
         staged.record_job(job)
@@ -62,7 +62,7 @@ def claim_attempt(
 
 def claim_start(attempt: Attempt, start: StartRecord) -> bool:
     """Use an attempt for the start of a job. False if another start uses it. Raises OSError."""
-    staged = attempt.path / f".start.{new_word()}"
+    staged = attempt.path / f".start.{new_token()}"
     try:
         durable.make_directory(staged)
         durable.write_json(staged / START_FILE, msgspec.to_builtins(start))
@@ -98,7 +98,7 @@ def owner(attempt: Attempt) -> str:
     return f"{what} (attempt {attempt.number}, submitted{where} at {since})"
 
 
-def displaced(run_dir: Path, plan: Plan) -> list[Violation]:
+def moved_or_copied(run_dir: Path, plan: Plan) -> list[Violation]:
     """Return a violation if a run directory is a copy, or was moved: its plan has absolute paths, of the original."""
     original = Path(plan.run_dir)
     if _same_directory(run_dir, original):
@@ -118,7 +118,7 @@ def _same_directory(one: Path, other: Path) -> bool:
             return True
         # A file system that is mounted twice has two device numbers: what is written through one path is there under
         # the other.
-        probe = one / f".same.{new_word()}"
+        probe = one / f".same.{new_token()}"
         files.write_atomic(probe, "")
         try:
             return files.exists(other / probe.name)

@@ -26,7 +26,7 @@ from primeslurm.run.directory import Attempt
 
 SILENT_S = 10.0
 """Who writes every second and has not written for so long is silent; who writes more rarely, after as many times."""
-SECOND_LOOK_S = 3.0
+RECHECK_S = 3.0
 """How long a file that seems old is watched: long enough for a head on a slow file system."""
 SKEW_S = 2.0
 """Clocks of a cluster agree to this."""
@@ -34,11 +34,11 @@ _GLANCE_S = 0.2
 _WRITTEN = (".", "agents", "events", "state")
 """Directories of an attempt that head, agents and processes write to all the time."""
 
-WhySilent = Callable[[Attempt, Sequence[str]], list[str]]
+FindCauses = Callable[[Attempt, Sequence[str]], list[str]]
 """What who runs the job knows of nodes that say nothing."""
 
 
-class RunSilence(msgspec.Struct, frozen=True):
+class HeadSilence(msgspec.Struct, frozen=True):
     """Why what is told of a run is not of this moment."""
 
     text: str
@@ -56,7 +56,7 @@ class RunSilence(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class SilentAgent:
+class UnresponsiveAgent:
     """An agent that does not write any more."""
 
     rank: int
@@ -66,24 +66,24 @@ class SilentAgent:
 
 
 @dataclass(frozen=True)
-class Signs:
+class RunLiveness:
     """What there is of head and agents."""
 
-    silence: RunSilence | None = None
+    silence: HeadSilence | None = None
     """None: the head writes, or has never begun, or the attempt is over."""
-    agents: tuple[SilentAgent, ...] = ()
+    agents: tuple[UnresponsiveAgent, ...] = ()
     """Those that are silent; only looked for where the head is silent, or when asked for."""
 
 
-def signs_of_life(
+def check_liveness(
     attempt: Attempt,
     fleet: FleetView | None,
     now: float,
     *,
     agents: bool = False,
-    why_silent: WhySilent = lambda attempt, nodes: [],
-    second_look_s: float = SECOND_LOOK_S,
-) -> Signs:
+    find_causes: FindCauses = lambda attempt, nodes: [],
+    recheck_s: float = RECHECK_S,
+) -> RunLiveness:
     """Look at what head and agents of an attempt that has not ended have written.
 
     Args:
@@ -91,17 +91,17 @@ def signs_of_life(
         fleet: what its head said last; None if it has said nothing, or nothing that can be read.
         now: Unix seconds.
         agents: look at every agent even if the head is heard of.
-        why_silent: what else is known of silent nodes.
-        second_look_s: for how long files that seem old are watched.
+        find_causes: what else is known of silent nodes.
+        recheck_s: for how long files that seem old are watched.
     """
     path = attempt.fleet_file
     if fleet is None and not files.exists(path):
-        return Signs()
+        return RunLiveness()
     said = fleet.time if fleet else None
     silent_s = SILENT_S * (fleet.heartbeat_s if fleet else 1.0)
     head_file = {path: said}
     if not agents and not _doubtful(head_file, now, silent_s):
-        return Signs()
+        return RunLiveness()
     assignment = attempt.assignment()
     names = {agent.rank: agent.name for agent in assignment.agents.values()}
     reports = {
@@ -110,14 +110,16 @@ def signs_of_life(
         if not (report and report.ended) and (rank in names or not names)  # neither spares nor who was replaced
     }
     agent_files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
-    quiet = silent_writers(head_file | agent_files, now, second_look_s, silent_s)
+    quiet = unresponsive_writers(head_file | agent_files, now, recheck_s, silent_s)
     found = [
-        SilentAgent(rank, report.name if report else names.get(rank, f"rank {rank}"), quiet[attempt.agent_file(rank)])
+        UnresponsiveAgent(
+            rank, report.name if report else names.get(rank, f"rank {rank}"), quiet[attempt.agent_file(rank)]
+        )
         for rank, report in sorted(reports.items())
         if attempt.agent_file(rank) in quiet
     ]
     if path not in quiet:
-        return Signs(None, tuple(found))
+        return RunLiveness(None, tuple(found))
     since = quiet[path]
     head = names.get(0) or next((r.name for rank, r in reports.items() if rank == 0 and r), "")
     causes = file_system_faults(attempt.path)
@@ -126,22 +128,22 @@ def signs_of_life(
     if said is not None and said > now + SKEW_S:
         causes.append(f"the last record of the head is dated {duration(said - now)} in the future: clocks differ")
     causes += _who_else(len(reports), found)
-    causes += why_silent(attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in found)]) if name])
+    causes += find_causes(attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in found)]) if name])
     seconds = None if since is None else max(0.0, now - since)
-    age = f"for {duration(seconds)}" if seconds is not None else f"in the last {duration(second_look_s)}"
+    age = f"for {duration(seconds)}" if seconds is not None else f"in the last {duration(recheck_s)}"
     text = f"the head{f' (on {head})' if head else ''} has not written {age}; this status is from then"
-    return Signs(RunSilence(text, since, seconds, len(reports), len(found), causes), tuple(found))
+    return RunLiveness(HeadSilence(text, since, seconds, len(reports), len(found), causes), tuple(found))
 
 
-def silent_writers(
-    files: Mapping[Path, float | None], now: float, second_look_s: float = SECOND_LOOK_S, silent_s: float = SILENT_S
+def unresponsive_writers(
+    files: Mapping[Path, float | None], now: float, recheck_s: float = RECHECK_S, silent_s: float = SILENT_S
 ) -> dict[Path, float | None]:
     """Find those that do not write any more.
 
     Args:
         files: each with when its writer says that it wrote it, in Unix seconds; None if it cannot be read.
         now: Unix seconds.
-        second_look_s: for how long those that seem old are watched.
+        recheck_s: for how long those that seem old are watched.
         silent_s: those are old that were written so long ago.
 
     Returns:
@@ -149,7 +151,7 @@ def silent_writers(
     """
     before = {path: _print(path) for path in files}
     doubtful = _doubtful(files, now, silent_s)
-    deadline = time.monotonic() + second_look_s
+    deadline = time.monotonic() + recheck_s
     while doubtful:
         doubtful = {path for path in doubtful if _print(path) == before[path]}
         if time.monotonic() >= deadline:
@@ -173,7 +175,7 @@ def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:
     return {int(path.stem): find_record(path, AgentReport) for path in found if path.stem.isdecimal()}
 
 
-def state_by_agent(last: str, own: str | None) -> str:
+def state_from_agent(last: str, own: str | None) -> str:
     """Say in what state a process is whose agent writes while the head does not.
 
     Args:
@@ -189,13 +191,13 @@ def state_by_agent(last: str, own: str | None) -> str:
     )
 
 
-def unheard_nodes(assignment: AssignmentRecord, agents: Sequence[SilentAgent]) -> dict[int, float | None]:
+def unresponsive_nodes(assignment: AssignmentRecord, agents: Sequence[UnresponsiveAgent]) -> dict[int, float | None]:
     """By node of the plan: since when its agent says nothing, for those that say nothing."""
     since = {agent.rank: agent.since for agent in agents}
     return {node: since[agent.rank] for node, agent in assignment.agents.items() if agent.rank in since}
 
 
-def _who_else(agents: int, silent: Sequence[SilentAgent]) -> list[str]:
+def _who_else(agents: int, silent: Sequence[UnresponsiveAgent]) -> list[str]:
     if not agents:
         return []
     if not silent:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from primeslurm.api.loading import RECIPES, load
-from primeslurm.api.runs import find_run
+from primeslurm.api.recipes.loading import RECIPES, load
+from primeslurm.api.runs.run import find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.base import files
 from primeslurm.base.errors import UsageError, Violation

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from primeslurm.api.runs import Run, reading
+from primeslurm.api.runs.run import Run, reading
 from primeslurm.base.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord
-from primeslurm.run.status.placement import placement_of
+from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.target import ProcessTarget, find_target
 from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import SlurmClient
@@ -48,7 +48,7 @@ def attachment(run: Run, word: str, command: Sequence[str], *, terminal: bool) -
     if job is None or attempt.end() is not None:
         raise RunError(f"{run.name} does not run")
     with reading(run):
-        target = find_target(placement_of(attempt), attempt, word)
+        target = find_target(read_outline(attempt), attempt, word)
     inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.host.exec_in_process", *_pids(target), *command]
     argv = _argv(plan, job, target, inside, terminal)
     return Attachment(argv, clean(os.environ, job.slurm_conf), target.process, target.host)

@@ -1,0 +1,1 @@
+"""Checks of a recipe on this machine and with Slurm."""

@@ -1,0 +1,1 @@
+"""Recipes before submission: loading, emulation, evaluation, comparison."""

@@ -1,0 +1,1 @@
+"""A run after its submission: status, cancel, resume, logs, attach, export."""
