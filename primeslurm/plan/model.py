@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from primeslurm.plan.memory.forecast import Estimate
+from primeslurm.plan.forecast import Estimate
 from primeslurm.recipe.fields.section import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]

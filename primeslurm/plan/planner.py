@@ -14,13 +14,14 @@ from typing import Literal
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
+from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
-from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
-from primeslurm.plan.commands.processes import decided, environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.checks.run_checks import check_plan, check_run
+from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
-from primeslurm.plan.memory.forecast import Amount, Estimate
+from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Finding, HeartbeatLimits, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
@@ -91,39 +92,26 @@ def try_plan(
     Returns:
         Why the recipe cannot be placed on this site, all findings, and the run if there are no such reasons.
     """
-    recipe = decided(recipe, files.model.model_type, site.device)
+    recipe = resolve_auto_fields(recipe, files.model.model_type, site.device)
     requests, problems = requests_of(recipe, site, local=local)
-    findings, estimate = review(recipe, site, requests, files.model, files.teacher)
+    findings, estimate = check_run(recipe, site, requests, files.model, files.teacher)
     about_files = [*files.absent, *as_findings(files.problems, "blocked")]
     if problems:
         return problems, [*findings, *about_files], None
     located, limits = _settled(site, requests, files)
-    located = _with_kv_cache(located, estimate)
+    located = with_kv_cache_size(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     plan = place(located, site, run_dir, requests, local=local)
-    findings += [*advise(located, plan), *about_files]
+    findings += [*check_plan(located, plan), *about_files]
     plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
     return [], findings, Planned(plan, located)
 
 
-def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Amount]]:
+def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
     """Time limits that follow bytes, and whether layers are compiled; with what to say of the limits."""
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
-    return decided(recipe, files.model.model_type, site.device), limits
-
-
-def _with_kv_cache(recipe: Recipe, estimate: Estimate | None) -> Recipe:
-    """Set the KV cache of engines that share GPUs with the trainer, if the estimate knows its size.
-
-    vLLM otherwise measures how much memory of the whole GPU disappears while it profiles. An engine that restarts
-    beside a working trainer would count the trainer's memory as its own.
-    """
-    role = next((role for role in estimate.roles if role.role == "inference"), None) if estimate else None
-    if not recipe.colocated or recipe.inference.kv_cache_bytes or role is None or not role.kv_tokens:
-        return recipe
-    size = role.kv_tokens * role.kv_bytes_per_token
-    return recipe.model_copy(update={"inference": recipe.inference.model_copy(update={"kv_cache_bytes": size})})
+    return resolve_auto_fields(recipe, files.model.model_type, site.device), limits
 
 
 def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Planned:
@@ -138,13 +126,13 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    recipe = decided(recipe, None, site.device)  # stand-ins compile nothing
+    recipe = resolve_auto_fields(recipe, None, site.device)  # stand-ins compile nothing
     requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
-    findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *advise(recipe, plan))
+    findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *check_plan(recipe, plan))
     return Planned(plan.model_copy(update={"findings": findings}), recipe)
 
 

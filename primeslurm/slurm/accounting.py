@@ -21,7 +21,7 @@ _SUBACCOUNTS = 23
 
 @dataclass(frozen=True)
 class TresLimits:
-    """TresLimits of a QOS or an association. Amounts are by TRES: cpu, node, mem [MiB], gres/gpu, gres/gpu:h100."""
+    """Limits of a QOS or an association. Amounts are by TRES: cpu, node, mem [MiB], gres/gpu, gres/gpu:h100."""
 
     minutes: int | None = None
     per_job: Mapping[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""TresLimits of time, accounts and QOS that a Plan exceeds by itself, so that its job would wait forever. Pure."""
+"""Limits of time, accounts and QOS that a Plan exceeds by itself, so that its job would wait forever. Pure."""
 
 from __future__ import annotations
 

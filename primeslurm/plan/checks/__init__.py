@@ -6,17 +6,17 @@ this file system: only a real `submit` refuses it. `warning` and `note` are advi
 
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
-from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
+from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.checks.teacher import teacher_problems
 
 __all__ = [
     "RuleContext",
     "absent_data",
-    "advise",
+    "check_plan",
+    "check_run",
     "conflicts",
     "model_files",
-    "review",
     "teacher_problems",
     "with_absolute_paths",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from primeslurm.base.units import number
 from primeslurm.plan.batch_job import node_memory
-from primeslurm.plan.memory.buffered import BUFFERED
+from primeslurm.plan.forecast import Estimate, RoleMemory
+from primeslurm.plan.gpus import GIB
+from primeslurm.plan.memory.checkpoint_size import LOCAL_COPIES, in_memory
 from primeslurm.plan.memory.estimate import TYPICAL
-from primeslurm.plan.memory.forecast import Estimate, RoleMemory
-from primeslurm.plan.memory.gpus import GIB
-from primeslurm.plan.memory.saved import LOCAL_COPIES, in_memory
+from primeslurm.plan.memory.orchestrator_memory import BUFFERED
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe

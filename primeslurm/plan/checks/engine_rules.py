@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.commands.engine import LOGPROBS_MODE
+from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
-from primeslurm.plan.memory.gpus import GIB
 
 DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 GRAPH_SIZES = 512

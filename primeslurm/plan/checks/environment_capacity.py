@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.gpus import GIB
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe

@@ -14,7 +14,7 @@ from primeslurm.base.paths import REPOSITORY, in_checkout, is_file
 from primeslurm.models.catalog import catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
-from primeslurm.plan.checks.model_tensors import tensor_problems
+from primeslurm.plan.checks.checkpoint_tensors import tensor_problems
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines

@@ -9,7 +9,7 @@ from typing import Literal
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import settings_of
-from primeslurm.plan.memory.gpus import Gpu, gpu_of
+from primeslurm.plan.gpus import Gpu, gpu_of
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.deployment import Disaggregated

@@ -13,9 +13,9 @@ from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
+from primeslurm.plan.forecast import Estimate, RoleMemory
+from primeslurm.plan.gpus import gpu_of
 from primeslurm.plan.memory.estimate import engine_role
-from primeslurm.plan.memory.forecast import Estimate, RoleMemory
-from primeslurm.plan.memory.gpus import gpu_of
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.inference import served
 from primeslurm.plan.placement.resources import ResourceRequest
@@ -27,7 +27,7 @@ _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("
 _MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
 
 
-def review_teacher(
+def teacher_findings(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles | None
 ) -> tuple[list[Finding], RoleMemory | None]:
     """Say what is wrong or doubtful about the teacher's engines.

@@ -17,6 +17,8 @@ Device = Literal["cuda", "cpu"]
 
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 """What engines do on the nodes of a role."""
+RENDEZVOUS_PORT = "master"
+"""Name of the port at which the trainer's ranks meet."""
 GIN_OFF = "EP_DISABLE_GIN"
 """DeepEP's variable for ranks that reach each other by NVLink alone."""
 COMPILED_CODE = {"PRIMESLURM_COMPILED_CODE": "/tmp"}

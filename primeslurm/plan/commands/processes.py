@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from primeslurm.models import family_of
-from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, Command
-from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE
-from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
+from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, RENDEZVOUS_PORT, Command
+from primeslurm.plan.gpus import ALLOC_CONF, EXPANDABLE
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
@@ -76,33 +74,6 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
         return Command(argv=argv, env=env, ports=(), imports=(PRELOADED,))
     own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
     return Command(argv=argv, env={**env, "TMPDIR": own}, ports=(), scratch=(own,), imports=(PRELOADED,))
-
-
-def decided(recipe: Recipe, model_type: str | None, device: str) -> Recipe:
-    """Return the recipe with `trainer.compile` true or false, where it leaves that open.
-
-    Args:
-        recipe: of the run.
-        model_type: of config.json; None if it is not known.
-        device: that trainer ranks compute on.
-    """
-    if recipe.trainer.compile is not None:
-        return recipe
-    value = _compiles(recipe, model_type, device)
-    return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"compile": value})})
-
-
-def _compiles(recipe: Recipe, model_type: str | None, device: str) -> bool:
-    trainer = recipe.trainer
-    if device != "cuda" or recipe.model.dtype != "bfloat16" or trainer.parallelism.ep_backend == "deepep":
-        return False
-    family = family_of(model_type) if model_type and recipe.model.impl != "hf" and recipe.model.vlm is None else None
-    ran = family.model_types[model_type].compiled_with if family and model_type else None
-    cp_style = trainer.parallelism.cp_style if trainer.parallelism.cp > 1 else None
-    asked = {"fp8": trainer.fp8, "lora": trainer.lora, "router_replay": trainer.router_replay}
-    asked |= {"cp": cp_style == "ulysses", "all-gathered cp": cp_style == "allgather"}
-    asked |= {"one expert after the other": not trainer.grouped_products}
-    return ran is not None and {mode for mode, on in asked.items() if on} <= ran
 
 
 def trainer_command(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from primeslurm.models.shape import Mla, ModelShape
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.parameters import count
 
 CONTEXT_BYTES = int(1.5 * GIB)

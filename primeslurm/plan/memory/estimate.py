@@ -9,7 +9,9 @@ from primeslurm.models.shape import ModelShape
 from primeslurm.plan.batch_job import cpus_per_gpu
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
-from primeslurm.plan.memory.buffered import buffered_amount
+from primeslurm.plan.forecast import Estimate, Quantity, RoleMemory
+from primeslurm.plan.gpus import GIB, Gpu, gpu_of
+from primeslurm.plan.memory.checkpoint_size import checkpoint_bytes, in_memory, local_amounts, local_bytes
 from primeslurm.plan.memory.engine import (
     DEFAULT_BATCHED_TOKENS,
     EngineLayout,
@@ -17,10 +19,8 @@ from primeslurm.plan.memory.engine import (
     engine_memory,
     kv_bytes_per_token,
 )
-from primeslurm.plan.memory.forecast import Amount, Estimate, RoleMemory
-from primeslurm.plan.memory.gpus import GIB, Gpu, gpu_of
+from primeslurm.plan.memory.orchestrator_memory import orchestrator_memory
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.saved import checkpoint_bytes, in_memory, local_amounts, local_bytes
 from primeslurm.plan.memory.step_time import SPREAD, StepTime, moving_state, step_time
 from primeslurm.plan.memory.trainer import (
     ELEMENT_BYTES,
@@ -184,12 +184,12 @@ def _trainer_role(recipe: Recipe, request: ResourceRequest, shape: ModelShape, g
     )
 
 
-def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape) -> list[Amount]:
+def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
     p = count(shape)
     gpus = count_gpus(requests)
     time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
     hours = gpus * minutes(time) / 60
-    found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
+    found = [Quantity(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
     train = next((request for request in requests if request.role == "train"), None)
     if train:
         found += _training(recipe, site, train, cpus_per_gpu(recipe, requests), shape)
@@ -197,25 +197,25 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         found += _update(recipe, site, train, requests, shape)
         found += _replay(recipe, shape)
         found += _batch_files(recipe, site, shape)
-        found.append(buffered_amount(recipe, _routed_bytes(recipe, shape), BATCH_BYTES, TYPICAL))
+        found.append(orchestrator_memory(recipe, _routed_bytes(recipe, shape), BATCH_BYTES, TYPICAL))
     found += _host_tier(recipe, requests, shape)
-    found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
+    found.append(Quantity(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
     return found
 
 
-def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, shape: ModelShape) -> list[Amount]:
+def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, shape: ModelShape) -> list[Quantity]:
     adapters = lora_parameters(shape, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
     trained = trained_parameters(shape, adapters, _frozen_vision(recipe))
     moments = recipe.checkpoint.moments
     size = checkpoint_bytes(recipe, trained, STATE_BYTES[recipe.trainer.optimizer.type])
     how = "float32 masters and optimizer state" + (" in bfloat16" if moments == "bfloat16" else "")
-    saved = [Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how=how)]
+    saved = [Quantity(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how=how)]
     saved += local_amounts(recipe, size, train.nodes)
     gpu = gpu_of(train.kind)
     if gpu is None:
         return saved
     shared = f"of {train.gpus} ranks a node: those nearest to its GPU, and as many threads"
-    found = [*saved, Amount(name="cores", value=cores, unit="for a trainer rank", how=shared)]
+    found = [*saved, Quantity(name="cores", value=cores, unit="for a trainer rank", how=shared)]
     if recipe.trainer.memory.optimizer_state_offload:
         found.append(_moved_state(recipe, train, trained))
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
@@ -229,25 +229,25 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     return [*found, *(_step(time, how) for time, how in zip(times, _LENGTHS, strict=True))]
 
 
-def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Amount:
+def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quantity:
     """What a step of the optimizer moves between a GPU and host memory."""
     own = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
     moved = own * STATE_BYTES[recipe.trainer.optimizer.type]
     seconds = moving_state(moved, train.gpus)
     how = f"to each GPU and back, during the update: {units.duration(seconds)} at the end of a step"
-    return Amount(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
+    return Quantity(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
 
 
 _LENGTHS = ("trainer step, sequences of seq_len", "trainer step, of a quarter of that")
 
 
-def _step(time: StepTime, name: str) -> Amount:
+def _step(time: StepTime, name: str) -> Quantity:
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.parts.items())
     how = [f"{parts} s, within {SPREAD:.0%}"]
     if time.network < 0.05:
-        return Amount(name=name, value=round(time.shortest, 1), unit="s", how=how[0])
+        return Quantity(name=name, value=round(time.shortest, 1), unit="s", how=how[0])
     how.append(f"network {time.network:.1f} s, not measured: {units.duration(time.longest)} if it is not overlapped")
-    return Amount(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how), most=round(time.longest, 1))
+    return Quantity(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how), most=round(time.longest, 1))
 
 
 def _line_rate(site: Site, request: ResourceRequest) -> float | None:
@@ -258,7 +258,7 @@ def _line_rate(site: Site, request: ResourceRequest) -> float | None:
 
 def _update(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], shape: ModelShape
-) -> list[Amount]:
+) -> list[Quantity]:
     """Bytes of one policy, and the seconds until every engine holds it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
     fp8 = recipe.inference.quantization == "fp8" or shape.fp8_blocks
@@ -268,17 +268,17 @@ def _update(
     common = projections + (parameters.total - parameters.experts - parameters.attention - parameters.dense) * element
     size = experts + common
     form = "FP8" if fp8 else recipe.model.dtype
-    found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
+    found = [Quantity(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
     if recipe.weights.transport == "filesystem":
         speed = site.network.storage_gbytes_per_s * train.nodes
         how = f"written by {train.nodes} nodes and read, at {site.network.storage_gbytes_per_s:g} GB/s each"
-        return [*found, Amount(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
+        return [*found, Quantity(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
     return [*found, *_sending(recipe, site, train, requests, common, experts)]
 
 
 def _sending(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], common: float, experts: float
-) -> list[Amount]:
+) -> list[Quantity]:
     """Trainer GPUs share what is sent; each engine GPU takes its own experts, and all else."""
     gbps = _line_rate(site, train)
     if gbps is None:
@@ -290,16 +290,16 @@ def _sending(
     seconds = max(sent, taken) * 8 / (gbps * 1e9 * LINE_SHARE)
     speed = f"{LINE_SHARE:.0%} of {gbps:g} Gbit/s"
     how = f"{units.size(sent)} from a trainer GPU, {units.size(taken)} to an engine GPU, at {speed}"
-    return [Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
+    return [Quantity(name="weight update", value=round(seconds, 1), unit="s", how=how)]
 
 
-def _replay(recipe: Recipe, shape: ModelShape) -> list[Amount]:
+def _replay(recipe: Recipe, shape: ModelShape) -> list[Quantity]:
     if not recipe.trainer.router_replay or shape.experts is None:
         return []
     per_token = _routed_bytes(recipe, shape)
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size
     how = f"{per_token} bytes a token, {recipe.orchestrator.batch_size} rollouts of seq_len"
-    return [Amount(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
+    return [Quantity(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
 
 
 def _routed_bytes(recipe: Recipe, shape: ModelShape) -> int:
@@ -309,7 +309,7 @@ def _routed_bytes(recipe: Recipe, shape: ModelShape) -> int:
     return shape.layers * shape.experts.top_k * (1 if shape.experts.count <= 256 else 2)
 
 
-def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Amount]:
+def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Quantity]:
     """What batches take on the shared file system, if that is how ranks get them."""
     if recipe.orchestrator.rollout_transport != "filesystem":
         return []
@@ -318,10 +318,10 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Amount]:
     speed, steps = site.network.storage_gbytes_per_s, min(recipe.checkpoint.interval, recipe.max_steps)
     how = f"{per_token} bytes per token; written in {units.duration(batch / speed)} at {speed:g} GB/s, "
     how += f"and kept until the commit: {units.size(batch * steps * 1e9)} after {steps} steps"
-    return [Amount(name="batch files", value=round(batch, 1), unit="GB per step", how=how)]
+    return [Quantity(name="batch files", value=round(batch, 1), unit="GB per step", how=how)]
 
 
-def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Amount]:
+def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
     """Tokens whose KV fits into host memory: a Mooncake store's pool, or the tiers of all engines that have one."""
     offload = recipe.inference.kv_offload
     holders = [request for request in requests if request.role in ENGINE_ROLES]
@@ -334,7 +334,7 @@ def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShap
         pools = sum(request.nodes * request.gpus // layout.tp for request in holders if request.role != "decode")
         how = f"{units.gib(offload.cpu.bytes / GIB)} of each of {pools} engines, its own"
     tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(shape, layout) * layout.tp)
-    return [Amount(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
+    return [Quantity(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
 
 
 def _gib(size: float) -> float:

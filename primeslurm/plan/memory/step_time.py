@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from primeslurm.models.shape import ModelShape
-from primeslurm.plan.memory.gpus import Gpu
+from primeslurm.plan.gpus import Gpu
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.recipe import Recipe

@@ -13,8 +13,8 @@ from primeslurm.models.registry import family_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import START_S, settings_of
+from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.estimate import STORED_BYTES
-from primeslurm.plan.memory.forecast import Amount
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import STATE_BYTES
 from primeslurm.plan.placement.inference import served
@@ -28,7 +28,7 @@ SLOW = 0.1
 
 def with_limits(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
-) -> tuple[Recipe, list[Amount]]:
+) -> tuple[Recipe, list[Quantity]]:
     """Fill in the limits that a recipe leaves open.
 
     Args:
@@ -53,7 +53,7 @@ def with_limits(
 
 def _engine_start(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
-) -> Amount | None:
+) -> Quantity | None:
     """An hour, and the time in which a node's engines read their weights; None if the run has no engines."""
     asked = [request for request in requests if request.role in ENGINE_ROLES or request.role == "teacher"]
     if not asked:
@@ -64,7 +64,7 @@ def _engine_start(
 
 def _trainer_loading(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None
-) -> Amount | None:
+) -> Quantity | None:
     """Two hours, and the time in which a node reads its part of the model and a checkpoint; None without a trainer."""
     train = next((request for request in requests if request.role == "train"), None)
     if train is None:
@@ -75,12 +75,12 @@ def _trainer_loading(
     return _limit("trainer loading", recipe.trainer.long_phase_timeout_s, LONG_S, size, site)
 
 
-def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Amount:
+def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Quantity:
     if given is not None:
-        return Amount(name=name, value=given, unit="s", how="time limit of the recipe")
+        return Quantity(name=name, value=given, unit="s", how="time limit of the recipe")
     speed = SLOW * site.network.storage_gbytes_per_s * 1e9
     how = f"time limit: {units.duration(base)}, and {units.size(size)} per node at {speed / 1e9:g} GB/s"
-    return Amount(name=name, value=base + 60 * math.ceil(size / speed / 60), unit="s", how=how)
+    return Quantity(name=name, value=base + 60 * math.ceil(size / speed / 60), unit="s", how=how)
 
 
 def _read(

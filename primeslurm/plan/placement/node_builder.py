@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from primeslurm.plan.commands.command import Command
+from primeslurm.plan.commands.command import RENDEZVOUS_PORT, Command
 from primeslurm.plan.model import Health, HeartbeatLimits, Node, NodeRole, Process, Restart, Role
 
-RENDEZVOUS_PORT = "master"
 RENDEZVOUS_OFFSET = 500
 """torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port."""
 

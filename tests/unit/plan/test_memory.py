@@ -16,6 +16,8 @@ from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision
 from primeslurm.plan.checks import model_files
+from primeslurm.plan.forecast import Quantity
+from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.activations import Mixer, delta_net, images_of, layers_of, mamba
 from primeslurm.plan.memory.engine import (
     EngineLayout,
@@ -25,8 +27,6 @@ from primeslurm.plan.memory.engine import (
     prompt_logit_bytes,
 )
 from primeslurm.plan.memory.estimate import engine_layout, trainer_layout
-from primeslurm.plan.memory.forecast import Amount
-from primeslurm.plan.memory.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.step_time import moving_state
 from primeslurm.plan.memory.trainer import TrainerLayout, layer_gather_bytes, trainer_memory
@@ -480,7 +480,7 @@ def amounts(**changes: Any) -> dict[str, float]:
     return {amount.name: amount.value for amount in explained(**changes)}
 
 
-def explained(**changes: Any) -> list[Amount]:
+def explained(**changes: Any) -> list[Quantity]:
     recipe = Recipe.model_validate(
         recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
     )

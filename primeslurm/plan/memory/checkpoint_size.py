@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from primeslurm.plan.memory.forecast import Amount
+from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
 LOCAL_COPIES = "local copies"
@@ -35,10 +35,10 @@ def in_memory(recipe: Recipe) -> bool:
     return recipe.checkpoint.local is not None and PurePosixPath(recipe.checkpoint.local).is_relative_to(_MEMORY)
 
 
-def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Amount]:
+def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Quantity]:
     """Say what local copies take, if there are any."""
     size = local_bytes(recipe, saved, nodes)
     if not size:
         return []
     how = f"in {recipe.checkpoint.local}: of its own ranks" + (", and of another node's" if nodes > 1 else "")
-    return [Amount(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB a train node", how=how)]
+    return [Quantity(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB a train node", how=how)]

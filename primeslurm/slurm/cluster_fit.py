@@ -74,7 +74,7 @@ def cluster_facts(client: SlurmClient) -> ClusterFacts:
     return ClusterFacts(client.partitions(), tuple(client.reservations()), client.accounting(), groups)
 
 
-def placement_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
+def cluster_fit_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
     """Find every reason why the job could never start, each once. Pure."""
     partitions = {name: facts.partitions[name] for name in _asked_partitions(plan) if name in facts.partitions}
     found = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.base import units
-from primeslurm.plan.memory.forecast import Amount
+from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
 BUFFERED = "buffered rollouts"
@@ -33,7 +33,7 @@ def buffered_rollouts(recipe: Recipe) -> int:
     return waiting + TRAINED_BATCHES * asked.batch_size
 
 
-def buffered_amount(recipe: Recipe, routed_bytes: int, encoded_bytes: int, typical: int) -> Amount:
+def orchestrator_memory(recipe: Recipe, routed_bytes: int, encoded_bytes: int, typical: int) -> Quantity:
     """Say what they take if all of them are as long as they may be.
 
     Args:
@@ -49,4 +49,4 @@ def buffered_amount(recipe: Recipe, routed_bytes: int, encoded_bytes: int, typic
         size += encoded_bytes * TRAINED_BATCHES * recipe.orchestrator.batch_size * recipe.seq_len
     how = f"{rollouts} rollouts of seq_len, {per_token} bytes per token; "
     how += f"{units.size(size / typical)} if they have 1/{typical} of it"
-    return Amount(name=BUFFERED, value=round(size / 1e9, 1), unit="GB", how=how)
+    return Quantity(name=BUFFERED, value=round(size / 1e9, 1), unit="GB", how=how)

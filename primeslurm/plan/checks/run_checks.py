@@ -8,19 +8,19 @@ from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.environment_capacity import environment_capacity
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
-from primeslurm.plan.checks.teacher import review_teacher
+from primeslurm.plan.checks.teacher import teacher_findings
 from primeslurm.plan.checks.tool_rendering import tool_rendering
 from primeslurm.plan.checks.unsupported import unsupported
+from primeslurm.plan.forecast import Estimate
+from primeslurm.plan.gpus import GPUS, gpu_of
 from primeslurm.plan.memory.estimate import estimate
-from primeslurm.plan.memory.forecast import Estimate
-from primeslurm.plan.memory.gpus import GPUS, gpu_of
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.advantage_rules import rule_of
 
 
-def review(
+def check_run(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles, teacher: ModelFiles | None
 ) -> tuple[list[Finding], Estimate | None]:
     """Say what is wrong or doubtful; and estimate memory and amounts, if the model's shape is known.
@@ -37,7 +37,7 @@ def review(
     found += _unread_parsers(recipe)
     if model.absent:
         found.append(model.absent)
-    of_teacher, memory = review_teacher(recipe, site, requests, teacher)
+    of_teacher, memory = teacher_findings(recipe, site, requests, teacher)
     found += of_teacher + environment_capacity(recipe, requests)
     if model.shape is None:
         return found + _no_estimate(recipe, site, model), None
@@ -47,7 +47,7 @@ def review(
     return found, worked_out.model_copy(update={"roles": roles})
 
 
-def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
+def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
     """Advise on a recipe that can run but may not run well."""
     found: list[Finding] = []
     orchestrator = recipe.orchestrator

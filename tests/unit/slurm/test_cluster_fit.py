@@ -22,6 +22,7 @@ from primeslurm.slurm.accounting import (
     parse_qos,
     parse_tres,
 )
+from primeslurm.slurm.cluster_fit import ClusterFacts, cluster_fit_problems
 from primeslurm.slurm.limits import clock
 from primeslurm.slurm.partitions import (
     Gres,
@@ -33,7 +34,6 @@ from primeslurm.slurm.partitions import (
     parse_partitions,
     parse_reservations,
 )
-from primeslurm.slurm.placement import ClusterFacts, placement_problems
 from tests.support.recipes import recipe_data, site
 from tests.support.slurm_plans import group, plan
 
@@ -60,7 +60,7 @@ FACTS = ClusterFacts(parse_partitions(PARTITIONS, ROWS))
 
 
 def problems(given: Plan, facts: ClusterFacts = FACTS) -> list[str]:
-    return [str(each) for each in placement_problems(given, facts)]
+    return [str(each) for each in cluster_fit_problems(given, facts)]
 
 
 def make(*groups: HetGroup, **job: object) -> Plan:

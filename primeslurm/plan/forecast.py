@@ -33,7 +33,7 @@ class RoleMemory(Section):
         return round(self.limit_gib - self.needed_gib, 1)
 
 
-class Amount(Section):
+class Quantity(Section):
     """One derived quantity, and how it was worked out."""
 
     name: str
@@ -50,4 +50,4 @@ class Estimate(Section):
     source: str
     """Where the shape of the model is from."""
     roles: tuple[RoleMemory, ...] = ()
-    amounts: tuple[Amount, ...] = ()
+    amounts: tuple[Quantity, ...] = ()
