@@ -77,12 +77,12 @@ def cluster_facts(client: SlurmClient) -> ClusterFacts:
 def cluster_fit_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
     """Find every reason why the job could never start, each once. Pure."""
     partitions = {name: facts.partitions[name] for name in _asked_partitions(plan) if name in facts.partitions}
-    found = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]
+    problems = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]
     for partition in partitions.values():
         groups = [group for group in plan.groups if group.partition == partition.name]
-        found += _access_problems(plan, groups[0], partition, facts)
-        found += _resource_problems(plan, groups, partition, facts)
-    return [*found, *limit_problems(plan, facts.partitions, facts.accounting)]
+        problems += _access_problems(plan, groups[0], partition, facts)
+        problems += _resource_problems(plan, groups, partition, facts)
+    return [*problems, *limit_problems(plan, facts.partitions, facts.accounting)]
 
 
 def _asked_partitions(plan: Plan) -> list[str]:
@@ -148,22 +148,22 @@ def _resource_problems(
     plan: Plan, groups: Sequence[HetGroup], partition: Partition, facts: ClusterFacts
 ) -> list[Violation]:
     nodes = _candidates(plan, partition, facts)
-    found = list(_partition_size_problems(plan, groups, partition, facts))
+    problems = list(_partition_size_problems(plan, groups, partition, facts))
     seen: set[tuple[str, str]] = set()
     for group in groups:
         for problem in _node_problems(group, partition, nodes):
             kind = problem.field.rpartition(".")[2], problem.value
             if kind not in seen:  # the same mistake, which another component has, too
                 seen.add(kind)
-                found.append(problem)
+                problems.append(problem)
     wanted, usable = sum(group.nodes for group in groups), [node for node in nodes if not is_broken(node.state)]
-    if not found and wanted > len(usable):
+    if not problems and wanted > len(usable):
         there = f"has {len(usable)} usable {'node' if len(usable) == 1 else 'nodes'}"
         there += f" of {len(partition.nodes)}" if len(usable) < len(partition.nodes) else ""
         why = f"{there}, and the job needs {wanted}: {_needed(plan, groups)}"
         fix = _on_one_node(plan, partition, usable) or "lower the nodes or replicas of a role, or use another partition"
-        found.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
-    return found
+        problems.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
+    return problems
 
 
 def _needed(plan: Plan, groups: Sequence[HetGroup]) -> str:

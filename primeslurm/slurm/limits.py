@@ -20,10 +20,10 @@ _WHOM = {"per_job": "a job", "per_user": "a user", "total": "all jobs together"}
 
 def limit_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> list[Violation]:
     """Find limits that the job exceeds, and accounts and QOS that this user may not use."""
-    found = [*_account_problems(plan, accounting), *_time_problems(plan, partitions, accounting)]
+    problems = [*_account_problems(plan, accounting), *_time_problems(plan, partitions, accounting)]
     if "limits" not in accounting.enforced:
-        return found
-    return list(dict.fromkeys([*found, *_size_problems(plan, partitions, accounting)]))
+        return problems
+    return list(dict.fromkeys([*problems, *_size_problems(plan, partitions, accounting)]))
 
 
 def qos_of(plan: Plan, partition: Partition, accounting: Accounting) -> str:

@@ -90,7 +90,7 @@ def obstacles(
         maintenance: reservations for maintenance of nodes that the job might get.
         rivals: what other jobs that run share with this one: those count against its limits, and may end.
     """
-    found = []
+    obstacles = []
     for component in job.components:
         if component.state != "PENDING":
             continue
@@ -100,8 +100,8 @@ def obstacles(
         if told is not None:
             text, fix, never = told
             who = names.get(component.offset, f"+{component.offset}") if len(job.components) > 1 else ""
-            found.append(Obstacle(who, component.reason, text, fix.format(job=job.job_id), never))
-    return _joined(found)
+            obstacles.append(Obstacle(who, component.reason, text, fix.format(job=job.job_id), never))
+    return _joined(obstacles)
 
 
 def _counted(reason: str) -> set[Shared]:
@@ -138,9 +138,9 @@ def _temporary(reason: str, maintenance: Sequence[Reservation]) -> tuple[str, st
     return None
 
 
-def _joined(found: Sequence[Obstacle]) -> list[Obstacle]:
+def _joined(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
     """Say what several components share once."""
     by_text: dict[tuple[str, str, str, bool], list[str]] = {}
-    for each in found:
+    for each in obstacles:
         by_text.setdefault((each.reason, each.text, each.fix, each.never), []).append(each.component)
     return [Obstacle(", ".join(who), *rest) for rest, who in by_text.items()]

@@ -19,11 +19,11 @@ MARGIN = 0.1
 
 def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     """Find roles that do not fit their GPUs or hosts, or nearly do not."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for role in estimate.roles:
-        found += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
-    found += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
-    return found + _concurrency(recipe, estimate)
+        findings += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
+    findings += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
+    return findings + _concurrency(recipe, estimate)
 
 
 def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:

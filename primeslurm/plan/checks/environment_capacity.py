@@ -19,33 +19,33 @@ def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> lis
     """Find environment nodes that are too small or too many, and a head node that is too small without them."""
     workers = sum(environment.workers for environment in recipe.all_environments)
     asked = recipe.deployment.environments
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for request in requests:
         if asked is None and request.role == "control" and workers > request.kind.cpus:
             text = f"{workers} environment workers share the {request.kind.cpus} CPU cores of the head node"
             fix = "give them nodes of their own: deployment.environments"
-            found.append(Finding(level="warning", field="environments", text=text, fix=fix))
+            findings.append(Finding(level="warning", field="environments", text=text, fix=fix))
         elif asked is not None and request.role == "environments":
-            found += [*_node(recipe, asked, request, workers), *_spread(recipe, asked, workers)]
-            found += _sandboxes(recipe, asked, _memory(recipe, asked, request))
-    return found
+            findings += [*_node(recipe, asked, request, workers), *_spread(recipe, asked, workers)]
+            findings += _sandboxes(recipe, asked, _memory(recipe, asked, request))
+    return findings
 
 
 def _node(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest, workers: int) -> list[Finding]:
     """What the fullest node runs, against what it has."""
     most = -(-workers // asked.nodes)
     cores = asked.cpus or recipe.slurm.environments.cpus_per_task or request.kind.cpus
-    found = []
+    findings = []
     if most * asked.cpus_per_worker > cores:
         needed = f"{most} workers of {asked.cpus_per_worker:g} CPU cores"
         fix = "more nodes, fewer workers, or a smaller cpus_per_worker"
-        found.append(_error(f"does not fit: a node runs {needed}, and has {cores}", fix))
+        findings.append(_error(f"does not fit: a node runs {needed}, and has {cores}", fix))
     there = _memory(recipe, asked, request)
     if there and most * bytes_of(asked.memory_per_worker) > there:
         needed = f"{most} workers of {asked.memory_per_worker}"
         fix = "more nodes, fewer workers, or a smaller memory_per_worker"
-        found.append(_error(f"does not fit: a node runs {needed}, and has {there / GIB:.0f} GiB", fix))
-    return found
+        findings.append(_error(f"does not fit: a node runs {needed}, and has {there / GIB:.0f} GiB", fix))
+    return findings
 
 
 def _memory(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest) -> float:
@@ -85,15 +85,15 @@ def _sandbox_gb(runtime: Runtime | None) -> float:
 
 
 def _spread(recipe: Recipe, asked: EnvironmentNodes, workers: int) -> list[Finding]:
-    found = []
+    findings = []
     if workers < asked.nodes:
         fix = "raise environments.workers, or lower nodes"
-        found.append(_warning(f"{workers} workers leave {asked.nodes - workers} of {asked.nodes} nodes idle", fix))
+        findings.append(_warning(f"{workers} workers leave {asked.nodes - workers} of {asked.nodes} nodes idle", fix))
     bound = (asked.max_rollouts_per_node or recipe.max_inflight) * asked.nodes
     if bound < recipe.max_inflight:
         text = f"{asked.nodes} nodes of {asked.max_rollouts_per_node} rollouts run {bound} of {recipe.max_inflight}"
-        found.append(_warning(text, "more nodes, or raise max_rollouts_per_node"))
-    return found
+        findings.append(_warning(text, "more nodes, or raise max_rollouts_per_node"))
+    return findings
 
 
 def _error(text: str, fix: str) -> Finding:

@@ -32,24 +32,24 @@ def check_run(
         model: what is known of the policy's model.
         teacher: what is known of the teacher's model, if the run serves one.
     """
-    found = conflicts(RuleContext(recipe, site, requests, model.shape))
-    found += unsupported(recipe, model.shape, model.model_type) + tool_rendering(recipe, model.model_type)
-    found += _unread_parsers(recipe)
+    findings = conflicts(RuleContext(recipe, site, requests, model.shape))
+    findings += unsupported(recipe, model.shape, model.model_type) + tool_rendering(recipe, model.model_type)
+    findings += _unread_parsers(recipe)
     if model.absent:
-        found.append(model.absent)
+        findings.append(model.absent)
     of_teacher, memory = teacher_findings(recipe, site, requests, teacher)
-    found += of_teacher + environment_capacity(recipe, requests)
+    findings += of_teacher + environment_capacity(recipe, requests)
     if model.shape is None:
-        return found + _no_estimate(recipe, site, model), None
+        return findings + _no_estimate(recipe, site, model), None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
-    found += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests) + _uncounted(recipe, model.shape)
+    findings += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests) + _uncounted(recipe, model.shape)
     roles = (*worked_out.roles, *([memory] if memory else []))
-    return found, worked_out.model_copy(update={"roles": roles})
+    return findings, worked_out.model_copy(update={"roles": roles})
 
 
 def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
     """Advise on a recipe that can run but may not run well."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     orchestrator = recipe.orchestrator
     if recipe.task == "rl":
         per_engine = recipe.max_inflight / max(plan.totals.engines, 1)
@@ -57,27 +57,27 @@ def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
         hashed = router.type == "vllm-router" and router.policy == "consistent_hash"
         if hashed and per_engine < 4:
             text = f"{recipe.max_inflight} rollouts over {plan.totals.engines} engines fill a hash ring unevenly"
-            found.append(Finding(level="warning", field="inference.router.policy", text=text, fix="use round_robin"))
+            findings.append(Finding(level="warning", field="inference.router.policy", text=text, fix="use round_robin"))
         lead = recipe.max_inflight / orchestrator.batch_size
         if lead > orchestrator.max_off_policy_steps + 1:
             bound = orchestrator.max_off_policy_steps
             text = f"{lead:.1f} batches in flight, but rollouts older than {bound} steps are dropped"
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
-            found.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
-        found += _alone(recipe)
-    found += _colocated(recipe, plan) + _few_cores(plan)
+            findings.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
+        findings += _alone(recipe)
+    findings += _colocated(recipe, plan) + _few_cores(plan)
     single = [group.name for group in plan.groups if group.nodes == 1]
     if single and any(group.spares or group.name == "environments" for group in plan.groups):
         text = f"component {', '.join(single)} has one node: Slurm then requeues the whole job when any node is lost"
         fix = "give it a spare, or use layout: single"
-        found.append(Finding(level="warning", field="deployment.spares", text=text, fix=fix))
+        findings.append(Finding(level="warning", field="deployment.spares", text=text, fix=fix))
     if recipe.checkpoint.interval > recipe.max_steps:
         text = f"only the last step ({recipe.max_steps}) is saved: a failure before it starts from the beginning"
-        found.append(Finding(level="warning", field="checkpoint.interval", text=text))
+        findings.append(Finding(level="warning", field="checkpoint.interval", text=text))
     if recipe.checkpoint.local and not recipe.deployment.spares.train:
         text = "nothing is read from it: ranks start again within an attempt only where a spare replaces a node"
-        found.append(Finding(level="warning", field="checkpoint.local", text=text, fix="deployment.spares.train: 1"))
-    return tuple(found)
+        findings.append(Finding(level="warning", field="checkpoint.local", text=text, fix="deployment.spares.train: 1"))
+    return tuple(findings)
 
 
 def _colocated(recipe: Recipe, plan: Plan) -> list[Finding]:
@@ -90,12 +90,12 @@ def _colocated(recipe: Recipe, plan: Plan) -> list[Finding]:
     text = f"trainer and engines share {which}: {1 - share:.0%} of the memory is for engines and {share:.0%} for the "
     text += "trainer. The trainer starts after the engines. They take turns to compute, so steps take longer than "
     text += "estimated."
-    found = [Finding(level="note", field="inference.gpu_memory_utilization", text=text)]
+    findings = [Finding(level="note", field="inference.gpu_memory_utilization", text=text)]
     if plan.device == "cuda" and recipe.inference.kv_cache_bytes is None:
         text = "is not known from the model and the type of the GPUs, so each engine measures it when it starts. An "
         text += "engine that restarts while the trainer computes may measure too much or too little."
-        found.append(Finding(level="warning", field="inference.kv_cache_bytes", text=text, fix="set it"))
-    return found
+        findings.append(Finding(level="warning", field="inference.kv_cache_bytes", text=text, fix="set it"))
+    return findings
 
 
 def _few_cores(plan: Plan) -> list[Finding]:
@@ -111,14 +111,14 @@ def _few_cores(plan: Plan) -> list[Finding]:
 
 def _alone(recipe: Recipe) -> list[Finding]:
     """Warn of groups of one rollout whose advantages compare the rollouts of a group."""
-    found = []
+    findings = []
     for environment in recipe.environments:
         rule = rule_of(recipe, environment)
         if rule in ("grpo", "max_rl") and recipe.group_size(environment) == 1:
             text = f"advantages: {rule} compares the rollouts of a group: one rollout alone has advantage 0"
             fix = f"at least 2, usually 8, for {environment.label}"
-            found.append(Finding(level="warning", field="orchestrator.group_size", value="1", text=text, fix=fix))
-    return found
+            findings.append(Finding(level="warning", field="orchestrator.group_size", value="1", text=text, fix=fix))
+    return findings
 
 
 def _unread_parsers(recipe: Recipe) -> list[Finding]:

@@ -50,19 +50,19 @@ def teacher_findings(
         for request in requests
         if request.role == "teacher"
     ]
-    found = conflicts(RuleContext(alone, site, own, model.shape))
+    findings = conflicts(RuleContext(alone, site, own, model.shape))
     if model.absent:
-        found.append(model.absent)
+        findings.append(model.absent)
     gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None
     memory = None
     if gpu is not None and model.shape is not None:
         memory = engine_role(alone, own[0], model.shape, gpu, prompt_logprobs=True)
-        found += [
+        findings += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
             for finding in capacity(alone, own, Estimate(source=model.source, roles=(memory,)))
         ]
         memory = memory.model_copy(update={"role": "teacher"})
-    return [finding.model_copy(update={"field": _here(finding.field)}) for finding in found], memory
+    return [finding.model_copy(update={"field": _here(finding.field)}) for finding in findings], memory
 
 
 def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
@@ -70,13 +70,13 @@ def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation
     alone = served(recipe)
     if alone is None or model is None:
         return []
-    found = [
+    problems = [
         Violation("seq_len", str(recipe.seq_len), f"the teacher: {p.why}", f"nearest: {_limit(p.fix)}")
         if p.field == "seq_len"
         else Violation(_here(p.field), p.value, p.why, p.fix)
         for p in model.problems
     ]
-    return found + _tokenizer_problems(recipe.model.path, alone.model.path)
+    return problems + _tokenizer_problems(recipe.model.path, alone.model.path)
 
 
 def _limit(fix: str) -> int:

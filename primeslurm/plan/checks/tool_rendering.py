@@ -42,14 +42,16 @@ def tool_rendering(recipe: Recipe, model_type: str | None) -> list[Finding]:
     if not why or model.vlm is not None or (model_type is None and model.renderer == AUTO):
         return []
     sampled = {"environments": recipe.trained_environments, "evaluation.environments": recipe.evaluation_environments}
-    found = [
+    findings = [
         unrenderable(f"{field}.{index}.{part}", harness, why)
         for field, environments in sampled.items()
         for index, environment in enumerate(environments)
         for part, harness in _harnesses(environment)
         if offers_tools(harness)
     ]
-    return [Finding(level="error", field=each.field, value=each.value, text=each.why, fix=each.fix) for each in found]
+    return [
+        Finding(level="error", field=each.field, value=each.value, text=each.why, fix=each.fix) for each in findings
+    ]
 
 
 def _harnesses(environment: AnyEnvironment) -> Iterator[tuple[str, str]]:

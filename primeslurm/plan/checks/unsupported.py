@@ -55,16 +55,16 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
     """
     if recipe.task in ("serve", "eval"):
         return []
-    found = _unseen(recipe)
+    findings = _unseen(recipe)
     if model_type is not None:
-        found += _incapable(recipe, model_type) + _unnamed(recipe, model_type, shape)
+        findings += _incapable(recipe, model_type) + _unnamed(recipe, model_type, shape)
     if shape is not None and (text := _unread(recipe, shape)):
         converts = shape.four_bits or shape.fp8_blocks
         fix = (
             f"primeslurm convert {recipe.model.path} DIR, and model.path: DIR" if converts else "convert it to bfloat16"
         )
-        found.append(Finding(level="blocked", field="model.path", text=text, fix=fix))
-    return found
+        findings.append(Finding(level="blocked", field="model.path", text=text, fix=fix))
+    return findings
 
 
 def _unseen(recipe: Recipe) -> list[Finding]:

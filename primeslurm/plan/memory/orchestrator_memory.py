@@ -1,4 +1,4 @@
-"""What the orchestrator has of rollouts in the memory of the head node. Pure."""
+"""Host memory of the head node that the orchestrator needs for rollouts. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
 BUFFERED = "buffered rollouts"
-"""Name of the amount."""
+"""Name of the quantity."""
 ROLLOUT_BYTES = 13
-"""Of a token of a rollout, but for routed experts: id, mask, log-probability, policy version."""
+"""Bytes per token of a rollout without routed experts: id, mask, log-probability, policy version."""
 TEACHER_BYTES = 4
-"""Of a token beside them, where a teacher is asked about it."""
+"""Additional bytes per token of a teacher's log-probability."""
 TRAINED_BATCHES = 2
-"""That the trainer may ask for again: the one that it trains, and the one before or, ahead of its time, after it."""
+"""Batches that the trainer may fetch again: the current one and one neighbour."""
 BATCHES_AHEAD = 2
-"""Of complete groups that wait for the trainer, as long as others are opened."""
+"""Batches of complete groups that wait for the trainer while other groups are open."""
 
 
 def buffered_rollouts(recipe: Recipe) -> int:
-    """Count the rollouts that are in memory at most.
-
-    Those that are done wait for the others of their group, or with their group for a batch. A group opens only if the
-    batch that it will be in, behind all that is open or complete, may still hold its version: that bounds them, and
-    where few rollouts are in flight, that each open group has one of these. `mask` has no such bound for groups that
-    are too old already, and was seen to hold a tenth more.
-    """
+    """Return the largest number of rollouts in memory."""
+    # A finished rollout waits for its group, and a group waits for a batch. A group opens only if the batch it will
+    # join, behind
+    # all open and complete groups, can still use its version. That bounds them. If few rollouts are in flight, each
+    # open group
+    # has at least one of them in flight, which bounds them, too. `mask` does not bound groups that are already too old.
+    # It was
+    # seen to hold a tenth more.
     asked = recipe.orchestrator
     fresh = (asked.max_off_policy_steps + 1) * asked.batch_size
     largest = max(recipe.group_size(environment) for environment in recipe.environments)
@@ -34,13 +35,12 @@ def buffered_rollouts(recipe: Recipe) -> int:
 
 
 def orchestrator_memory(recipe: Recipe, routed_bytes: int, encoded_bytes: int, typical: int) -> Quantity:
-    """Say what they take if all of them are as long as they may be.
+    """Return the memory of buffered rollouts if all of them have the longest length.
 
     Args:
-        recipe: of an RL run.
-        routed_bytes: of a token's routed experts, where the trainer replays them.
-        encoded_bytes: of a token in a batch that is sent, beside these.
-        typical: a typical rollout is so much shorter than the longest.
+        routed_bytes: bytes per token of routed experts that the trainer replays.
+        encoded_bytes: other bytes per token of an encoded batch.
+        typical: ratio of the longest to a typical length.
     """
     per_token = ROLLOUT_BYTES + routed_bytes + (TEACHER_BYTES if recipe.teacher else 0)
     rollouts = buffered_rollouts(recipe)

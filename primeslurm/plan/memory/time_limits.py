@@ -1,6 +1,6 @@
-"""Time limits that follow bytes: of engines that start, and of trainer ranks that load.
+"""Time limits that depend on the bytes to read: start of engines, and loading of trainer ranks.
 
-A recipe that sets one of them has it as it says.
+Limits that the recipe sets are left alone.
 """
 
 from __future__ import annotations
@@ -23,24 +23,14 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_S
 
 SLOW = 0.1
-"""Share of the storage's speed of a node that it is sure to get, while all nodes read."""
+"""Share of a node's storage bandwidth that is guaranteed while all nodes read."""
 
 
 def with_limits(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
 ) -> tuple[Recipe, list[Quantity]]:
-    """Fill in the limits that a recipe leaves open.
-
-    Args:
-        recipe: of the run.
-        site: says what its storage gives a node.
-        requests: what each role gets.
-        shape: of the policy's model; what is not known takes no time.
-        teacher: of the teacher's.
-
-    Returns:
-        The recipe with its limits, and each of those that it needs with where it is from.
-    """
+    """Return the recipe with its open limits filled in, and each limit as a quantity."""
+    # A model of unknown shape adds no time.
     engines = _engine_start(recipe, site, requests, shape, teacher)
     ranks = _trainer_loading(recipe, site, requests, shape)
     update: dict[str, object] = {}
@@ -54,7 +44,6 @@ def with_limits(
 def _engine_start(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
 ) -> Quantity | None:
-    """An hour, and the time in which a node's engines read their weights; None if the run has no engines."""
     asked = [request for request in requests if request.role in ENGINE_ROLES or request.role == "teacher"]
     if not asked:
         return None
@@ -65,7 +54,6 @@ def _engine_start(
 def _trainer_loading(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None
 ) -> Quantity | None:
-    """Two hours, and the time in which a node reads its part of the model and a checkpoint; None without a trainer."""
     train = next((request for request in requests if request.role == "train"), None)
     if train is None:
         return None
@@ -86,7 +74,7 @@ def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> 
 def _read(
     recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
 ) -> Iterator[float]:
-    """Bytes that the engines of a node of each role read, each by itself."""
+    """Yield the bytes that the engines of one node read, for each role."""
     for request in requests:
         if request.role == "teacher":
             alone = served(recipe)
@@ -101,7 +89,7 @@ def _read(
 
 
 def _stored(recipe: Recipe, shape: ModelShape | None, share: float) -> float:
-    """Bytes of a model as it is stored, with a share of its experts."""
+    """Return the bytes of a stored model with this share of its experts."""
     if shape is None:
         return 0.0
     parameters = count(shape)
