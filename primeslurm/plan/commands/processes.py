@@ -1,4 +1,4 @@
-"""Commands of the processes that are our own: orchestrator, environment workers, trainer ranks."""
+"""Commands of primeslurm's own processes: orchestrator, environment workers, trainer ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ RECIPE = "${run_dir}/recipe.resolved.json"
 WORKER = "primeslurm.orchestrator.worker.main"
 PRELOADED = "primeslurm.orchestrator.worker.preload"
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Rollouts are received into memory in pages of 2 MiB where the kernel has them on request: in pages of 4 KiB half of
-the time goes into making and freeing them. Other C libraries, and a glibc before 2.35, do not heed it."""
+"""Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB,
+half of the time goes into allocating and freeing them. glibc before 2.35 and other C libraries ignore this."""
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
-    """Make the command of the one orchestrator, on the head node, from the names of whom it talks to."""
+    """Return the command of the orchestrator, which runs on the head node."""
     argv: tuple[str, ...] = (
         "${python}",
         "-m",
@@ -45,12 +45,10 @@ def orchestrator_command(engines: list[str], routers: list[str], teachers: list[
 
 
 def environment_command(label: str, worker: int, scratch: str | None = None) -> Command:
-    """Make the command of one worker process of one environment.
+    """Return the command of one worker of an environment.
 
     Args:
-        label: the environment's.
-        worker: which of its workers.
-        scratch: directory on the nodes' own disks for what rollouts write. Default: the temporary one.
+        scratch: directory on the node's disk for files of rollouts. Default: the temporary directory.
     """
     argv = (
         "${python}",
@@ -79,16 +77,10 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
 def trainer_command(
     recipe: Recipe, site: Site, *, rank: int, local_rank: int, local_world: int, world: int, cpus: int
 ) -> Command:
-    """Make the command of one trainer rank: one process, one GPU, one log.
+    """Return the command of one trainer rank: one process, one GPU, one log.
 
     Args:
-        recipe: of the run.
-        site: where it runs.
-        rank: among all.
-        local_rank: on its node.
-        local_world: ranks on its node.
-        world: ranks in all.
-        cpus: cores for each rank.
+        cpus: CPU cores per rank.
     """
     argv: tuple[str, ...] = (
         "${python}",

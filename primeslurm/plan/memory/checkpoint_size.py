@@ -23,8 +23,7 @@ def checkpoint_bytes(recipe: Recipe, trained: int, state_bytes: int) -> int:
 
 
 def local_bytes(recipe: Recipe, saved: int, nodes: int) -> int:
-    """Return the bytes of copies on a train node: the files of its own ranks, and those of another node if there is
-    one."""
+    """Return the bytes of copies on a train node: files of its own ranks, and of another node if there is one."""
     if recipe.checkpoint.local is None:
         return 0
     return saved // nodes * (2 if nodes > 1 else 1)

@@ -246,8 +246,7 @@ def _step(time: StepTime, name: str) -> Quantity:
 
 
 def _line_rate(site: Site, request: ResourceRequest) -> float | None:
-    """Return the bandwidth between nodes per GPU [Gbit/s]: the site's value, or that of a typical node with such
-    GPUs."""
+    """Return the bandwidth between nodes per GPU [Gbit/s]: the site's, or that of a typical node with such GPUs."""
     gpu = gpu_of(request.kind)
     return site.network.gbps_per_gpu or (gpu.nic_gbps if gpu else None)
 

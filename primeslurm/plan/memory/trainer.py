@@ -170,8 +170,7 @@ def _unreduced(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
 
 
 def _state_buffers(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
-    """Return the bytes of buffers that move optimizer state between host and GPU: pieces of it, or the largest
-    tensor's."""
+    """Return the bytes of buffers between host and GPU for pieces of optimizer state, or for the largest tensor's."""
     largest = 0 if layout.lora_parameters else largest_tensor(shape) // layout.shard
     piece = layout.state_bytes * max(STATE_PIECE_BYTES // 4, largest)
     return min(STATE_BUFFERS * piece, layout.state_bytes * trained // layout.shard)
