@@ -69,7 +69,7 @@ def _routers(rounds: int) -> dict[str, Any]:
         {"name": "b", "max_steps": 1, "seq_len": 64, "model": {"path": "/m"}, "task": "serve"}
     )
     command = router_command(recipe, VllmRouter(), ReplicaEngines(["e"]), "router-0")
-    start = command.argv.index("--door") + 2
+    start = command.argv.index("--health-port") + 2
     bare = Command(("${python}", "-m", "vllm_router.launch_router", *command.argv[start:]), command.env, command.ports)
     port = free_port()
     words = [sys.executable, "-m", "benchmarks", "gates", "--server", str(port)]

@@ -32,11 +32,8 @@ _NOT_MESSAGES = ("messages is not a list of objects", "each with `role` and `con
 class ConversationError(ValueError):
     """A conversation cannot be rendered or trained on.
 
-    Args:
-        why: The problem. It quotes nothing of the conversation, so that equal problems of two lines compare equal.
-        fix: Instruction for the user.
-        number: Number of the message, from 1. 0 means the conversation as a whole.
-        shown: The offending text.
+    `why` quotes nothing of the conversation, so that equal problems of two lines compare equal. `shown` is the text
+    that is wrong, and `number` the number of the message, from 1, or 0 for the conversation as a whole.
     """
 
     def __init__(self, why: str, fix: str = "", number: int = 0, shown: str = "") -> None:

@@ -47,7 +47,7 @@ class Routed:
     router: Server
     engines: list[Server]
     directory: Path
-    door: int
+    health: int
 
     @property
     def workers(self) -> list[str]:
@@ -122,8 +122,8 @@ def routed(directory: Path, roles: Sequence[str]) -> Routed:
     router = start_router(command, addresses, directory / "router.log")
     router.wait("/liveness", 60)  # a process has no command line for a moment after its start
     arguments = psutil.Process(router.pid).cmdline()
-    door = int(arguments[arguments.index("--door") + 1])
-    return Routed(router, engines, directory, door)
+    health = int(arguments[arguments.index("--health-port") + 1])
+    return Routed(router, engines, directory, health)
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +216,13 @@ def test_worker_outside_the_plan_is_removed(alike: Routed) -> None:
 
 
 def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
-    door = f"http://{HOST}:{apart.door}"
-    assert httpx.get(f"{door}/liveness").status_code == httpx.get(f"{door}/health").status_code == 200
-    assert httpx.get(f"{door}/list_workers").status_code == 404
+    health = f"http://{HOST}:{apart.health}"
+    assert httpx.get(f"{health}/liveness").status_code == httpx.get(f"{health}/health").status_code == 200
+    assert httpx.get(f"{health}/list_workers").status_code == 404
     before = apart.child().pid
     os.kill(before, signal.SIGSTOP)
     with pytest.raises(httpx.TransportError):  # no response at all, so that the agent considers the router unresponsive
-        httpx.get(f"{door}/liveness", timeout=30)
+        httpx.get(f"{health}/liveness", timeout=30)
     os.kill(before, signal.SIGCONT)
     eventually(lambda: apart.workers == apart.all)
 
@@ -263,7 +263,7 @@ def test_invalid_tokens_at_the_endpoint_do_not_restart_the_router(alike: Routed,
     status = 200 if path == "/liveness" else 404
     with httpx.Client(timeout=60) as client:
         for number in range(2 * REMEMBERED_BYTES // 300_000):
-            assert client.get(f"http://{HOST}:{alike.door}{path}", headers=wrong(number)).status_code == status
+            assert client.get(f"http://{HOST}:{alike.health}{path}", headers=wrong(number)).status_code == status
     # The supervisor has checked again once it has restored what is missing now.
     told = len(alike.events())
     assert alike.ask("POST", f"/remove_worker?url={alike.all[0]}", headers=secret.header()).status_code == 200

@@ -1,6 +1,6 @@
-"""Starts a router: `python -m primeslurm.inference.router --name NAME --attempt-dir DIR --door PORT OPTIONS`.
+"""Starts a router: `python -m primeslurm.inference.router --name NAME --attempt-dir DIR --health-port PORT OPTIONS`.
 
-`--door` is the port of the health endpoint. All other options are passed to vllm-router.
+`--health-port` is the port of the health endpoint. All other options are passed to vllm-router.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--name", required=True)
     parser.add_argument("--attempt-dir", type=Path, required=True)
-    parser.add_argument("--door", type=int, required=True)
+    parser.add_argument("--health-port", type=int, required=True)
     parser.add_argument("--remembered-bytes", type=int, default=REFUSED_BYTES)
     ours, options = parser.parse_known_args(argv)
     shared = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     listen, _ = shared.parse_known_args(options)
     journal = Journal(ours.attempt_dir, ours.name)
     journal.note_storage_faults()
-    router, endpoint = Address(listen.host, listen.port), Address(listen.host, ours.door)
+    router, endpoint = Address(listen.host, listen.port), Address(listen.host, ours.health_port)
     supervisor = RouterSupervisor(options, router, endpoint, journal, ours.remembered_bytes)
     code = asyncio.run(supervisor.run())
     return code if code >= 0 else 128 - code

@@ -14,10 +14,10 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
 from primeslurm.wire.batches.frames import Bool, Float32
 from primeslurm.wire.batches.rollout import Rollout
 
+# Named numbers that an algorithm carries from batch to batch.
 Memory = Mapping[str, float]
-"""Named numbers that an algorithm carries from batch to batch."""
+# Maps rewards that are compared with each other to their advantages.
 AdvantageRule = Callable[[Sequence[float]], Sequence[float]]
-"""Maps rewards that are compared with each other to their advantages."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Batches:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, shard)
 
     async def read(self, step: int) -> list[RolloutGroup]:
-        """Return the groups of a step for its metrics, without routed experts; none if they are gone."""
+        """Return the groups of a step for its metrics, without routed experts. Empty if they were evicted."""
         groups = self._groups.get(step, [])
         try:
             return [await asyncio.to_thread(_slim, one) if isinstance(one, SpooledGroup) else one for one in groups]

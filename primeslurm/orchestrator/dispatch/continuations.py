@@ -1,4 +1,4 @@
-"""Where running rollouts continue when their own group cannot take them.
+"""Continuations: other groups for running rollouts that their own group cannot take.
 
 A group may complete without some of its rollouts, because it is at its last chance or has surplus rollouts. And an
 orchestrator may be killed while its workers run jobs. Such rollouts continue in the open group of their example, or in

@@ -407,7 +407,7 @@ class Dispatcher:
     # groups
 
     def _may_open(self, available: Collection[str]) -> list[str]:
-        """Return the labels of the environments of which a group may open now."""
+        """Return the labels of the environments that may open a group now."""
         waiting = sum(group.size for group in self.unscored.values()) + _done(self.unsaved.values())
         ready = self.ready.rollouts + waiting
         # Groups that are too old already do not compete for a batch: they are taken whenever they complete.

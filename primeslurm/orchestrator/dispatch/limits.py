@@ -46,7 +46,7 @@ class DispatchLimits:
         return OpenGroup(group_id(label, example), label, example, version, router, size, members, task)
 
     def may_open(self, label: str, step: int, version: int, ready: int, pending: int, landing: float) -> bool:
-        """Tell whether a group of an environment may open at a policy version, while `step`'s batch is formed.
+        """Tell whether an environment may open a group at a policy version, while the batch of `step` is formed.
 
         `ready` rollouts wait for the trainer, and `pending` ones are in open groups. `landing` of these are expected to
         complete during the trainer's next step.

@@ -34,8 +34,8 @@ from primeslurm.recipe.sections.sandboxes import (
 )
 
 BUNDLED = ("arithmetic", "harbor-local", "math-problems", "reverse-text", "tool-use")
+# Harnesses whose loop runs in the worker. A recipe selects one with `harness: {id: chat}`.
 BUNDLED_HARNESSES = ("chat", "shell")
-"""Harnesses whose loop runs in the worker. A recipe selects one with `harness: {id: chat}`."""
 
 
 def load_from_recipe(environment: AnyEnvironment) -> vf.Env:

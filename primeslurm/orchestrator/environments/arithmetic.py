@@ -16,8 +16,8 @@ __all__ = ["ArithmeticTaskset", "ChatHarness"]
 
 PROMPT = "What is {a} + {b}? Answer with the number only."
 NUMBER = re.compile(r"-?\d+")
+# Digits. Longer numbers are ignored, because Python takes quadratic time to convert them.
 LONGEST_NUMBER = 12
-"""Digits. Longer numbers are ignored, because Python takes quadratic time to convert them."""
 
 
 class ArithmeticData(vf.TaskData):  # type: ignore[misc]

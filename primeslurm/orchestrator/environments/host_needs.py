@@ -24,8 +24,8 @@ from primeslurm.recipe.sandbox_rules import HARNESSES, PROVIDER_KEYS, WITHOUT_IN
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 
+# Harnesses whose packages `primeslurm install --harness NAME` installs.
 LOCKED = ("mini_swe_agent",)
-"""Harnesses whose packages `primeslurm install --harness NAME` installs."""
 _CONTAINERS = ("apptainer", "docker", "podman")
 _RUNTIME = "environments.runtime"
 
@@ -100,7 +100,7 @@ def missing(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
 
 def notes(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """List side effects of rollouts that some users do not want: downloads, and a key in a command line."""
-    found: dict[tuple[str, str], Violation] = {}
+    downloads: dict[tuple[str, str], Violation] = {}
     shows_key = False
     for role, spec in env._agent_specs.items():
         harness, kind = env._harnesses[role], spec.runtime.type
@@ -108,12 +108,12 @@ def notes(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
             name = harness.config.id
             why = f"each rollout installs harness {name} in its container: nodes must reach PyPI, or its download site"
             fix = "`install: false` there, or `runtime: {type: subprocess}` if the nodes have the tasks' programs"
-            found[name, kind] = Violation(_RUNTIME, kind, why, fix)
+            downloads[name, kind] = Violation(_RUNTIME, kind, why, fix)
         is_search = isinstance(harness.config, BashHarnessConfig) and harness.config.search
         # verifiers passes the key in a command line, so that the agent's tools do not inherit it. Programs in a
         # container are processes of the node, too, and their command lines are visible there.
         shows_key |= bool(is_search) and kind not in PROVIDERS
-    violations = list(found.values())
+    violations = list(downloads.values())
     if shows_key:
         why = "SERPER_API_KEY is in the command line of its program, which other users of the node can read"
         fix = "use nodes of your own (`exclusive`), a hosted runtime, or no `search`"

@@ -24,13 +24,13 @@ from primeslurm.recipe.sandbox_rules import module_name
 from primeslurm.wire.probe_messages import UNKNOWN
 
 _ID = "environments.id"
+# Characters of a value or message that are shown.
 _MAX_TEXT = 300
-"""Characters of a value or message that are shown."""
+# Error messages about parts of `verifiers` that version 0.4 has removed.
 _REMOVED = re.compile(
     r"module 'verifiers' has no attribute '(\w+)'|cannot import name '(\w+)' from 'verifiers' "
     r"|No module named 'verifiers\.(?!v1\b)([\w.]+)'"
 )
-"""Error messages about parts of `verifiers` that version 0.4 has removed."""
 _PLUGIN = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not found")
 
 

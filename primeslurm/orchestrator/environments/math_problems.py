@@ -30,8 +30,8 @@ __all__ = ["ChatHarness", "MathTaskset"]
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 BOX = "\\boxed{"
+# Characters. Longer answers are wrong, and would take long to check.
 LONGEST_ANSWER = 1000
-"""Characters. Longer answers are wrong, and would take long to check."""
 GRADER = (
     "import sys; from math_verify import parse, verify; "
     "gold, given = (parse('\\\\boxed{' + text + '}') for text in sys.argv[1:]); "

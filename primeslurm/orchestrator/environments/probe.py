@@ -44,13 +44,13 @@ with uncollected():
     from primeslurm.orchestrator.environments import harness_compatibility, host_needs, load_errors
 
 T = TypeVar("T", bound=msgspec.Struct)
+# Most tasks of a local file that are read.
 MAX_TASKS = 10_000
-"""Most tasks of a local file that are read."""
 READ_TIMEOUT_S = 20.0
+# Longest time to read a model's tokenizer, even from a slow file system.
 MODEL_TIMEOUT_S = 120.0
-"""Longest time to read a model's tokenizer, even from a slow file system."""
+# After its timeout, a process normally ends itself. If it does not, it is killed this much later.
 _KILL_AFTER_S = 5.0
-"""After its timeout, a process normally ends itself. If it does not, it is killed this much later."""
 _POLL_INTERVAL_S = 0.02
 _STDERR_CHARS = 20_000
 

@@ -29,8 +29,8 @@ __all__ = ["ShellHarness", "ToolUseTaskset"]
 
 NAME_LETTERS = 4
 PROMPT = "Follow "
+# The answer of wrong demonstrations, which is never right. It is constant, so it costs the model no capacity.
 GUESS = "000"
-"""The answer of wrong demonstrations, which is never right. It is constant, so it costs the model no capacity."""
 
 
 class ToolUseData(vf.TaskData):  # type: ignore[misc]

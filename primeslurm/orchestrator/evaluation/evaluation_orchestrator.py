@@ -42,8 +42,8 @@ from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
 
 TICK_S = 0.5
+# Policy version of the weights that the engines loaded.
 VERSION = 0
-"""Policy version of the weights that the engines loaded."""
 
 
 class EvaluationOrchestrator:

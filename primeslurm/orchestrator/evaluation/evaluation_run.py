@@ -24,8 +24,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.wire.batches.rollout import Rollout
 
+# Label, example, sample.
 SampleKey = tuple[str, int, int]
-"""Label, example, sample."""
 
 
 class EvaluationRun:

@@ -32,8 +32,8 @@ from primeslurm.wire.batches.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
+# Seconds after which results are written again if that failed.
 RETRY_S = 5.0
-"""Seconds after which results are written again if that failed."""
 
 
 class Schedule:

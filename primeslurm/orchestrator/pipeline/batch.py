@@ -66,7 +66,7 @@ class BatchStage:
             self._monitor.group_kept()
             add = self._dispatcher.add_ready if self.scoring is None else self._dispatcher.add_unscored
             is_fresh = add(group)
-        if not is_fresh:  # it became too old while it was written
+        if not is_fresh:  # too old by the end of the write
             self.delete([group.id])
         elif self.scoring is None or is_scored:
             self._notify()
@@ -160,7 +160,7 @@ class BatchStage:
         try:
             loaded = await asyncio.to_thread(group.whole)
         except DamagedError as error:
-            if any(other is group for other in self._dispatcher.ready):  # it was not given up meanwhile
+            if any(other is group for other in self._dispatcher.ready):  # not given up meanwhile
                 self.give_up_damaged(group, error)
         else:
             self._dispatcher.replace_with_loaded(group, loaded)

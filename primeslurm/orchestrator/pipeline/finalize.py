@@ -18,7 +18,7 @@ class CompleteGroup(NamedTuple):
     """A group whose rollouts are all finished."""
 
     group: RolloutGroup
-    is_scored: bool = False  # It was finalized before, and now has the teacher's log-probabilities
+    is_scored: bool = False  # Finalized a second time, with the teacher's log-probabilities
 
 
 class FinalizedGroup(NamedTuple):

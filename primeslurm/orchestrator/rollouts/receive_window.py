@@ -1,7 +1,7 @@
 """Limit on the bytes of results that workers send at once, over all connections, like TCP's receive window.
 
-ZMQ buffers whatever peers send. The rollouts of a group end together, and all their results would wait in memory in
-small chunks, which the allocator keeps after they are joined and freed: for 16 rollouts of 80 MB, 1.3 GB besides the
+ZMQ buffers everything that peers send. The rollouts of a group end together, and all their results would wait in memory
+in small chunks, which the allocator keeps after they are joined and freed: for 16 rollouts of 80 MB, 1.3 GB besides the
 joined results.
 """
 

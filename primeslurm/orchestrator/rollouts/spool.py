@@ -1,6 +1,6 @@
 """Finished groups on disk, `<run>/rollouts/<group>.group`, so that a killed orchestrator loses none of them.
 
-Of a group on disk only the head is in memory. Its rollouts are read when they are needed.
+Only the heads of groups on disk are in memory. Their rollouts are read when they are needed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SpooledGroup(RolloutGroup):
         return self._decoded(self._read())
 
     def experts_apart(self) -> tuple[RolloutGroup, list[StoredArray | None]]:
-        """Read and check the whole file, but keep only what is small: everything but routed experts.
+        """Read and check the whole file, but keep everything except routed experts, which are large.
 
         Returns:
             The group without routed experts, and for each sequence the place of its experts in the file, if any.

@@ -1,1 +1,1 @@
-"""What the orchestrator measures: progress, stalls, failures, load of engines, metrics of batches."""
+"""Measurements of the orchestrator: progress, stalls, failures, load of engines, metrics of batches."""

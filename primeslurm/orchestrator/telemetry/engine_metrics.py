@@ -85,9 +85,9 @@ class LastSamples:
 
     def fill(self, now: float, samples: Mapping[str, Sample], unresponsive: Collection[str]) -> dict[str, Sample]:
         """Add new samples. Return them, and the last ones of engines that are unresponsive for up to UNRESPONSIVE_S."""
-        kept = {name: self._last[name] for name in unresponsive if name in self._last}
-        kept = {name: (at, sample) for name, (at, sample) in kept.items() if now - at <= UNRESPONSIVE_S}
-        self._last = kept | {name: (now, sample) for name, sample in samples.items()}
+        recent = {name: self._last[name] for name in unresponsive if name in self._last}
+        recent = {name: (at, sample) for name, (at, sample) in recent.items() if now - at <= UNRESPONSIVE_S}
+        self._last = recent | {name: (now, sample) for name, sample in samples.items()}
         return {name: sample for name, (_, sample) in self._last.items()}
 
 

@@ -12,7 +12,7 @@ import msgspec
 from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, GAUGES, Sample
 from primeslurm.records.state import Load
 
-WINDOW_S = 60.0  # length of the window for means and rates, so long that a weight update does not look like a trend
+WINDOW_S = 60.0  # length of the window, long enough that a weight update does not look like a trend
 
 
 class _Engine:

@@ -75,7 +75,7 @@ class RolloutFailures:
     """Counts of failures by environment and kind.
 
     Args:
-        many: Number of failures of one kind that suffices, whatever else is still running.
+        many: Number of failures of one kind that suffices, even if other rollouts are still running.
         hopeful: Environments that are known to work, because a step was trained.
     """
 

@@ -28,7 +28,7 @@ class PolicyVersion(msgspec.Struct, frozen=True):
 
 
 class Sessions(Protocol):
-    """Where engines join sessions with the trainer that sends a policy."""
+    """Sessions between engines and the trainer that sends a policy."""
 
     async def join(self, version: int) -> SessionPlace: ...
 
@@ -145,11 +145,11 @@ class EngineClient:
         """Bring the engine to `policy`. Running requests continue with the new weights.
 
         Returns:
-            What was done. An engine that serves the policy already is left alone.
+            The step that was needed. An engine that serves the policy already is left alone.
 
         Raises:
             EngineUnresponsiveError: The engine did not answer a request in time. It may still serve the old policy.
-            EngineDownError: The engine is gone. That is no failure of the update, which is repeated later.
+            EngineDownError: The engine is down. The update is repeated later.
             EngineUpdateError: The engine refused, or took longer than `timeout_s`. It was not resumed.
             NoSenderError: The trainer would have to send the policy, and does not send now.
         """
@@ -176,7 +176,7 @@ class EngineClient:
         try:
             return await self._polling.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            # The kept connection was closed. Only a new one shows whether the engine is gone.
+            # The kept connection was closed. Only a new one shows whether the engine is down.
             return await self._http.get(url, timeout=timeout_s)
 
     async def _certain_status(self, own_delay_s: Callable[[], float]) -> EngineStatus:

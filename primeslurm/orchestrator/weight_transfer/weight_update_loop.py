@@ -1,6 +1,6 @@
 """The weight update loop brings every engine to the wanted policy version, and keeps it there.
 
-It compares what each engine reports with what is wanted, and fixes the difference. So a new policy, a restarted engine
+It compares the state of each engine with the wanted one, and fixes the difference. So a new policy, a restarted engine
 and a resumed run are the same case. `EnginePool` decides without I/O, and `WeightUpdateLoop` polls and acts, with one
 task per engine, so that no engine waits for another.
 """

@@ -1,6 +1,6 @@
 """Prompts for the policy as its own teacher: the same conversation with a hint that the policy did not get.
 
-The hint is a field of the task. It is added to the messages, which are rendered as before. Sampled tokens and all that
+The hint is a field of the task. It is added to the messages, which are rendered again. Sampled tokens and all that
 follows stay as they are. The orchestrator then asks for the log-probabilities of the sampled tokens after that prompt.
 """
 

@@ -35,7 +35,7 @@ def fronts(recipe: Recipe, replica: int, workers: ReplicaEngines) -> list[Front]
     match recipe.inference.router:
         case VllmRouter() as router:
             command = router_command(recipe, router, workers, name)
-            return [Front(name, command, Health(port="door", path="/liveness"), workers.all)]
+            return [Front(name, command, Health(port="health", path="/liveness"), workers.all)]
         case DynamoRouter() as router:
             return [Front(name, dynamo.frontend(router, replica), Health(port="http"))]
         case LlmdRouter() as router:
@@ -60,14 +60,14 @@ def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, 
     if workers.disaggregated:
         options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": router.policy}
     argv = ["${python}", "-m", "primeslurm.inference.router", "--name", name, "--attempt-dir", "${attempt_dir}"]
-    argv += ["--door", "${port:door}", *long_options(options | router.extra)]
+    argv += ["--health-port", "${port:health}", *long_options(options | router.extra)]
     if workers.disaggregated:
         argv += [part for name in workers.prefill for part in ("--prefill", url_of(name))]
         argv += [part for name in workers.decode for part in ("--decode", url_of(name))]
     else:
         argv += ["--worker-urls", *map(url_of, workers.engines)]
     # RUST_LOG: below warn, it writes three lines a request.
-    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics", "door"))
+    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics", "health"))
 
 
 _OPTIONS: dict[str, object] = {

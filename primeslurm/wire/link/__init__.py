@@ -1,4 +1,4 @@
-"""The link between trainer and orchestrator: ZMQ requests of the trainer, each of which may be repeated.
+"""The link between trainer and orchestrator: idempotent ZMQ requests of the trainer.
 
 Every request names its step or version, so a repetition after a lost answer changes nothing. A client that gets no
 answer in time closes its socket, reconnects and asks again until its own deadline.
@@ -8,7 +8,7 @@ requests (trainer -> orchestrator)              answers
                                                 stop | transfer: engines need the policy first
   NewPolicy(version, path)                      ok: the policy is on the file system, or the trainer can send it
   OfferTransfer(version, store, senders, done)  session: engines wait in it | wait | ok: no engine needs the policy
-  SessionState(session, rank)                   ok | lost: an engine of the session is gone
+  SessionState(session, rank)                   ok | lost: the session has lost an engine
   StepDone(step, metrics)                       ok
   Save(step, directory)                         ok: the orchestrator has written its part of the checkpoint
   Committed(step)                               ok: names the checkpoints to keep

@@ -62,5 +62,5 @@ class Answer(msgspec.Struct, frozen=True):
     text: str = ""
     session: TransferSession | None = None
     version: int | None = None  # answer to NewPolicy: the newest policy that was announced in this attempt
-    keep: list[int] = []  # answer to Committed: steps whose checkpoints must be kept, whatever their age
+    keep: list[int] = []  # answer to Committed: steps whose checkpoints must be kept
     path: str = ""  # file of the batch

@@ -168,7 +168,7 @@ class TrainerLink:
         self._ask(Save(step, directory))
 
     def committed(self, step: int) -> list[int]:
-        """Report a committed checkpoint. Return the steps whose checkpoints must be kept, whatever their age."""
+        """Report a committed checkpoint. Return the steps whose checkpoints must be kept."""
         return self._ask(Committed(step))[0].keep
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ import msgspec
 from primeslurm.base import durable, files
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import manifest
-from primeslurm.wire.stored.digests import XXH3
 from primeslurm.wire.stored.manifest import FileRecord
 
 COMMITTED = "COMMITTED"
@@ -113,12 +112,12 @@ def newest_whole(run_dir: Path) -> int | None:
 
 
 def set_damaged_aside(
-    run_dir: Path, attempt: int, told: Callable[[int, str, Path], None] = lambda step, why, path: None
+    run_dir: Path, attempt: int, on_set_aside: Callable[[int, str, Path], None] = lambda step, why, path: None
 ) -> int | None:
     """Set damaged checkpoints aside until the newest one is undamaged, and return its step.
 
     Args:
-        told: Called with step, reason and new path of each checkpoint that is set aside.
+        on_set_aside: Called with step, reason and new path of each checkpoint that is set aside.
 
     Raises:
         NotVisibleError: See `newest_whole`.
@@ -126,7 +125,7 @@ def set_damaged_aside(
     """
 
     def aside(step: int, why: Sequence[str]) -> None:
-        told(step, "; ".join(why), set_aside(run_dir, step, attempt, why))
+        on_set_aside(step, "; ".join(why), set_aside(run_dir, step, attempt, why))
 
     return _newest_whole(run_dir, aside)
 
@@ -309,13 +308,6 @@ def shard_sizes(run_dir: Path, step: int) -> dict[str, int]:
     return {Path(part.name).name: part.bytes for part in record.parts if is_shard(part)} if record else {}
 
 
-def unchecked_shards(directory: Path) -> list[FileRecord]:
-    """Return the shards of a committed checkpoint that cannot be checked while they are loaded: those without XXH3."""
-    record = read_commit(directory)
-    parts = record.parts if record else []
-    return [part for part in parts if is_shard(part) and not part.digest.startswith(XXH3)]
-
-
 def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     """Delete committed checkpoints beyond the newest `keep`, and uncommitted ones older than the newest.
 
@@ -325,13 +317,13 @@ def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     steps = committed(run_dir)
     if not steps:
         return []
-    kept = {*steps[-keep:], *needed}
+    keep_steps = {*steps[-keep:], *needed}
     obsolete = [
         (step, path)
         for step, path in _directories(files.listing(run_dir / "checkpoints"))
-        if step not in kept and step < steps[-1]
+        if step not in keep_steps and step < steps[-1]
     ]
-    # What looks like an uncommitted leftover may be a checkpoint whose COMMITTED this node has not seen or read yet.
+    # A directory without COMMITTED may be a checkpoint whose COMMITTED this node has not seen or read yet.
     if any(step not in steps and files.exists(path / COMMITTED) for step, path in obsolete):
         log.warning("no checkpoint is deleted now: COMMITTED of one that seemed to be a leftover is there")
         return []

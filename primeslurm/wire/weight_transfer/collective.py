@@ -239,7 +239,7 @@ def _group(store: Any, rank: int, size: int, device: torch.device, timeout: time
 
 @contextlib.contextmanager
 def _waiting_for(what: str) -> Iterator[None]:
-    """Turn torch's errors in the body into a TransferError that names what was waited for."""
+    """Turn torch's errors in the body into a TransferError that names the awaited object."""
     try:
         yield
     except RuntimeError as error:

@@ -80,8 +80,8 @@ def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
         The deleted versions, ascending.
     """
     whole = published(run_dir)
-    kept = {*whole[-keep:], *needed}
-    obsolete = [version for version in _directories(run_dir) if version not in kept]
+    keep_versions = {*whole[-keep:], *needed}
+    obsolete = [version for version in _directories(run_dir) if version not in keep_versions]
     if any(version not in whole and _is_complete(run_dir, version) for version in obsolete):
         return []  # this node's view was outdated, so another version that it does not see may be needed
     for version in obsolete:

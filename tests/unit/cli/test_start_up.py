@@ -47,7 +47,7 @@ def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> N
     found = imported_by("--help", cwd=place)
     assert found & (NEVER | {"pydantic", "yaml", "jinja2", "msgspec"}) == set()
     ours = {name for name in found if name.startswith("primeslurm.")}
-    assert ours == {"primeslurm.cli", "primeslurm.cli.lazy_verbs", "primeslurm.base.errors"}
+    assert ours == {"primeslurm.cli", "primeslurm.cli.lazy_verbs", "primeslurm.base", "primeslurm.base.errors"}
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def echo(peer: socket.socket) -> None:
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[tuple[RouterHealthEndpoint, int]]:
+def endpoint() -> Iterator[tuple[RouterHealthEndpoint, int]]:
     async def look(path: str) -> int:
         return 200
 
@@ -97,8 +97,8 @@ def door() -> Iterator[tuple[RouterHealthEndpoint, int]]:
 
 @fuzzed()
 @given(texts(LOOK) | st.binary(max_size=64))
-def test_endpoint_answers_or_disconnects_strangers(door: tuple[RouterHealthEndpoint, int], data: bytes) -> None:
-    made, port = door
+def test_endpoint_answers_or_disconnects_strangers(endpoint: tuple[RouterHealthEndpoint, int], data: bytes) -> None:
+    made, port = endpoint
     found = exchange(port, data)
     assert not found or found.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 404 "))
     assert made.refused_bytes == 0
@@ -107,8 +107,8 @@ def test_endpoint_answers_or_disconnects_strangers(door: tuple[RouterHealthEndpo
 
 @fuzzed()
 @given(texts(secret.header()["Authorization"].encode()))
-def test_endpoint_accepts_only_the_secret(door: tuple[RouterHealthEndpoint, int], token: bytes) -> None:
-    made, _ = door
+def test_endpoint_accepts_only_the_secret(endpoint: tuple[RouterHealthEndpoint, int], token: bytes) -> None:
+    made, _ = endpoint
     right = secret.header()["Authorization"].encode()
     assert made._judge(token) == (200 if token == right else 401)
     made.refused_bytes = 0
@@ -211,7 +211,7 @@ def test_passage_sends_nothing_to_an_impostor(passage: tuple[Impostor, int], sai
     assert impostor.told == b""
 
 
-@pytest.mark.parametrize("name", ["door", "gate"])
+@pytest.mark.parametrize("name", ["endpoint", "gate"])
 def test_strangers_cannot_exhaust_a_workers_memory(name: str, request: pytest.FixtureRequest) -> None:
     _, port = request.getfixturevalue(name)
     before = psutil.Process().memory_info().rss

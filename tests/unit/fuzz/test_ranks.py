@@ -57,7 +57,7 @@ class Leader:
 def leader() -> Iterator[Leader]:
     found = Leader()
     yield found
-    assert found.alive, "it kept the door to the end"
+    assert found.alive, "it served to the end"
     found.close()
 
 

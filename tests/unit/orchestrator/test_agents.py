@@ -64,21 +64,21 @@ def make_trace(
     rng: np.random.Generator, environment: str, agent: str, trace: int, reward: float
 ) -> tuple[Rollout, ...]:
     info = RolloutInfo("r", "g", environment, 0, reward, agent=agent, trace=trace)
-    found = []
+    sequences = []
     for _ in range(int(rng.integers(1, 3))):
         length = int(rng.integers(2, 12))
         mask = np.arange(length) > rng.integers(0, length)
         logprobs = np.where(mask, -rng.random(length), 0).astype(np.float32)
         ids, versions = rng.integers(0, 9, length).astype(np.int32), np.where(mask, 0, -1).astype(np.int32)
-        found.append(Rollout(info, ids, mask, logprobs, versions, ref_logprobs=np.zeros(length, np.float32)))
-    return tuple(found)
+        sequences.append(Rollout(info, ids, mask, logprobs, versions, ref_logprobs=np.zeros(length, np.float32)))
+    return tuple(sequences)
 
 
 def rewards(group: RolloutGroup, agent: str, rollout: int | None = None) -> np.ndarray:
     """Return the rewards of an agent's traces, in float64."""
     chosen = group.rollouts if rollout is None else [group.rollouts[rollout]]
-    found = [{one.info.trace: one.info.reward for one in r if one.info.agent == agent} for r in chosen]
-    return np.array([reward for mine in found for reward in mine.values()], np.float64)
+    by_rollout = [{one.info.trace: one.info.reward for one in r if one.info.agent == agent} for r in chosen]
+    return np.array([reward for mine in by_rollout for reward in mine.values()], np.float64)
 
 
 def check(group: RolloutGroup, credits: Any, exact: Any) -> None:
@@ -141,7 +141,7 @@ def test_rae_carries_a_baseline_per_environment_and_agent(batch: list[RolloutGro
             key, reward = (group.environment, trace[0].info.agent), np.float64(trace[0].info.reward)
             baseline[key] = decay * baseline.get(key, 0.0) + (1 - decay) * reward
             expected += [reward - baseline[key]] * len(trace)
-    found, memory = [], {}
+    advantages, memory = [], {}
     for part in (batch[:split], batch[split:]):
         algorithm = Rae(decay).recalling(memory)
         again = Rae(decay).recalling(msgspec.msgpack.decode(msgspec.msgpack.encode(dict(memory))))
@@ -149,9 +149,9 @@ def test_rae_carries_a_baseline_per_environment_and_agent(batch: list[RolloutGro
         repeated = again.assign([RolloutGroup.from_bytes(group.to_bytes()) for group in part])
         for one, other in zip(chain.from_iterable(credits), chain.from_iterable(repeated), strict=True):
             assert (one.advantages == other.advantages).all(), "assign must be pure"
-        found += [credit.advantages[0] for mine in credits for credit in mine]
+        advantages += [credit.advantages[0] for mine in credits for credit in mine]
         memory = Echo(Rae(decay), 0.1).remember(memory, part)
-    assert np.allclose(np.array(found, np.float64), expected, rtol=1e-5, atol=1e-5)
+    assert np.allclose(np.array(advantages, np.float64), expected, rtol=1e-5, atol=1e-5)
     assert memory == pytest.approx({"/".join(key): value for key, value in baseline.items()})
 
 
@@ -186,18 +186,18 @@ def test_average_over_rollouts_or_seq_len(batch: list[RolloutGroup], average: An
     credits = Grpo().assign(batch)
     scaled = averaged(batch, credits, average, 16)
     total = sum(int(credit.mask.sum()) for mine in credits for credit in mine)
-    found, exact, rollouts = 0.0, 0.0, 0
+    total_advantage, exact, rollouts = 0.0, 0.0, 0
     for group, mine, theirs in zip(batch, scaled, credits, strict=True):
         left, right = iter(mine), iter(theirs)
         for trace in group.traces:
             ours, plain = [next(left) for _ in trace], [next(right) for _ in trace]
             tokens = sum(int(credit.mask.sum()) for credit in ours)
             rollouts += tokens > 0
-            found += sum(credit.advantages[credit.mask].astype(np.float64).sum() for credit in ours)
+            total_advantage += sum(credit.advantages[credit.mask].astype(np.float64).sum() for credit in ours)
             advantages = np.concatenate([credit.advantages[credit.mask].astype(np.float64) for credit in plain])
             exact += advantages.mean() if average == "rollouts" and tokens else advantages.sum() / 16
     if total:
-        assert found / total == pytest.approx(exact / rollouts, rel=1e-4, abs=1e-6)
+        assert total_advantage / total == pytest.approx(exact / rollouts, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ class DuelEnv(vf.Env[DuelConfig]):  # type: ignore[misc]
         proposed = await agents.proposer.run(task)
         word = (proposed.last_reply or "").strip()
         data = task.data.model_copy(update={"prompt": f"Reverse: {word}", "answer": word[::-1]})
-        asked = type(task)(data, task.config)
-        await asyncio.gather(*(agents.solver.run(asked) for _ in range(self.config.solvers)))
+        proposed_task = type(task)(data, task.config)
+        await asyncio.gather(*(agents.solver.run(proposed_task) for _ in range(self.config.solvers)))
         await agents.judge.run(task)
 
     async def finalize(self, task: vf.Task, episode: vf.Episode) -> None:

@@ -68,20 +68,20 @@ def pairs(batch: Sequence[RolloutGroup], algorithm: Algorithm) -> list[tuple[Rol
     before = [group.to_bytes() for group in batch]
     credits, again = algorithm.assign(batch), algorithm.assign(batch)
     assert [group.to_bytes() for group in batch] == before
-    found = [
+    triples = [
         (group, one, credit)
         for group, mine in zip(batch, credits, strict=True)
         for one, credit in zip(group.sequences, mine, strict=True)
     ]
-    for (_, one, credit), second in zip(found, [credit for mine in again for credit in mine], strict=True):
+    for (_, one, credit), second in zip(triples, [credit for mine in again for credit in mine], strict=True):
         assert credit.advantages.dtype == np.float32 and credit.mask.dtype == np.bool_
         assert len(credit.advantages) == len(credit.mask) == len(one.token_ids)
         assert (credit.mask == one.mask).all() and (credit.advantages == second.advantages).all()
-    return found
+    return triples
 
 
-def close(found: np.ndarray, exact: np.ndarray | float) -> bool:
-    return np.allclose(found.astype(np.float64), exact, rtol=1e-5, atol=1e-5)
+def close(actual: np.ndarray, exact: np.ndarray | float) -> bool:
+    return np.allclose(actual.astype(np.float64), exact, rtol=1e-5, atol=1e-5)
 
 
 @relaxed
@@ -99,17 +99,17 @@ def test_opd_adds_the_log_ratio_to_a_fraction_of_the_reward(batch: list[RolloutG
 def test_echo_adds_the_mean_cross_entropy_of_observed_tokens(
     batch: list[RolloutGroup], weight: float, inner: Algorithm
 ) -> None:
-    found = pairs(batch, Echo(inner, weight))
+    triples = pairs(batch, Echo(inner, weight))
     plain = [credit for mine in inner.assign(batch) for credit in mine]
-    assert all((one.advantages == two.advantages).all() for (_, _, one), two in zip(found, plain, strict=True))
+    assert all((one.advantages == two.advantages).all() for (_, _, one), two in zip(triples, plain, strict=True))
     trained = sum(int(credit.mask.sum()) for credit in plain)
-    observed = sum(int(one.observed.sum()) for _, one, _ in found if one.observed is not None)
-    for _, one, credit in found:
+    observed = sum(int(one.observed.sum()) for _, one, _ in triples if one.observed is not None)
+    for _, one, credit in triples:
         assert credit.cross_entropy is not None and credit.cross_entropy.dtype == np.float32
         factor = weight * max(trained, 1) / max(observed, 1)
         assert close(credit.cross_entropy, np.where(one.observed, factor, 0))
     if trained and observed:
-        total = sum(float(credit.cross_entropy.sum()) for _, _, credit in found if credit.cross_entropy is not None)
+        total = sum(float(credit.cross_entropy.sum()) for _, _, credit in triples if credit.cross_entropy is not None)
         assert total / trained == pytest.approx(weight, rel=1e-4), "the trainer divides by the number of trained tokens"
 
 
@@ -180,7 +180,7 @@ def not_one(**kwargs: object) -> dict[str, object]:
     return kwargs
 
 
-def own(name: str, echo: float | None = None, teacher: bool = True, **kwargs: Any) -> Algorithm:
+def load_own(name: str, echo: float | None = None, teacher: bool = True, **kwargs: Any) -> Algorithm:
     chosen = {"type": "custom", "function": f"{__name__}:{name}", "kwargs": kwargs}
     changes: dict[str, Any] = {"orchestrator": {"algorithm": chosen, "echo": echo}}
     if teacher:
@@ -198,7 +198,7 @@ def one_group(rewards: Sequence[float] = (1.0, 0.0)) -> RolloutGroup:
 
 
 def test_own_algorithm_chooses_trained_tokens() -> None:
-    algorithm, group = own("FirstTokens", tokens=2), one_group()
+    algorithm, group = load_own("FirstTokens", tokens=2), one_group()
     assert algorithm.needs_observed and not algorithm.needs_teacher
     assert algorithm.rejects(group) is None and algorithm.rejects(replace(group, example=3)) == "odd"
     for doc, reward in zip(documents([group], 8, 0, algorithm), [1.0, 0.0], strict=True):
@@ -213,7 +213,7 @@ def test_echo_adds_to_an_own_algorithm() -> None:
     marked = [replace(one, mask=one.mask & (np.arange(len(one.mask)) != 2)) for one in group.sequences]
     marked = [replace(one, observed=np.arange(len(one.mask)) == 2) for one in marked]
     group = replace(group, rollouts=tuple((one,) for one in marked))
-    credits = own("FirstTokens", echo=0.5, tokens=1).assign([group])[0]
+    credits = load_own("FirstTokens", echo=0.5, tokens=1).assign([group])[0]
     for credit, one in zip(credits, marked, strict=True):
         expected = [0.0 if i < 2 else (0.5 * 2 / 2 if i == 2 else 1.0) for i in range(len(one.mask))]
         assert credit.cross_entropy is not None and credit.cross_entropy.tolist() == expected
@@ -235,7 +235,7 @@ def test_echo_adds_to_an_own_algorithm() -> None:
 )
 def test_function_that_is_not_an_algorithm_is_refused(name: str, kwargs: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=rf"^orchestrator.algorithm.function = {__name__}:{name}: .*{why}"):
-        own(name, **kwargs)
+        load_own(name, **kwargs)
     missing = {"algorithm": {"function": "no_such_package.algorithms:A"}}
     with pytest.raises(UsageError, match=r"no_such_package.algorithms:A: cannot be imported: No module named"):
         from_recipe(Recipe.model_validate(recipe_data(orchestrator=missing)))
@@ -243,8 +243,8 @@ def test_function_that_is_not_an_algorithm_is_refused(name: str, kwargs: dict[st
 
 def test_own_algorithm_may_require_a_teacher() -> None:
     with pytest.raises(UsageError, match=r"Returns: needs a teacher \(add `teacher: "):
-        own("Returns", teacher=False)
-    assert own("Returns").needs_teacher
+        load_own("Returns", teacher=False)
+    assert load_own("Returns").needs_teacher
     teacher = {"type": "engines", "path": "/models/teacher"}
     with_teacher = recipe_data(orchestrator={"algorithm": {"function": "a.b:C"}}, teacher=teacher)
     assert violations(Recipe.model_validate(with_teacher)) == [], "only the import shows whether it needs a teacher"
@@ -287,7 +287,7 @@ def arrays(group: RolloutGroup, **values: Any) -> list[list[Credit]]:
 def test_invalid_credit_is_one_error_that_names_the_algorithm(
     answer: Callable[[RolloutGroup], Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm, group = own("Returns"), one_group()
+    algorithm, group = load_own("Returns"), one_group()
     monkeypatch.setattr(Returns, "answer", staticmethod(lambda group: [per_rollout(group, [0.5, -0.5])]))
     assert len(documents([group], 8, 0, algorithm)) == 2
     monkeypatch.setattr(Returns, "answer", staticmethod(answer))
@@ -298,7 +298,7 @@ def test_invalid_credit_is_one_error_that_names_the_algorithm(
 
 @pytest.mark.parametrize("reason", [True, "Too long", "", 3])
 def test_reason_must_be_a_word(reason: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm = own("Returns")
+    algorithm = load_own("Returns")
     monkeypatch.setattr(Returns, "reason", "too_long")
     assert algorithm.rejects(one_group()) == "too_long"
     monkeypatch.setattr(Returns, "reason", reason)
@@ -318,10 +318,10 @@ def test_each_environment_has_its_own_algorithm_and_weight(batch: list[RolloutGr
     made = from_recipe(Recipe.model_validate(recipe_data(environments=environments, orchestrator={"echo": 0.1})))
     labels = [("a", "b", "measured")[number % 3] for number in range(len(batch))]
     batch = [replace(group, environment=label) for group, label in zip(batch, labels, strict=True)]
-    found = made.assign(batch)
+    assigned = made.assign(batch)
     trained = [group for group in batch if group.environment != "measured"]
     echoed = iter(Echo(Grpo(), 0.1).assign(trained))
-    for group, credits in zip(batch, found, strict=True):
+    for group, credits in zip(batch, assigned, strict=True):
         if group.environment == "measured":
             assert not any(credit.mask.any() or credit.cross_entropy is not None for credit in credits)
             continue

@@ -72,8 +72,8 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         program = shutil.which(name)
         assert program is not None
         shutil.copy(program, root / "usr/bin" / name)
-        said = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        libraries |= {word for word in said.split() if word.startswith("/")}
+        libraries_of_program = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        libraries |= {word for word in libraries_of_program.split() if word.startswith("/")}
     for library in libraries:
         copy = root / "usr" / os.path.normpath(library).lstrip("/").removeprefix("usr/")
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -94,15 +94,15 @@ async def test_files_of_a_rollout_are_limited_everywhere(
     )  # root in the container needs capabilities that root of some hosts lacks
     containers.patch_runtimes("tasks-0", limits=Limits.model_validate({"disk_gb": 0.05, "network": network}))
     async with provision_runtime(ApptainerConfig(image=str(image))) as runtime:
-        given = await runtime.run(["sh", "-c", "cat deep/given && echo mine >deep/given && cat deep/given"], {})
-        assert given.stdout == "of the imagemine\n", given.stderr
+        result = await runtime.run(["sh", "-c", "cat deep/given && echo mine >deep/given && cat deep/given"], {})
+        assert result.stdout == "of the imagemine\n", result.stderr
         for place in ("/app", "/tmp", "/var/tmp", str(Path.home())):
             full = await runtime.run(["sh", "-c", f"{FILL}; echo $?; : >$0/fill", place], {})
             assert "No space left on device" in full.stderr and full.stdout == "1\n", place
         await runtime.write("/app/kept", b"x" * MIB)
         assert len(await runtime.read("/app/kept")) == MIB, "the disk has room again"
-        (own,) = Path(tempfile.gettempdir()).glob("vf-apptainer-*/disk.img")
-        assert own.stat().st_blocks * 512 <= own.stat().st_size == 50_000_000
+        (disk,) = Path(tempfile.gettempdir()).glob("vf-apptainer-*/disk.img")
+        assert disk.stat().st_blocks * 512 <= disk.stat().st_size == 50_000_000
 
 
 @needs_mke2fs
@@ -115,10 +115,10 @@ async def test_disk_has_the_files_of_the_image_or_is_too_small_for_them(
     containers.patch_runtimes("tasks-0", limits=Limits(disk_gb=0.05))
     monkeypatch.setattr(apptainer.FixedSizeDisk, "_image", lambda self: asyncio.sleep(0, str(tmp_path / "image")))
     async with provision_runtime(ApptainerConfig()):
-        asked = (tmp_path / "apptainer.asked").read_text()
+        start_options = (tmp_path / "apptainer.asked").read_text()
     made = tmp_path / "apptainer.disk"
     assert made.stat().st_size == 50_000_000
-    assert "--writable-tmpfs" not in asked and "--bind" not in asked and "home,tmp" in asked
+    assert "--writable-tmpfs" not in start_options and "--bind" not in start_options and "home,tmp" in start_options
     debugfs = shutil.which("debugfs", path=apptainer._ADMIN_PATH)
     assert debugfs is not None
     words = [debugfs, "-R", "cat upper/app/given", str(made)]

@@ -39,8 +39,8 @@ def network(pid):
         return ""
 words = sys.argv[1:]
 if words[:2] == ["instance", "start"]:
-    asked = os.environ.get("APPTAINER_NET") == "1" and os.environ.get("APPTAINER_NETWORK") == "none"
-    space = ["unshare", "--user", "--map-root-user", "--net"] if asked else []
+    is_private = os.environ.get("APPTAINER_NET") == "1" and os.environ.get("APPTAINER_NETWORK") == "none"
+    space = ["unshare", "--user", "--map-root-user", "--net"] if is_private else []
     file = pathlib.Path(sys.argv[0] + "." + words[-1])
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.Popen([*space, sys.executable, "-IS", "-c", LOOPBACK_UP, file], start_new_session=True, **quiet)
@@ -51,9 +51,9 @@ elif words[:2] == ["instance", "list"]:
     print("INSTANCE NAME    PID    IP    IMAGE", f"{words[-1]}    {pid}          /image.sif", sep="\n")
 elif words[:2] == ["instance", "stop"]:
     pid = pathlib.Path(sys.argv[0] + "." + words[-1]).read_text()
-    own, inside = network(pid), [pid]
-    if own not in ("", network("self")):  # as with apptainer, all that was started in its namespaces ends with it
-        inside = [other for other in filter(str.isdigit, os.listdir("/proc")) if network(other) == own]
+    namespace, inside = network(pid), [pid]
+    if namespace not in ("", network("self")):  # as with apptainer, all that was started in its namespaces ends with it
+        inside = [other for other in filter(str.isdigit, os.listdir("/proc")) if network(other) == namespace]
     for each in inside:
         os.kill(int(each), signal.SIGKILL)
 elif words[0] == "exec" and (instance := [word for word in words if word.startswith("instance://")]):
@@ -93,10 +93,10 @@ async def test_programs_reach_only_the_endpoints_of_their_rollout(instance: Runt
         return (await instance.run([sys.executable, "-c", CONNECT, host, str(port)], {})).stdout == "open\n"
 
     with socket.create_server(("127.0.0.1", 0)) as allowed, socket.create_server(("127.0.0.1", 0)) as other:
-        own, elsewhere = allowed.getsockname()[1], other.getsockname()[1]
-        assert not await connects("127.0.0.1", own)
-        assert instance.host_url(f"http://127.0.0.1:{own}/v1") == f"http://127.0.0.1:{own}/v1"
-        assert await asyncio.gather(*(connects("127.0.0.1", own) for _ in range(3))) == [True] * 3
+        own_port, elsewhere = allowed.getsockname()[1], other.getsockname()[1]
+        assert not await connects("127.0.0.1", own_port)
+        assert instance.host_url(f"http://127.0.0.1:{own_port}/v1") == f"http://127.0.0.1:{own_port}/v1"
+        assert await asyncio.gather(*(connects("127.0.0.1", own_port) for _ in range(3))) == [True] * 3
         assert not await connects("127.0.0.1", elsewhere)
         assert not await connects("1.1.1.1", 443)
 

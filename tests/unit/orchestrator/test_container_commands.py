@@ -29,15 +29,15 @@ FAKE = (
 """A fake docker, podman and apptainer. Commands run on the host, with the variables that the options pass."""
 import json, os, pathlib, sys
 words = sys.argv[1:]
-with (pathlib.Path(__file__).parent / "asked").open("a") as asked:
-    print(json.dumps(sys.argv), file=asked)
+with (pathlib.Path(__file__).parent / "asked").open("a") as log:
+    print(json.dumps(sys.argv), file=log)
 if words[0] == "exec":
     (at,) = [index for index, word in enumerate(words) if word.startswith(("vf-", "instance://vf-"))]
     options, command = words[:at], words[at + 1 :]
-    told = [word for option, word in zip(options, options[1:]) if option == "--env"]
+    passed = [word for option, word in zip(options, options[1:]) if option == "--env"]
     env = {"PATH": os.environ["PATH"]}
-    env |= {word: os.environ[word] for word in told if "=" not in word}
-    env |= dict(word.split("=", 1) for word in told if "=" in word)
+    env |= {word: os.environ[word] for word in passed if "=" not in word}
+    env |= dict(word.split("=", 1) for word in passed if "=" in word)
     if "--env-file" in options:
         file = options[options.index("--env-file") + 1]
         command = ["sh", "-c", 'set -a; . "$0"; exec "$@"', file, *command]
@@ -87,9 +87,9 @@ async def test_command_lines_hold_no_secret(config: Config, tmp_path: Path) -> N
     for _ in range(2):
         result = await runtime.run(["sh", "-c", 'echo "$LEVEL: $TOKEN"'], {"LEVEL": "the program's"})
         assert result.stdout == f"the program's: {SECRET}\n"
-    asked = (tmp_path / "asked").read_text()
-    assert "quoted" not in asked and "two $LINES" not in asked
-    assert "LEVEL=the program's" in json.loads(asked.splitlines()[-1])
+    calls = (tmp_path / "asked").read_text()
+    assert "quoted" not in calls and "two $LINES" not in calls
+    assert "LEVEL=the program's" in json.loads(calls.splitlines()[-1])
     for file in tmp_path.glob("*.env"):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(list(tmp_path.glob("*.env"))) == (config.type == "apptainer"), "one for each set of variables"
@@ -104,12 +104,12 @@ async def test_command_lines_hold_no_secret_that_a_task_renames_or_embeds(config
     seen = ast.literal_eval(result.stdout)
     assert (seen["KEY"], seen["HEADER"], seen["OTHER"]) == (SECRET, f"it's {SECRET}, {SECRET}", "'s")
     assert "TOKEN" not in seen
-    asked = (tmp_path / "asked").read_text()
-    assert "quoted" not in asked and "two $LINES" not in asked and "OTHER='s" in asked
+    calls = (tmp_path / "asked").read_text()
+    assert "quoted" not in calls and "two $LINES" not in calls and "OTHER='s" in calls
     printing = ["sh", "-c", 'echo "$KEY; $TOKEN"']
     for token in (SECRET, "the task's", f"more than {SECRET}"):
-        told = await runtime.run(printing, {"TOKEN": token})
-        assert told.stdout == f"{SECRET}; {token}\n"
+        result = await runtime.run(printing, {"TOKEN": token})
+        assert result.stdout == f"{SECRET}; {token}\n"
     with pytest.raises(SandboxError, match=r"gives a secret to 'A\\nB', which is not a valid name"):
         await runtime.run(["true"], {"A\nB": SECRET})
 
@@ -140,11 +140,11 @@ async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: P
     argv = await runtime.prepare_uv_script(script)
     result = await runtime.run(argv, {})
     assert (result.stdout, result.stderr) == (f"{sys.prefix} {sys.base_prefix}\n", "")
-    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    calls = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
     if config.type == "apptainer":
         binds = os.environ["APPTAINER_BIND"].split(",")
     else:
-        (words,) = [words for words in asked if words[1] == "run"]
+        (words,) = [words for words in calls if words[1] == "run"]
         binds = [value for option, value in itertools.pairwise(words) if option == "--volume"]
     assert binds == [f"{path}:{path}:ro" for path in shown]
     for prefix in (sys.prefix, sys.base_prefix):
@@ -180,8 +180,8 @@ async def test_apptainer_writes_nothing_to_the_home_directory_and_keeps_no_logs(
     await killed.start()
     logs = run / "config" / "instances" / "logs" / "node" / "user"
     assert {path.stem for path in logs.iterdir()} == {ended._instance, killed._instance}
-    asked = (tmp_path / "apptainer.asked").read_text().splitlines()
-    assert len(asked) == 8 and all(line.endswith(f"{run}/config {run}/cache") for line in asked), asked
+    calls = (tmp_path / "apptainer.asked").read_text().splitlines()
+    assert len(calls) == 8 and all(line.endswith(f"{run}/config {run}/cache") for line in calls), calls
     assert (run / "config/docker-config.json").read_text() == ".apptainer/docker-config.json"
     assert (run / "config/config.json").read_text() == ".docker/config.json"
     await ended.stop()
@@ -218,11 +218,11 @@ async def test_limits_of_tasks_are_dropped_only_if_apptainer_cannot_set_them(
         runtime = make_runtime(config)
         await runtime.start()
         await runtime.stop()
-    asked = (tmp_path / "apptainer.asked").read_text().splitlines()
-    starts = [line for line in asked if line.startswith("instance start")]
+    calls = (tmp_path / "apptainer.asked").read_text().splitlines()
+    starts = [line for line in calls if line.startswith("instance start")]
     assert len(starts) == 2
     assert all(("--memory 2.0g" in line and "--cpus 1" in line) == (fake == LIMITED) for line in starts), starts
-    assert len([line for line in asked if line.startswith("exec --containall --memory")]) == 1, (
+    assert len([line for line in calls if line.startswith("exec --containall --memory")]) == 1, (
         "apptainer is probed once"
     )
     containers.patch_runtimes("tasks-0", limits=Limits(memory_gb=2))

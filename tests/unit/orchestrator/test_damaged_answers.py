@@ -30,6 +30,7 @@ from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally, Genera
 from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.weight_transfer.messages import EngineStatus
+from tests.support.clock import Clock
 
 
 def answer(tokens: int = 3, **changes: Any) -> dict[str, Any]:
@@ -153,13 +154,6 @@ async def test_permanently_damaged_answers_raise_no_answer_error() -> None:
         with pytest.raises(NoAnswerError, match=r"10\.0\.0\.7:8000 gave a damaged answer"):
             await endpoint.generate(BODY, {})
         await endpoint.close()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def bad(count: int = 1, *tasks: int) -> AnswerCounts:

@@ -236,7 +236,7 @@ def test_run_with_a_custom_algorithm(tmp_path: Path) -> None:
 
 
 def test_error_of_a_custom_algorithm_reaches_the_trainer(tmp_path: Path) -> None:
-    name = "tests.unit.orchestrator.test_algorithms:Silent"
+    name = "tests.unit.orchestrator.test_algorithms:ReturnsNone"
     batches = {"batch_size": 4, "group_size": 4}
     with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
         run = FakeRun(engine, tmp_path, {"orchestrator": {**batches, "algorithm": {"function": name}}})

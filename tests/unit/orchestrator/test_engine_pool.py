@@ -7,6 +7,7 @@ import pytest
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion, Step, next_step
 from primeslurm.orchestrator.weight_transfer.weight_update_loop import EnginePool
 from primeslurm.wire.weight_transfer.messages import EngineStatus
+from tests.support.clock import Clock
 
 
 def engine(version: int | None, incarnation: str = "i", paused: bool = False, updates: int = 1) -> EngineStatus:
@@ -31,13 +32,6 @@ V0, V1, V2 = PolicyVersion(0, "/model"), PolicyVersion(1, "/run/v1"), PolicyVers
 )
 def test_next_step(status: EngineStatus, policy: PolicyVersion, step: Step) -> None:
     assert next_step(status, policy, "/model") is step
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

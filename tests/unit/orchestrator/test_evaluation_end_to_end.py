@@ -56,8 +56,8 @@ class EvaluatedRun(Run):
     def wait_for(self, step: int) -> EvaluationRecord:
         deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
-            if found := [record for record in evaluations(self.run_dir) if record.step == step]:
-                return found[0]
+            if records := [record for record in evaluations(self.run_dir) if record.step == step]:
+                return records[0]
             time.sleep(0.05)
         raise AssertionError(self.logs())
 
@@ -92,23 +92,23 @@ def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEng
         link = run.link()
         run.publish(link, 0)
         run.wait_for(0)
-        kept = {}
+        kept_steps = {}
         for step in range(1, STEPS + 1):
             engine._mistakes = 1 if step < 4 else 3  # the policy gets worse
             run.train(link, step)
             if step % 2 == 0:
                 run.wait_for(step)
-                kept[step] = link.committed(step)
-        assert kept == {2: [2], 4: [2]}
-        checkpoints.prune(run.run_dir, 1, kept[4])
+                kept_steps[step] = link.committed(step)
+        assert kept_steps == {2: [2], 4: [2]}
+        checkpoints.prune(run.run_dir, 1, kept_steps[4])
         assert checkpoints.committed(run.run_dir) == [2, STEPS], "the best and the last checkpoint"
         assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
-    found = evaluations(run.run_dir)
-    assert [(record.step, record.version) for record in found] == [(0, 0), (2, 2), (4, 4), (5, 5)]
-    assert (found[-1].oldest_version, found[-1].newest_version) == (STEPS, STEPS), "only the final policy sampled"
-    for record in found:
+    records = evaluations(run.run_dir)
+    assert [(record.step, record.version) for record in records] == [(0, 0), (2, 2), (4, 4), (5, 5)]
+    assert (records[-1].oldest_version, records[-1].newest_version) == (STEPS, STEPS), "only the final policy sampled"
+    for record in records:
         result = record.result("held-out")
         assert result is not None and (result.examples, result.samples, result.failed) == (EXAMPLES, SAMPLES, 0)
         assert 0 < result.reward.value <= 1 and result.reward.stderr is not None and set(result.pass_at) == {1, 2}
@@ -117,7 +117,7 @@ def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEng
         assert all(len(line["samples"]) == SAMPLES for line in lines)
         assert not (step_dir(run.run_dir, record.step) / "progress.jsonl").exists()
     requests = run.evaluated()
-    assert len(requests) == len(found) * EXAMPLES * SAMPLES
+    assert len(requests) == len(records) * EXAMPLES * SAMPLES
     assert all(request["sampling_params"]["temperature"] == 0.5 for request in requests)
     prompts = {tuple(request["token_ids"]) for request in requests}
     assert len(prompts) == EXAMPLES, "every evaluation has the same examples"
@@ -127,7 +127,7 @@ def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEng
     check_staleness(table, OFF_POLICY)
     state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
     best = state["evaluation"]["best"]
-    assert best == {"step": 2, "metric": "held-out/reward_mean", "value": found[1].metric("held-out/reward_mean")}
+    assert best == {"step": 2, "metric": "held-out/reward_mean", "value": records[1].metric("held-out/reward_mean")}
     assert state["evaluation"]["last"]["step"] == STEPS and state["evaluation"]["step"] is None
 
 
@@ -142,10 +142,10 @@ def test_restarted_orchestrator_repeats_no_sample_and_loses_no_evaluation(engine
         run.train(link, 2)
         run.wait_for_samples(2, 4)
         run.kill("orchestrator")
-        there, asked = run.samples(2), len(run.evaluated())
+        there, requests_before = run.samples(2), len(run.evaluated())
         run.start("orchestrator")
         run.wait_for(2)
-        again = len(run.evaluated()) - asked
+        again = len(run.evaluated()) - requests_before
         left = EXAMPLES * SAMPLES - there
         assert left - 1 <= again <= left + 1, "each missing sample runs once; the worker may have continued one"
         run.kill("evaluation")
@@ -197,8 +197,8 @@ def test_new_attempt_keeps_evaluations_up_to_its_checkpoint(engine: FakeEngine, 
         assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
-    found = {record.step: record for record in evaluations(run.run_dir)}
-    assert sorted(found) == [2, 4, 5] and found[2] == first
+    records = {record.step: record for record in evaluations(run.run_dir)}
+    assert sorted(records) == [2, 4, 5] and records[2] == first
     assert (run.run_dir / "evaluations" / "step-000004.undone-2" / "summary.json").exists()
     assert [line["step"] for line in run.metrics() if "eval/seconds" in line] == [2, 4, 5]
 
@@ -237,13 +237,13 @@ def test_eval_task_needs_no_trainer_and_survives_a_restart(engine: FakeEngine, t
         run.kill("orchestrator")
         there = run.samples(0)
         engine._delay_s = 0.01
-        asked = len(engine.requests)
+        requests_before = len(engine.requests)
         run.start("orchestrator")
         assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     (record,) = evaluations(run.run_dir)
     assert (record.step, record.oldest_version, record.newest_version) == (0, 0, 0)
-    assert 0 <= len(engine.requests) - asked - (EXAMPLES * SAMPLES - there) <= 1
+    assert 0 <= len(engine.requests) - requests_before - (EXAMPLES * SAMPLES - there) <= 1
     state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
     assert state["evaluation"]["last"]["step"] == 0

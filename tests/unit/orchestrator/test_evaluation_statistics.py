@@ -30,11 +30,11 @@ def test_pass_at_k_equals_the_formula_of_the_paper() -> None:
 def test_pass_at_k_is_unbiased() -> None:
     generator = np.random.default_rng(0)
     chance, n, k, trials = 0.13, 8, 4, 20_000
-    found = np.array([pass_at_k(n, int(c), k) for c in generator.binomial(n, chance, trials)])
+    estimates = np.array([pass_at_k(n, int(c), k) for c in generator.binomial(n, chance, trials)])
     truth = 1 - (1 - chance) ** k
-    assert abs(found.mean() - truth) < 4 * found.std() / np.sqrt(trials)
+    assert abs(estimates.mean() - truth) < 4 * estimates.std() / np.sqrt(trials)
     naive = np.mean([1 - (1 - c / n) ** k for c in generator.binomial(n, chance, trials)])
-    assert abs(naive - truth) > 4 * found.std() / np.sqrt(trials), "the test can detect a biased estimate"
+    assert abs(naive - truth) > 4 * estimates.std() / np.sqrt(trials), "the test can detect a biased estimate"
 
 
 def clustered(examples: np.ndarray) -> float:

@@ -117,7 +117,7 @@ async def test_answers_are_compared_as_mathematics(tmp_path: Path, monkeypatch: 
             "1/2": 0.0,
             "": 0.0,
         }
-        found = {reply: await task.correct(SimpleNamespace(last_reply=reply), runtime) for reply in replies}
+        rewards = {reply: await task.correct(SimpleNamespace(last_reply=reply), runtime) for reply in replies}
     finally:
         await runtime.stop()
-    assert found == replies
+    assert rewards == replies

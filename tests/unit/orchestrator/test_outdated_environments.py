@@ -38,9 +38,9 @@ def install(directory: Path, module: str, text: str, *requirements: str) -> None
 
 
 def refusal(name: str) -> str:
-    with pytest.raises(UsageError) as found:
+    with pytest.raises(UsageError) as raised:
         environments.load(name, {})
-    (violation,) = found.value.violations
+    (violation,) = raised.value.violations
     assert (violation.field, violation.value) == ("environments.id", name)
     return f"{violation.why} ({violation.fix})"
 
@@ -56,9 +56,9 @@ def refusal(name: str) -> str:
 )
 def test_removed_parts_of_verifiers_reveal_an_old_package(module: str, text: str, sign: str, packages: Path) -> None:
     install(packages, module, text, "verifiers>=0.1", "datasets")
-    said = refusal(module.replace("_", "-"))
-    assert said.startswith(f"it is made for verifiers before 0.4 ({sign}), and verifiers 0.4")
-    assert "(install a version for verifiers 0.4, or port it" in said
+    message = refusal(module.replace("_", "-"))
+    assert message.startswith(f"it is made for verifiers before 0.4 ({sign}), and verifiers 0.4")
+    assert "(install a version for verifiers 0.4, or port it" in message
 
 
 @pytest.mark.parametrize(

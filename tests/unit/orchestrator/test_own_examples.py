@@ -55,9 +55,9 @@ def test_own_algorithm_assigns_leave_one_out_advantages() -> None:
     batch = batch_of(batches, 1)
     assert batch is not None and batch.info.loss_tokens == 4 + 8 + 6 + 5
     (row,) = batch.rows
-    found = {int(token): float(value) for token, value in zip(row.token_ids, row.advantages, strict=True) if value}
+    advantages = {int(token): float(value) for token, value in zip(row.token_ids, row.advantages, strict=True) if value}
     exact = [np.float64(r) - np.mean(np.delete(np.array(rewards, np.float64), i)) for i, r in enumerate(rewards)]
-    assert found == {i: pytest.approx(value, abs=1e-6) for i, value in enumerate(exact) if value}
+    assert advantages == {i: pytest.approx(value, abs=1e-6) for i, value in enumerate(exact) if value}
 
 
 @pytest.mark.parametrize(("reply", "reward"), [("Cold.", 1.0), ("It is cold", 1 / 3), ("It is warm", 0.2 / 3)])

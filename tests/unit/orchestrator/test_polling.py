@@ -33,15 +33,9 @@ from primeslurm.orchestrator.weight_transfer.polling import (
 from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
 from primeslurm.records.journal import Journal
 from primeslurm.wire.weight_transfer.messages import EngineStatus
+from tests.support.clock import Clock
 
 STATUS = {"version": 1, "incarnation": "a", "paused": False, "updates": 1, "initialized": True}
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_timeout_follows_answer_times_within_bounds() -> None:

@@ -33,6 +33,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.state import OrchestratorState
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import curve
+from tests.support.clock import Clock
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
@@ -46,16 +47,6 @@ RECIPE = Recipe.model_validate(
         "orchestrator": {"stall_timeout_s": 100},
     }
 )
-
-
-class Clock:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_batch_metrics() -> None:
@@ -236,16 +227,6 @@ async def test_worker_that_cannot_start_reports_why(peers: Peers) -> None:
     assert peers.unusable == [("e", 3, "ImportError: no index \\ud83d")] and not peers.workers.environments
 
 
-async def test_jobs_go_to_the_least_loaded_worker(peers: Peers) -> None:
-    sockets = [peers.connect(), peers.connect()]
-    for number, socket in enumerate(sockets):
-        await peers.tell(socket, Status("e", number, "x", []))
-    assert peers.workers.environments == {"e"}
-    for name in "abcd":
-        await peers.workers.send(job(name))
-    assert {(await heard(sockets[0])).id, (await heard(sockets[0])).id} == {"a", "c"}  # type: ignore[union-attr]
-
-
 async def test_missing_jobs_are_lost_and_unknown_jobs_are_cancelled(peers: Peers) -> None:
     socket = peers.connect()
     await peers.tell(socket, Status("e", 0, "x", ["old"]))
@@ -324,12 +305,3 @@ async def test_adopted_job_that_its_worker_no_longer_has_is_lost(peers: Peers) -
     await peers.tell(socket, JobDescriptions([msgspec.structs.replace(job("a"), sender="killed", number=7)]))
     await peers.tell(socket, Status("e", 0, "x", [], seen=7))
     assert peers.lost == ["a"]
-
-
-async def test_damaged_result_is_a_failed_rollout(peers: Peers) -> None:
-    socket = peers.connect()
-    await peers.tell(socket, Status("e", 0, "x", []))
-    await peers.workers.send(job("a"))
-    await peers.tell(socket, Result("a", frames=[5, 5]), b"only one frame")
-    ((name, outcome),) = peers.results
-    assert name == "a" and "damaged" in str(outcome)

@@ -62,15 +62,17 @@ async def played(
     tasks: Path, model: str, commands: list[str], tmp_path: Path, **runtime: Any
 ) -> tuple[float | None, list[str]]:
     """Run a rollout whose model sends one command per turn. Return its reward, and the output of each command."""
-    asked = {"limits": {"wall_time_s": 300}, **runtime, "install": False}
-    made = test_harbor.recipe(model, "bash", args={"path": str(tasks)}, runtime=asked)
-    containers.patch_runtimes("tasks-0", uv_scripts.environment_directories(), Limits.model_validate(asked["limits"]))
+    settings = {"limits": {"wall_time_s": 300}, **runtime, "install": False}
+    made = test_harbor.recipe(model, "bash", args={"path": str(tasks)}, runtime=settings)
+    containers.patch_runtimes(
+        "tasks-0", uv_scripts.environment_directories(), Limits.model_validate(settings["limits"])
+    )
     script = [*(tool_call("bash", command=command) for command in commands), "Done."]
     with ScriptedEngine(Path(model), script) as engine:
         engine.version = 3
         (rollout,) = await test_harbor.played(made, engine, tmp_path)
-    said = engine.prompts[-1].split("<tool_response>")[1:]
-    return rollout.info.reward, [each.partition("</tool_response>")[0] for each in said]
+    outputs = engine.prompts[-1].split("<tool_response>")[1:]
+    return rollout.info.reward, [each.partition("</tool_response>")[0] for each in outputs]
 
 
 @pytest.mark.usefixtures("docker")
@@ -82,10 +84,10 @@ async def test_docker_builds_a_task_and_enforces_limits(tasks: Path, model: str,
     assert "0 built, 1 there already" in run_python(*words, cwd=tmp_path).err
     limits = {"memory_gb": 0.3, "cpus": 1, "wall_time_s": 300}
     commands = [LOOK, TAKE, QUOTA, test_harbor.SOLUTION]
-    reward, said = await played(tasks, model, commands, tmp_path, type="docker", limits=limits)
+    reward, outputs = await played(tasks, model, commands, tmp_path, type="docker", limits=limits)
     assert reward == 1.0
-    assert said[0].split() == ["0", "/testbed"] and "ended with 137" in said[1], said
-    assert said[2].split()[0] == "100000", "one CPU: 100 ms of each period of 100 ms"
+    assert outputs[0].split() == ["0", "/testbed"] and "ended with 137" in outputs[1], outputs
+    assert outputs[2].split()[0] == "100000", "one CPU: 100 ms of each period of 100 ms"
     subprocess.run(["docker", "rmi", "--force", built.out.split()[0]], check=True, capture_output=True)
     assert "1 built, 0 there already" in run_python(*words, cwd=tmp_path).err
 
@@ -108,6 +110,6 @@ async def test_apptainer_runs_the_converted_image_without_network(
     assert images.stdout == "", "docker keeps an unused image"
     limits = {"network": "none", "wall_time_s": 300}
     commands = [LOOK, LINKS, test_harbor.SOLUTION]
-    reward, said = await played(tasks, model, commands, tmp_path, type="apptainer", limits=limits)
-    assert (reward, said[0].split()) == (1.0, ["0", "/testbed"])
-    assert said[1].split() == ["lo"], "it has the host's network"
+    reward, outputs = await played(tasks, model, commands, tmp_path, type="apptainer", limits=limits)
+    assert (reward, outputs[0].split()) == (1.0, ["0", "/testbed"])
+    assert outputs[1].split() == ["lo"], "it has the host's network"

@@ -44,8 +44,8 @@ def test_environment_of_a_recipe_loads(environment: Environment, tmp_path: Path)
 @pytest.mark.parametrize(("module", "rewarded"), [("broken-tool", False), ("fine-words", True)])
 def test_environment_without_reward_is_noted(module: str, rewarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tests" / "support" / "environments")
-    found = probe.probe(Environment.model_validate({"id": module}))
-    assert found.violations == [] and [note.value for note in found.notes] == ([] if rewarded else [module])
+    answer = probe.probe(Environment.model_validate({"id": module}))
+    assert answer.violations == [] and [note.value for note in answer.notes] == ([] if rewarded else [module])
 
 
 def test_recipes_name_the_command_that_installs_their_harness() -> None:
@@ -68,7 +68,7 @@ def test_environments_of_recipes_are_documented_and_their_packages_locked() -> N
 
 
 def test_models_of_demo_recipes_have_a_warm_start() -> None:
-    known = set(re.findall(r"^  ([a-z-]+)\)$", (ROOT / "scripts" / "warm_start.sh").read_text(), re.MULTILINE))
+    warm_starts = set(re.findall(r"^  ([a-z-]+)\)$", (ROOT / "scripts" / "warm_start.sh").read_text(), re.MULTILINE))
     texts = [path.read_text() for folder in ("recipes", "examples") for path in sorted((ROOT / folder).glob("*.yaml"))]
     named = {name for text in texts for name in re.findall(r"path: \.primeslurm/([a-z-]+)/model", text)}
-    assert named and named <= known
+    assert named and named <= warm_starts

@@ -62,12 +62,12 @@ def test_all_providers_of_recipes_are_checked() -> None:
 @pytest.mark.parametrize("kind", PROVIDER_KEYS)
 def test_client_keys_and_tunnel_are_required(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_client_module(monkeypatch, "no_such_module")
-    found = missing(kind)
-    assert len(found) == 1 + len(PROVIDER_KEYS[kind]) + (kind != "prime")
-    assert "is not installed here" in found[0][1] and "pip install" in found[0][2]
-    assert all(f"pass_env: [{name}]" in "".join(fix for _, _, fix in found) for name in PROVIDER_KEYS[kind])
+    problems = missing(kind)
+    assert len(problems) == 1 + len(PROVIDER_KEYS[kind]) + (kind != "prime")
+    assert "is not installed here" in problems[0][1] and "pip install" in problems[0][2]
+    assert all(f"pass_env: [{name}]" in "".join(fix for _, _, fix in problems) for name in PROVIDER_KEYS[kind])
     if kind != "prime":
-        assert found[-1][0] == "environments.args.env.interception" and "PRIME_API_KEY" in found[-1][1]
+        assert problems[-1][0] == "environments.args.env.interception" and "PRIME_API_KEY" in problems[-1][1]
     use_client_module(monkeypatch, "json")
     for name in PROVIDER_KEYS[kind]:
         monkeypatch.setenv(name, "x")

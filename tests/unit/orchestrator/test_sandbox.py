@@ -20,7 +20,8 @@ from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 import primeslurm
 from primeslurm.orchestrator.environments.sandbox import bwrap_args, bwrap_sandbox, limits, port_forwarding
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_problem, measure_usage
+from primeslurm.orchestrator.environments.sandbox.limit_watcher import measure_usage
+from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_problem
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime, _Pipes
 from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
 from primeslurm.wire.transport import secret

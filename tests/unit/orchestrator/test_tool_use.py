@@ -52,8 +52,7 @@ async def test_rollout_with_commands_is_one_sequence_of_sampled_tokens(model: Pa
     engine = Follower(model)
     engine.version, engine.turns = 3, turns
     with engine:
-        found = await rollouts(engine, made)
-    (rollout,) = found
+        (rollout,) = await rollouts(engine, made)
     links = min(turns, 3)
     assert rollout.info.reward == reward and rollout.info.metrics["commands"] == links
     assert rollout.info.turns == len(engine.requests) == links + 1

@@ -10,17 +10,9 @@ import pytest
 from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, OFFER_TIMEOUT_S, NoSenderError, TransferSessions
 from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace
+from tests.support.clock import Clock
 
 HOLD_S = 0.5
-
-
-class Clock:
-    """A clock that is moved by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Meeting:

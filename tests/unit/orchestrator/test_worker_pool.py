@@ -29,18 +29,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
 from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIVE_UP_S, NO_NEW_JOBS_S, REASSIGN_S
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import curve
+from tests.support.clock import Clock
 from tests.support.worker_pools import CallbackPool
 
 NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
-
-
-class Clock:
-    """Seconds, set by hand."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Pool:

@@ -148,14 +148,14 @@ def test_own_environment_wins_and_the_role_s_wins_over_that() -> None:
 def test_router_over_engines() -> None:
     command = router_command(recipe(), VllmRouter(), ReplicaEngines(engines=["engine-r0-0", "engine-r0-1"]), "router-0")
     assert command.argv[:5] == ("${python}", "-m", "primeslurm.inference.router", "--name", "router-0")
-    assert option(command, "--door") == "${port:door}" and option(command, "--attempt-dir") == "${attempt_dir}"
+    assert option(command, "--health-port") == "${port:health}" and option(command, "--attempt-dir") == "${attempt_dir}"
     assert option(command, "--policy") == "consistent_hash"
     assert command.argv[-3:] == (
         "--worker-urls",
         "http://${addr:engine-r0-0:http}",
         "http://${addr:engine-r0-1:http}",
     )
-    assert command.ports == ("http", "metrics", "door")
+    assert command.ports == ("http", "metrics", "health")
 
 
 def test_router_over_prefill_and_decode() -> None:

@@ -94,20 +94,6 @@ def test_newest_is_found_without_a_listing(run: Path) -> None:
     assert {"step_000078", "step_000080"} <= set(names(run))
 
 
-def test_listing_is_repeated_without_newest_file(run: Path) -> None:
-    (run / "checkpoints" / NEWEST).unlink()
-    storage, listings = FaultyStorage(run), [{"step_000080"}]
-
-    def rule(operation: str, path: str) -> None:
-        if operation == "listdir":
-            storage.hidden = listings.pop() if listings else set()
-
-    storage.fail = rule
-    with storage.installed():
-        assert checkpoints.set_damaged_aside(run, 7) == 80
-    assert names(run) == WHOLE[1:]
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -31,15 +31,15 @@ from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
+# Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
+# even if apptainer is installed setuid.
 PRIVATE_NETWORK = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USERNS": "1"}
-"""Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
-even if apptainer is installed setuid."""
+# Command of util-linux that enters namespaces.
 NSENTER = "nsenter"
-"""Command of util-linux that enters namespaces."""
+# Programs that a disk of fixed size needs. Packages of apptainer may bring the first two.
 DISK_PROGRAMS = ("fuse2fs", "fuse-overlayfs", "mke2fs")
-"""Programs that a disk of fixed size needs. Packages of apptainer may bring the first two."""
+# Directories that are not on every user's PATH.
 _ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
-"""Directories that are not on every user's PATH."""
 _ISOLATION = ("--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths,home,tmp", "--no-eval")
 _INODE_BYTES = 4096
 _COPY = 'if [ -d "$1" ]; then cp -R -P "$1"/. "$2"/; fi'
@@ -118,18 +118,18 @@ async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
     Raises:
         SandboxGoneError: the namespaces cannot be entered, or the port is in use.
     """
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
+    worker_end, helper_end = socket.socketpair()
+    with worker_end:
+        with helper_end:
             enter = [NSENTER, f"--user=/proc/{pid}/ns/user", f"--net=/proc/{pid}/ns/net", "--preserve-credentials"]
-            make = [sys.executable, "-I", "-S", "-c", _MAKE_SOCKET, str(theirs.fileno()), str(port or 0)]
+            make = [sys.executable, "-I", "-S", "-c", _MAKE_SOCKET, str(helper_end.fileno()), str(port or 0)]
             process = await asyncio.create_subprocess_exec(
                 *(*enter, "--", *make),
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[helper_end.fileno()],
             )
         try:
             async with asyncio.timeout(_ENTER_TIMEOUT_S):
@@ -140,10 +140,10 @@ async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
         if process.returncode:
             why = (stderr.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
             raise SandboxGoneError(f"cannot enter the container's network: {why}")
-        _, fds, _, _ = socket.recv_fds(ours, 1, 1)
-    made = socket.socket(fileno=fds[0])
-    made.setblocking(False)
-    return made
+        _, fds, _, _ = socket.recv_fds(worker_end, 1, 1)
+    received = socket.socket(fileno=fds[0])
+    received.setblocking(False)
+    return received
 
 
 class LimitProbe:

@@ -16,24 +16,24 @@ from primeslurm.base import errors
 WORKDIR = "/app"
 HOME = "/home/user"
 _UID = "1000"
+# Size of /dev/shm, as in docker.
 _SHM_BYTES = 64 << 20
-"""Size of /dev/shm, as in docker."""
+# /dev/shm gets at most this fraction of the disk limit.
 _MAX_SHM_FRACTION = 0.25
-"""/dev/shm gets at most this fraction of the disk limit."""
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# Entries of /etc that programs read. All of them are readable by every user of the node.
 _ETC = """
     alternatives ca-certificates ca-certificates.conf crypto-policies debian_version default/locale ld.so.cache
     ld.so.conf ld.so.conf.d localtime locale.alias mime.types nsswitch.conf os-release pki profile protocols python3
     python3.11 redhat-release services shells ssl terminfo timezone
 """
-"""Entries of /etc that programs read. All of them are readable by every user of the node."""
 _PASSWD = f"root:x:0:0::/root:/bin/sh\nuser:x:{_UID}:{_UID}::{HOME}:/bin/bash\nnobody:x:65534:65534::/:/bin/false\n"
 _GROUP = f"root:x:0:\nuser:x:{_UID}:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+# Files that replace the node's.
 FILES = {"/etc/passwd": _PASSWD, "/etc/group": _GROUP, "/etc/hosts": _HOSTS}
-"""Files that replace the node's."""
+# Directories that are never shown as a whole, even if Python's path names them.
 NEVER_SHOWN = (Path("/"), Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/etc"), Path.home())
-"""Directories that are never shown as a whole, even if Python's path names them."""
 
 
 def python_paths() -> tuple[Path, ...]:

@@ -30,8 +30,8 @@ from primeslurm.wire.decoding import DamagedError, decode_json
 
 _START_TIMEOUT_S = 60
 _ANSWER_TIMEOUT_S = 30
+# A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them.
 _JOIN_GROUPS = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
-"""A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them."""
 
 
 class SandboxProcess:
@@ -93,10 +93,10 @@ class Sandbox:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         # SOCK_SEQPACKET keeps the boundaries of messages, so a forged length cannot confuse the worker.
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        worker_end, sandbox_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         info, info_write = os.pipe()
         files = {path: _memory_file(text.encode()) for path, text in FILES.items()}
-        program = [sys.executable, "-I", "-S", "-c", _init_source(), str(theirs.fileno())]
+        program = [sys.executable, "-I", "-S", "-c", _init_source(), str(sandbox_end.fileno())]
         program.append(json.dumps(self.allowed.rlimits(self.group)))
         procs_files = self.group.procs_files if self.group is not None else []
         bwrap = bwrap_args(self._visible, self._hidden, files, self.allowed.disk, self.allowed.open_network)
@@ -109,15 +109,15 @@ class Sandbox:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(), info_write, *files.values()),
+                pass_fds=(sandbox_end.fileno(), info_write, *files.values()),
                 start_new_session=True,  # Ctrl-C in a terminal must not reach it before the worker can clean up
             )
         finally:
-            theirs.close()
+            sandbox_end.close()
             _close([info_write, *files.values()])
-        self._control = ours
-        ours.setblocking(False)
-        loop.add_reader(ours, self._read)
+        self._control = worker_end
+        worker_end.setblocking(False)
+        loop.add_reader(worker_end, self._read)
         try:
             self.first_pid = await asyncio.to_thread(_read_first_pid, info)
             async with asyncio.timeout(_START_TIMEOUT_S):

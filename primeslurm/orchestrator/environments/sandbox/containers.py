@@ -38,18 +38,18 @@ from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
+# verifiers' own label, with the run's id (`VF_RUN_ID`).
 RUN_LABEL = "verifiers.run"
-"""verifiers' own label, with the run's id (`VF_RUN_ID`)."""
 WORKER_LABEL = "primeslurm.worker"
+# Timeout of a command of a container engine.
 COMMAND_TIMEOUT_S = 60.0
-"""Timeout of a command of a container engine."""
+# Environment variable: the directory that apptainer uses instead of `~/.apptainer`.
 CONFIG = "APPTAINER_CONFIGDIR"
-"""Environment variable: the directory that apptainer uses instead of `~/.apptainer`."""
 _NO_LIMITS = Limits()
+# Variables of this process whose values appear in no command line; see `hide_secrets`.
 _secret_names: set[str] = set()
-"""Variables of this process whose values appear in no command line; see `hide_secrets`."""
+# The user's files with registry logins, by their names in apptainer's directory; see `use_directory`.
 _logins: dict[str, Path] = {}
-"""The user's files with registry logins, by their names in apptainer's directory; see `use_directory`."""
 
 
 class _ScriptRuntime:

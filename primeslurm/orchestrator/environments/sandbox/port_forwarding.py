@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from primeslurm.wire.transport.loopback import far_socket
 
+# Open connections of one sandbox. Each needs two file descriptors of the worker.
 MAX_CONNECTIONS = 64
-"""Open connections of one sandbox. Each needs two file descriptors of the worker."""
 
 
 class SandboxGoneError(RuntimeError):

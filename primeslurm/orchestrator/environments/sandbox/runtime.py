@@ -16,19 +16,19 @@ from typing import Any, ClassVar
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, Runtime, RuntimeProcess, SubprocessConfig, SubprocessRuntimeInfo
 
-from primeslurm.orchestrator.environments.sandbox import bwrap_args, limits, uv_scripts
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, limit_watcher, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox, SandboxProcess
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import PrivateLoopback, SandboxGoneError
 
+# Most bytes of each output stream of a command that are kept. Endless output must not fill the worker's memory.
 MAX_OUTPUT = 16 << 20
-"""Most bytes of each output stream of a command that are kept. Endless output must not fill the worker's memory."""
+# Variables of the worker that programs get. None of them holds a secret.
 _PASSED = ("LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
-"""Variables of the worker that programs get. None of them holds a secret."""
+# Without these, libraries first try to reach the internet, and wait.
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "UV_OFFLINE": "1"}
-"""Without these, libraries first try to reach the internet, and wait."""
+# Wait for the rest of a command's output after its exit. A background process may hold the streams open.
 _OUTPUT_GRACE_S = 1.0
-"""Wait for the rest of a command's output after its exit. A background process may hold the streams open."""
 
 
 class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
@@ -188,7 +188,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         # Attributes of the base class, because each worker needs only one watcher.
         SandboxedRuntime.watched.add(sandbox)
         if SandboxedRuntime._watcher is None or SandboxedRuntime._watcher.done():
-            SandboxedRuntime._watcher = asyncio.create_task(limits.watch(SandboxedRuntime.watched))
+            SandboxedRuntime._watcher = asyncio.create_task(limit_watcher.watch(SandboxedRuntime.watched))
 
 
 class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from primeslurm.node.host.process_condition import condition_of
-from primeslurm.orchestrator.environments.sandbox.limits import measure_usage, proportional_memory
+from primeslurm.orchestrator.environments.sandbox.limit_watcher import measure_usage, proportional_memory
 
 HIDING = """
 import ctypes, os, sys, time
