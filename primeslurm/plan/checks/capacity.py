@@ -1,4 +1,4 @@
-"""What does not fit, because: the memory estimate as findings."""
+"""Compare the memory estimate with the memory of GPUs, hosts and disks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
 
 MARGIN = 0.1
-"""Half-width of what the memory model can tell apart: within it, it warns instead of refusing."""
+"""Error of the memory model. Within this share of the limit, the check warns instead of refusing."""
 
 
 def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """Find roles that do not fit their GPUs or hosts, or nearly do not."""
+    """Return findings for roles that do not, or may not, fit their GPUs, hosts or disks."""
     findings: list[Finding] = []
     for role in estimate.roles:
         findings += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
@@ -43,7 +43,7 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
 
 
 def _remedy(recipe: Recipe, largest: str) -> str:
-    """Name what makes the largest part of a trainer GPU's memory smaller, and is not set yet."""
+    """Return settings that reduce the largest part of a trainer GPU's memory and are not set yet."""
     trainer, vlm = recipe.trainer, recipe.model.vlm
     less_state = {"more nodes": False, "trainer.lora": trainer.lora is not None}
     full = trainer.parallelism.activation_checkpointing == "full"
@@ -118,7 +118,7 @@ def _host(requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
 
 
 def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """What is buffered of rollouts must fit the head node, the first one, beside what a trainer there offloads."""
+    """Check that buffered rollouts fit the head node, in addition to what a trainer there offloads."""
     buffered = next((amount for amount in estimate.amounts if amount.name == BUFFERED), None)
     there = node_memory(recipe, requests[0]) if requests else None
     if buffered is None or there is None:
@@ -138,7 +138,7 @@ def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
 
 
 def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """Copies of checkpoints that are not in memory must fit the disk of each train node."""
+    """Check that local checkpoint copies outside of host memory fit the disk of each train node."""
     copies = next((amount for amount in estimate.amounts if amount.name == LOCAL_COPIES), None)
     train = next((request for request in requests if request.role == "train"), None)
     if copies is None or train is None or in_memory(recipe):
@@ -155,7 +155,7 @@ def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
 
 
 def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
-    """Decode engines (or those that do both) must hold the rollouts in flight, at least at a typical length."""
+    """Check that engines which decode can hold the rollouts in flight, at least at a typical length."""
     holders = [role for role in estimate.roles if role.role in ("decode", "inference") and role.typical]
     if recipe.task != "rl" or not holders or recipe.max_inflight <= holders[0].typical:
         return []

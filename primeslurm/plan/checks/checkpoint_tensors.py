@@ -1,7 +1,8 @@
-"""Whether a model's checkpoint has the tensors that its config asks for, by the headers of its files.
+"""Check that a model's checkpoint has the tensors that its config requires, from the headers of its files.
 
-No torch is needed, so nothing is known of single modules. What is compared is the layers with one another: a tensor
-that all other layers of the kind have, and one does not, is missing.
+torch is not needed, so the modules are unknown. Instead, layers are compared with each other: if all other layers of a
+kind
+have a tensor and one does not, it is missing.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from primeslurm.models import family_of
 from primeslurm.models.shape import ModelShape
 
 _HEADERS_AT_ONCE = 8
-"""Headers that are read side by side: each is a wait for the file system."""
+"""Headers that are read in parallel, because the file system answers slowly."""
 _SHOWN = 5
-"""Names that are shown."""
+"""Names that a message lists."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|word_embeddings|tok_embeddings|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|output_layer)\.")
 _NORM = re.compile(r"(^|\.)(norm|norm_f|final_layernorm|ln_f)\.weight$")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 _ELSEWHERE = re.compile(r"(^|\.)(visual|vision\w*|mtp|mm_projector|multi_modal_projector)\.")
-"""What is no part of the language model."""
+"""Tensors outside of the language model."""
 _BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$|(^|\.)indexer\.")
-"""What some layers may have and others not: parts of a quantised weight, and DSA's shared indexers."""
+"""Tensors that only some layers have: parts of a quantised weight, and shared indexers of DSA."""
 _PACKED = re.compile(r"_(packed|blocks)$")
 _ENCODED = re.compile(r"image|audio|video|vision")
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""By the name of a tensor."""
+"""Shape of each tensor by name."""
 
 
 def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShape | None) -> list[Violation]:
-    """Find what a checkpoint lacks, and tokens that it has no embedding for.
+    """Return tensors that a checkpoint lacks, and tokens without an embedding.
 
     Args:
-        directory: of the model, with safetensors files.
+        directory: model directory with safetensors files.
         config: its config.json.
-        shape: what the config says; None if it is not understood.
+        shape: the model's shape; None if its config is not understood.
     """
     where = str(directory)
     if "model_type" not in config:
@@ -64,11 +65,11 @@ def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShap
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Read the names and shapes of all tensors of a model, from the headers of its files.
+    """Return the shapes of all tensors of a model, by name.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: a file is no safetensors file.
+        ValueError: a file is not a safetensors file.
     """
     index = directory / INDEX
     if index.is_file():
@@ -86,7 +87,7 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def token_ids(directory: Path) -> dict[int, str]:
-    """Read which ids a model's tokenizer gives, from its files; empty if it has none that are JSON."""
+    """Return the tokens of a model's tokenizer by id, from its JSON files; empty if it has none."""
     main, added, settings = (
         _object(directory / name) for name in ("tokenizer.json", "added_tokens.json", "tokenizer_config.json")
     )
@@ -103,7 +104,7 @@ def token_ids(directory: Path) -> dict[int, str]:
 
 
 def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
-    """Tokens that have no row in the embedding."""
+    """Return why tokens have no row in the embedding, and the fix."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     rows = next((shape[0] for name, shape in shapes.items() if _is_embedding(name) and shape), text.get("vocab_size"))
@@ -122,7 +123,7 @@ def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> l
 
 
 def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
-    """What is wrong with embedding and head."""
+    """Return what is wrong with embedding and head."""
     known = family_of(shape.model_type) is not None
     said = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
     found = []
@@ -138,7 +139,7 @@ def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[
 
 
 def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
-    """What is missing of the layers of a family that the trainer knows, and behind them."""
+    """Return what is missing in and after the layers, for a model family of the trainer."""
     layers: dict[int, set[str]] = defaultdict(set)
     prefixes: Counter[str] = Counter()
     for name in shapes:
@@ -158,10 +159,8 @@ def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
 
 
 def _unlike(number: int, layers: Mapping[int, set[str]]) -> list[str]:
-    """What a layer lacks, as a whole or in one of its modules, that another one has beside all that it has itself.
-
-    Nothing if yet another one is like it: layers may be of several kinds.
-    """
+    """Return the tensors that a layer lacks: another one has all its tensors, of the layer or a module, and more."""
+    # Layers may be of several kinds, so a layer with an equal one is complete.
     found: list[str] = []
     for module in ("", *sorted({_module(name) for name in layers[number]})):
         every = [{name for name in names if not module or _module(name) == module} for names in layers.values()]
@@ -173,13 +172,13 @@ def _unlike(number: int, layers: Mapping[int, set[str]]) -> list[str]:
 
 
 def _module(name: str) -> str:
-    """The module of a layer that a tensor is in; those in none, as norms are, are together."""
+    """Return the module of a tensor within its layer. Tensors without a module, such as norms, are "norms"."""
     module, _, rest = name.partition(".")
     return "norms" if rest in ("", "weight", "bias") else module
 
 
 def _experts(names: Collection[str], shape: ModelShape) -> list[str]:
-    """The experts that a layer lacks, if they are stored one by one."""
+    """Return the experts that a layer lacks, if experts are stored one by one."""
     numbers = {int(found[2]) for name in names if (found := _EXPERT.search(name))}
     count = shape.experts.count if shape.experts else 0
     return [f"mlp.experts.{number}" for number in range(count) if numbers and number not in numbers]

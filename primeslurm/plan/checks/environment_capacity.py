@@ -1,4 +1,4 @@
-"""Whether the nodes that environment workers run on have enough for them."""
+"""Check that the nodes of environment workers have enough cores and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GB = 10**9
 
 
 def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> list[Finding]:
-    """Find environment nodes that are too small or too many, and a head node that is too small without them."""
+    """Return findings for environment nodes that are too small or too many, and for a head node that is too small."""
     workers = sum(environment.workers for environment in recipe.all_environments)
     asked = recipe.deployment.environments
     findings: list[Finding] = []
@@ -32,7 +32,7 @@ def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> lis
 
 
 def _node(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest, workers: int) -> list[Finding]:
-    """What the fullest node runs, against what it has."""
+    """Compare what the fullest node runs with its cores and memory."""
     most = -(-workers // asked.nodes)
     cores = asked.cpus or recipe.slurm.environments.cpus_per_task or request.kind.cpus
     findings = []
@@ -49,13 +49,13 @@ def _node(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest, wor
 
 
 def _memory(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest) -> float:
-    """Bytes of a node that the job gets; 0 if nobody says."""
+    """Return the memory of a node that the job gets [bytes]; 0 if unknown."""
     memory = asked.memory or recipe.slurm.environments.mem or request.kind.mem
     return bytes_of(memory) if memory else (request.kind.memory_gib or 0) * GIB
 
 
 def _sandboxes(recipe: Recipe, asked: EnvironmentNodes, there: float) -> list[Finding]:
-    """What the sandboxes of a node's rollouts may take together, by their own limits, against its memory."""
+    """Compare the limits of the sandboxes of a node's rollouts with its memory."""
     evenly = -(-recipe.max_inflight // asked.nodes)
     rollouts = min(evenly, asked.max_rollouts_per_node or evenly)
     ratios = sum(environment.ratio for environment in recipe.environments)
@@ -71,10 +71,10 @@ def _sandboxes(recipe: Recipe, asked: EnvironmentNodes, there: float) -> list[Fi
 
 
 def _sandbox_gb(runtime: Runtime | None) -> float:
-    """Most memory of the node that one rollout may take; 0 where nothing bounds it, or it is another's machine.
-
-    Of an environment without `runtime` the check does not know whether its rollouts run a program at all.
-    """
+    """Return the most memory of the node that one rollout may use [GB]."""
+    # 0 if nothing limits it, or if it runs on a provider's machine. Without `runtime` it is unknown whether rollouts
+    # run a
+    # program at all.
     if runtime is None or runtime.type in PROVIDER_KEYS:
         return 0.0
     if not isinstance(runtime, SubprocessRuntime):

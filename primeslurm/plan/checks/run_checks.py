@@ -1,4 +1,4 @@
-"""All findings about a recipe on a site and its plan, and the estimate that some of them rest on."""
+"""All checks of a recipe on a site and of its plan, and the estimate that some of them use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ from primeslurm.recipe.advantage_rules import rule_of
 def check_run(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles, teacher: ModelFiles | None
 ) -> tuple[list[Finding], Estimate | None]:
-    """Say what is wrong or doubtful; and estimate memory and amounts, if the model's shape is known.
+    """Return all findings about a recipe, and the estimate if the model's shape is known.
 
     Args:
-        recipe: what is asked for.
-        site: where it is to run.
-        requests: what each role gets; empty if the recipe cannot be placed.
-        model: what is known of the policy's model.
-        teacher: what is known of the teacher's model, if the run serves one.
+        requests: resources of each role; empty if the recipe cannot be placed.
+        teacher: files of the teacher's model; None if the run serves no teacher.
     """
     findings = conflicts(RuleContext(recipe, site, requests, model.shape))
     findings += unsupported(recipe, model.shape, model.model_type) + tool_rendering(recipe, model.model_type)
@@ -48,7 +45,7 @@ def check_run(
 
 
 def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
-    """Advise on a recipe that can run but may not run well."""
+    """Return advice on a recipe that can run but may not run well."""
     findings: list[Finding] = []
     orchestrator = recipe.orchestrator
     if recipe.task == "rl":
@@ -81,7 +78,7 @@ def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
 
 
 def _colocated(recipe: Recipe, plan: Plan) -> list[Finding]:
-    """Say what trainer and engines share, and what an engine's restart needs."""
+    """Note which GPUs and memory trainer and engines share, and what the restart of an engine needs."""
     if not recipe.colocated:
         return []
     gpus = sorted({gpu for process in plan.processes() if process.role == "trainer" for gpu in process.gpus})
@@ -99,7 +96,7 @@ def _colocated(recipe: Recipe, plan: Plan) -> list[Finding]:
 
 
 def _few_cores(plan: Plan) -> list[Finding]:
-    """Warn of a step of Slurm that has one core, as `srun` gives it if it is not asked for more."""
+    """Warn if a Slurm step has too few cores for its GPU processes. `srun` gives it one core by default."""
     processes = sum(bool(process.gpus) for process in plan.processes())
     cores = max(group.cpus_per_task for group in plan.groups)
     if plan.executor != "local" or plan.device != "cuda" or cores >= processes:
@@ -110,7 +107,7 @@ def _few_cores(plan: Plan) -> list[Finding]:
 
 
 def _alone(recipe: Recipe) -> list[Finding]:
-    """Warn of groups of one rollout whose advantages compare the rollouts of a group."""
+    """Warn of groups of one rollout if the advantage compares the rollouts of a group."""
     findings = []
     for environment in recipe.environments:
         rule = rule_of(recipe, environment)

@@ -1,4 +1,4 @@
-"""What is said about the teacher: as of any served model, and that it reads the policy's tokens."""
+"""Check the teacher as a served model, and that its tokenizer matches the policy's."""
 
 from __future__ import annotations
 
@@ -23,24 +23,15 @@ from primeslurm.recipe import Recipe, Site
 
 TOKENIZER = "tokenizer.json"
 _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("model", "teacher"))
-"""Fields of the recipe that would serve the teacher, and where they are in the run's own; the first that fits."""
+"""Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match
+counts."""
 _MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
 
 
 def teacher_findings(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles | None
 ) -> tuple[list[Finding], RoleMemory | None]:
-    """Say what is wrong or doubtful about the teacher's engines.
-
-    Args:
-        recipe: of the run.
-        site: where it is to run.
-        requests: what each role gets; empty if the recipe cannot be placed.
-        model: what is known of the teacher's model; None if the run serves no teacher.
-
-    Returns:
-        Findings, and the memory of a GPU of these engines where model and GPUs are known.
-    """
+    """Return findings about the teacher's engines, and the memory of one of their GPUs if model and GPU are known."""
     alone = served(recipe)
     if alone is None or model is None:
         return [], None
@@ -66,7 +57,7 @@ def teacher_findings(
 
 
 def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
-    """Say why the teacher's files cannot be used."""
+    """Return why the teacher's files cannot be used."""
     alone = served(recipe)
     if alone is None or model is None:
         return []
@@ -80,7 +71,7 @@ def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation
 
 
 def _limit(fix: str) -> int:
-    """The longest seq_len that leaves room for one token more."""
+    """Return the longest seq_len that leaves one token to generate."""
     return int(fix.removeprefix("nearest: ")) - 1
 
 
@@ -92,7 +83,7 @@ def _here(field: str) -> str:
 
 
 def _tokenizer_problems(policy: str, teacher: str) -> list[Violation]:
-    """The teacher is asked about token ids, so an id must mean the same to both. Checked where both files are here."""
+    """Check that token ids mean the same to policy and teacher, if both tokenizers exist here."""
     mine, theirs = (_vocabulary(path) for path in (policy, teacher))
     if mine is None or theirs is None or mine == theirs:
         return []
@@ -103,7 +94,7 @@ def _tokenizer_problems(policy: str, teacher: str) -> list[Violation]:
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:
-    """Token to id; None if there is no such file, or it is of another kind."""
+    """Return the ids of a tokenizer by token; None if there is no such file, or it has another format."""
     directory = model_directory(path)
     content = _json(directory / TOKENIZER) if directory else None
     if content is None:

@@ -1,6 +1,6 @@
-"""Whether a model can be shown the tools of an environment, as far as its type and the recipe tell.
+"""Check that a model can be shown the tools of an environment, as far as the model type and the recipe determine it.
 
-What only the environment's code or the model's chat template tells is asked of them in `checks.environments`.
+`checks.environments` asks the environment's code and the model's chat template.
 """
 
 from __future__ import annotations
@@ -15,28 +15,22 @@ from primeslurm.recipe.sandbox_rules import ENV_KEY, offers_tools
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 
 OWN_HARNESS = {"harbor-local": "bash", "tool-use": "shell"}
-"""Harnesses of bundled tasksets that offer tools, where the recipe names none."""
+"""Harnesses with tools that bundled tasksets use if the recipe names none."""
 _FIX = "a harness without tools, such as `harness: {id: chat}`, or another model or model.renderer"
 
 
 def unrenderable(field: str, harness: str, why: str) -> Violation:
-    """Say that a harness offers tools to a model that cannot be shown them.
+    """Return the problem of a harness that offers tools to a model which cannot be shown them.
 
     Args:
-        field: where the recipe says the harness.
-        harness: its name.
-        why: tools cannot be rendered.
+        field: recipe field that names the harness.
+        why: why tools cannot be rendered.
     """
     return Violation(field, harness, f"it offers the model tools, but {why}", _FIX)
 
 
 def tool_rendering(recipe: Recipe, model_type: str | None) -> list[Finding]:
-    """Find environments whose harness is known to offer tools, where the model's family has no way to show them.
-
-    Args:
-        recipe: what is asked for.
-        model_type: of the model's config, where it is known.
-    """
+    """Return findings for environments whose harness offers tools, if the model's family cannot render them."""
     model = recipe.model
     why = tools_unsupported_reason(model_type, model.path, model.renderer, model.renderer_options)
     if not why or model.vlm is not None or (model_type is None and model.renderer == AUTO):
@@ -55,7 +49,7 @@ def tool_rendering(recipe: Recipe, model_type: str | None) -> list[Finding]:
 
 
 def _harnesses(environment: AnyEnvironment) -> Iterator[tuple[str, str]]:
-    """The harnesses that an environment is known to have: the field that says it, or may, and its name."""
+    """Yield the known harnesses of an environment: the field that sets each one, and its name."""
     raw = environment.args.get(ENV_KEY)
     roles = raw.items() if isinstance(raw, Mapping) else ()
     said = {role: options.get("harness") for role, options in roles if isinstance(options, Mapping)}
