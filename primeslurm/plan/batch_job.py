@@ -34,9 +34,9 @@ def problems(recipe: Recipe, site: Site) -> list[Violation]:
     """Return problems of host lists, time limits, directories, and options that contradict each other."""
     problems = [*_host_problems(recipe, site), *_time_problems(recipe, site), *_runs_problems(recipe, site)]
     for field, options in _component_options(recipe, site):
-        said = [(name, value) for name in _MEMORY if (value := getattr(options, name))]
-        why = f"contradicts {said[0][0]}" if said else ""
-        problems += [Violation(f"{field}.{name}", value, why, "keep one of them") for name, value in said[1:]]
+        memory_options = [(name, value) for name in _MEMORY if (value := getattr(options, name))]
+        why = f"contradicts {memory_options[0][0]}" if memory_options else ""
+        problems += [Violation(f"{field}.{name}", value, why, "keep one of them") for name, value in memory_options[1:]]
     return problems + _said_twice(recipe)
 
 
@@ -48,8 +48,8 @@ def _said_twice(recipe: Recipe) -> list[Violation]:
     pairs += [("memory", nodes.memory, name, getattr(slurm, name)) for name in _MEMORY]
     return [
         Violation(f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one")
-        for name, value, other, there in pairs
-        if value is not None and there is not None
+        for name, value, other, slurm_value in pairs
+        if value is not None and slurm_value is not None
     ]
 
 
@@ -93,29 +93,29 @@ def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
 
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
     """Return the options of the whole job. The recipe's options take precedence over the site's."""
-    slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)
+    slurm, submission = recipe.slurm, recipe.slurm.over(site.slurm)
     return JobOptions(
         name=recipe.name,
-        time=asked.time or DEFAULT_TIME,
-        time_min=asked.time_min,
-        account=asked.account,
-        qos=asked.qos,
-        reservation=asked.reservation,
-        comment=asked.comment,
-        exclude=asked.exclude,
-        dependency=asked.dependency,
-        mail_user=asked.mail.user if asked.mail else None,
-        mail_types=asked.mail.types if asked.mail else (),
-        licenses=asked.licenses,
-        nice=asked.nice,
-        priority=asked.priority,
+        time=submission.time or DEFAULT_TIME,
+        time_min=submission.time_min,
+        account=submission.account,
+        qos=submission.qos,
+        reservation=submission.reservation,
+        comment=submission.comment,
+        exclude=submission.exclude,
+        dependency=submission.dependency,
+        mail_user=submission.mail.user if submission.mail else None,
+        mail_types=submission.mail.types if submission.mail else (),
+        licenses=submission.licenses,
+        nice=submission.nice,
+        priority=submission.priority,
         requeue=slurm.requeue,
         signal_s=slurm.checkpoint_signal_s,
-        extra=asked.extra,
+        extra=submission.extra,
         modules=site.modules,
         prologue=site.prologue,
-        srun=_pyxis(asked.container, run_dir) if isinstance(asked.container, Pyxis) else (),
-        launcher=_apptainer(asked.container, site, run_dir) if isinstance(asked.container, Apptainer) else (),
+        srun=_pyxis(submission.container, run_dir) if isinstance(submission.container, Pyxis) else (),
+        launcher=_apptainer(submission.container, site, run_dir) if isinstance(submission.container, Apptainer) else (),
     )
 
 
@@ -139,12 +139,12 @@ def environment(site: Site) -> dict[str, str]:
 
 def _component(recipe: Recipe, role: NodeRole) -> Component:
     """Return the Slurm options of a role. `deployment.environments` may set the size of its nodes."""
-    asked: Component = getattr(recipe.slurm, role)
+    component: Component = getattr(recipe.slurm, role)
     nodes = recipe.deployment.environments
     if role != "environments" or nodes is None:
-        return asked
-    return asked.model_copy(
-        update={"cpus_per_task": nodes.cpus or asked.cpus_per_task, "mem": nodes.memory or asked.mem}
+        return component
+    return component.model_copy(
+        update={"cpus_per_task": nodes.cpus or component.cpus_per_task, "mem": nodes.memory or component.mem}
     )
 
 
@@ -174,14 +174,14 @@ def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequ
 def _exclusive(component: Component, request: ResourceRequest) -> bool:
     """Return whether a component shares no node with other jobs."""
     # If Slurm does not count GPUs, only exclusive nodes keep jobs apart.
-    asked = request.kind.exclusive if component.exclusive is None else component.exclusive
-    return request.kind.request_gpus == "none" and request.gpus > 0 if asked is None else asked
+    exclusive = request.kind.exclusive if component.exclusive is None else component.exclusive
+    return request.kind.request_gpus == "none" and request.gpus > 0 if exclusive is None else exclusive
 
 
 def node_memory(recipe: Recipe, request: ResourceRequest) -> int | None:
     """Return the memory of a role's node that the job may use [bytes]; None if neither recipe nor site says."""
-    asked = _memory(_component(recipe, request.role), request)
-    if asked is not None and (size := bytes_of(asked)):  # 0 is all that there is
+    memory = _memory(_component(recipe, request.role), request)
+    if memory is not None and (size := bytes_of(memory)):  # 0 is all that there is
         return size
     return None if request.kind.memory_gib is None else int(request.kind.memory_gib * 2**30)
 
@@ -246,12 +246,12 @@ def _runs_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
 
 
 def _time_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
-    asked = recipe.slurm.over(site.slurm)
-    limit = asked.time or DEFAULT_TIME
-    if asked.time_min and minutes(asked.time_min) > minutes(limit):
-        yield Violation("slurm.time_min", asked.time_min, f"is longer than time = {limit}", f'nearest: "{limit}"')
+    submission = recipe.slurm.over(site.slurm)
+    limit = submission.time or DEFAULT_TIME
+    if submission.time_min and minutes(submission.time_min) > minutes(limit):
+        yield Violation("slurm.time_min", submission.time_min, f"is longer than time = {limit}", f'nearest: "{limit}"')
     lead = recipe.slurm.checkpoint_signal_s
-    shortest = 60 * minutes(asked.time_min or limit)
+    shortest = 60 * minutes(submission.time_min or limit)
     if lead >= shortest:
         fix = f"nearest: {max(shortest // 2, 0)}"
         yield Violation("slurm.checkpoint_signal_s", str(lead), f"the job only runs for {duration(shortest)}", fix)

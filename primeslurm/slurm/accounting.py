@@ -71,8 +71,8 @@ class Accounting:
     def association(self, account: str | None, partition: str) -> Association | None:
         """Return the association of a job. One for its partition takes precedence."""
         account = (account or self.default_account).lower()
-        mine = [each for each in self.associations if each.account == account and each.partition in ("", partition)]
-        return max(mine, key=lambda each: each.partition, default=None)
+        matching = [each for each in self.associations if each.account == account and each.partition in ("", partition)]
+        return max(matching, key=lambda each: each.partition, default=None)
 
 
 NO_ACCOUNTING = Accounting()
@@ -97,13 +97,13 @@ def lists_subaccounts(config: str) -> bool:
 
 def config_value(config: str, name: str) -> str:
     """Return a value of `scontrol show config`; empty if it is missing."""
-    found = re.search(rf"^{name}\s*=\s*(\S+)", config, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{name}\s*=\s*(\S+)", config, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]:
     """Parse rows of `ASSOCIATION_FORMAT`."""
-    found = []
+    associations = []
     for account, partition, qos, default_qos, wall, per_job, per_node, total, max_jobs, group_jobs in rows:
         limits = TresLimits(
             minutes=parse_minutes(wall),
@@ -113,13 +113,13 @@ def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]
             jobs=_least(max_jobs, group_jobs),
         )
         names = frozenset(qos.lower().split(",")) - {""}
-        found.append(Association(account.lower(), partition, names, default_qos.lower(), limits))
-    return tuple(found)
+        associations.append(Association(account.lower(), partition, names, default_qos.lower(), limits))
+    return tuple(associations)
 
 
 def parse_qos(rows: Iterable[Sequence[str]]) -> dict[str, Qos]:
     """Parse rows of `QOS_FORMAT`."""
-    found = {}
+    qos_by_name = {}
     for name, flags, wall, per_job, per_node, per_user, total, least, jobs_per_user, group_jobs in rows:
         limits = TresLimits(
             minutes=parse_minutes(wall),
@@ -130,13 +130,13 @@ def parse_qos(rows: Iterable[Sequence[str]]) -> dict[str, Qos]:
             least=parse_tres(least),
             jobs=_least(jobs_per_user, group_jobs),
         )
-        found[name.lower()] = Qos(name, limits, frozenset(flags.split(",")) - {""})
-    return found
+        qos_by_name[name.lower()] = Qos(name, limits, frozenset(flags.split(",")) - {""})
+    return qos_by_name
 
 
 def parse_tres(text: str) -> dict[str, int]:
     """Parse amounts such as cpu=16,gres/gpu=4,mem=1.50T."""
-    found = {}
+    amounts = {}
     for entry in text.split(","):
         name, _, value = entry.partition("=")
         if (match := re.fullmatch(r"(\d+)(\.\d+)?([KMGTP]?)", value)) and name:
@@ -145,8 +145,8 @@ def parse_tres(text: str) -> dict[str, int]:
                 unit = match[3] or "M"
                 size = bytes_of("1T") * 1024 if unit == "P" else bytes_of(f"1{unit}")
                 number = number * size / _MIB
-            found[name] = int(number)
-    return found
+            amounts[name] = int(number)
+    return amounts
 
 
 def _least(*numbers: str) -> int | None:

@@ -157,10 +157,10 @@ class SlurmClient:
 
     def nodes(self) -> list[NodeState]:
         """Return all nodes, each one once."""
-        found: dict[str, NodeState] = {}
+        states: dict[str, NodeState] = {}
         for name, state, reason in self._nodes("%N|%t|%E"):
-            found[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
-        return list(found.values())
+            states[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
+        return list(states.values())
 
     def nodes_of(self, partition: str, reservation: str | None = None) -> dict[str, str]:
         """Return the nodes of a partition and their states in sinfo's short words.
@@ -170,7 +170,11 @@ class SlurmClient:
         """
         reserved = self._reserved(reservation)
         rows = self._nodes("%N|%R|%t")
-        return {name: state for name, there, state in rows if there == partition and (not reserved or name in reserved)}
+        return {
+            name: state
+            for name, node_partition, state in rows
+            if node_partition == partition and (not reserved or name in reserved)
+        }
 
     def nodes_by_partition(self, names: Iterable[str], reservation: str | None = None) -> dict[str, dict[str, bool]]:
         """Return the nodes of partitions, and whether each runs jobs now or soon. Arguments as in `nodes_of`."""
@@ -197,8 +201,10 @@ class SlurmClient:
 
     def _reserved(self, names: str | None) -> set[str]:
         wanted = (names or "").split(",")
-        found = [each.nodes for each in (self.reservations() if names else ()) if each.name in wanted and each.nodes]
-        return {node for hostlist in found for node in expand(hostlist)}
+        hostlists = [
+            each.nodes for each in (self.reservations() if names else ()) if each.name in wanted and each.nodes
+        ]
+        return {node for hostlist in hostlists for node in expand(hostlist)}
 
     def accounting(self) -> Accounting:
         """Return accounts, QOS and limits of this user. Empty if the accounting enforces nothing or does not answer."""
@@ -208,8 +214,8 @@ class SlurmClient:
             return NO_ACCOUNTING
         try:
             user = pwd.getpwuid(os.geteuid()).pw_name
-            mine = ("where", f"user={user}", f"cluster={config_value(config, 'ClusterName')}")
-            associations = self._sacctmgr("associations", *mine, columns=ASSOCIATION_FORMAT)
+            condition = ("where", f"user={user}", f"cluster={config_value(config, 'ClusterName')}")
+            associations = self._sacctmgr("associations", *condition, columns=ASSOCIATION_FORMAT)
             default = self._sacctmgr("user", "where", f"name={user}", columns="user,defaultaccount")
             qos = self._sacctmgr("qos", columns=QOS_FORMAT)
         except (ClusterError, KeyError):
@@ -248,8 +254,8 @@ class SlurmClient:
         per_cpu = any(kind.mem_per_cpu for kind in site.nodes.values() if kind.partition == partition)
         size = ("--ntasks-per-node=1", "--cpus-per-task=1", "--time=00:02:00")
         memory = "--mem-per-cpu=256M" if per_cpu else "--mem=256M"
-        said = {"account": site.slurm.account, "qos": site.slurm.qos, "reservation": site.slurm.reservation}
-        whose = [f"--{name}={value}" for name, value in said.items() if value]
+        options_of_site = {"account": site.slurm.account, "qos": site.slurm.qos, "reservation": site.slurm.reservation}
+        whose = [f"--{name}={value}" for name, value in options_of_site.items() if value]
         options = (*where, *size, memory, *whose, *site.slurm.extra)
         return self._run("srun", "--job-name=primeslurm-doctor", *options, *argv)
 
@@ -292,14 +298,14 @@ class SlurmClient:
                 lines = self._run(*argv).splitlines()
             except ClusterError:
                 continue  # no accounting on this cluster, or it is older
-            found = [line.partition("|")[0].partition("+")[0] for line in lines if word in line]
-            return found[0] if found else None
+            job_ids = [line.partition("|")[0].partition("+")[0] for line in lines if word in line]
+            return job_ids[0] if job_ids else None
         return None
 
     def kill_wait_s(self) -> float:
         """Return Slurm's KillWait: the seconds between SIGTERM and SIGKILL when it ends a job."""
-        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config"), re.MULTILINE)
-        return float(found[1]) if found else KILL_WAIT_S
+        match = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config"), re.MULTILINE)
+        return float(match[1]) if match else KILL_WAIT_S
 
     def job_ids(self) -> list[str]:
         """Return the ids of all pending and running jobs, one per heterogeneous job."""
@@ -309,11 +315,16 @@ class SlurmClient:
     def rivals(self, job: JobState) -> set[Shared]:
         """Return what other running jobs share with `job`: limits count all of them together."""
         names: tuple[Shared, ...] = ("user", "account", "qos")
-        own = dict(zip(names, (word.partition("(")[0] for word in job.shares), strict=False))
-        mine = {component.job_id for component in job.components}
+        names_of_job = dict(zip(names, (word.partition("(")[0] for word in job.shares), strict=False))
+        own_ids = {component.job_id for component in job.components}
         rows = self._table("squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING", "--format=%A|%u|%a|%q")
-        others = [dict(zip(names, row, strict=True)) for job_id, *row in rows if job_id not in mine]
-        return {name for name in own for other in others if own[name] and own[name] == other[name]}
+        others = [dict(zip(names, row, strict=True)) for job_id, *row in rows if job_id not in own_ids]
+        return {
+            name
+            for name in names_of_job
+            for other in others
+            if names_of_job[name] and names_of_job[name] == other[name]
+        }
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job with all its components."""

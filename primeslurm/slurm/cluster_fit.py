@@ -104,11 +104,11 @@ def _unknown_partitions(plan: Plan, facts: ClusterFacts) -> Iterator[Violation]:
 
 
 def _reservation_problems(plan: Plan, facts: ClusterFacts) -> Iterator[Violation]:
-    known = [reservation.name for reservation in facts.reservations]
+    names = [reservation.name for reservation in facts.reservations]
     for name in (plan.job.reservation or "").split(","):
-        if name and name not in known:
+        if name and name not in names:
             why = "no such reservation, or it is not for this user"
-            yield Violation("slurm.reservation", name, why, suggestion(name, known))
+            yield Violation("slurm.reservation", name, why, suggestion(name, names))
 
 
 # Access
@@ -159,9 +159,9 @@ def _resource_problems(
                 problems.append(problem)
     wanted, usable = sum(group.nodes for group in groups), [node for node in nodes if not is_broken(node.state)]
     if not problems and wanted > len(usable):
-        there = f"has {len(usable)} usable {'node' if len(usable) == 1 else 'nodes'}"
-        there += f" of {len(partition.nodes)}" if len(usable) < len(partition.nodes) else ""
-        why = f"{there}, and the job needs {wanted}: {_needed(plan, groups)}"
+        available = f"has {len(usable)} usable {'node' if len(usable) == 1 else 'nodes'}"
+        available += f" of {len(partition.nodes)}" if len(usable) < len(partition.nodes) else ""
+        why = f"{available}, and the job needs {wanted}: {_needed(plan, groups)}"
         fix = _on_one_node(plan, partition, usable) or "lower the nodes or replicas of a role, or use another partition"
         problems.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
     return problems
@@ -189,12 +189,12 @@ def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode
     if plan.layout == "one_node" or not with_gpus or several or others or not nodes or gres is None:
         return ""
     name, (wanted,) = gres.rpartition(":")[0], parse_gres(gres)
-    there, asked = max(count_of(node.gres, wanted) for node in nodes), sum(map(_gpus, with_gpus))
+    available, requested = max(count_of(node.gres, wanted) for node in nodes), sum(map(_gpus, with_gpus))
     fix = "to run all roles on one node, set deployment.layout: one_node"
-    if asked > there:
-        return f"{fix}, and gpus_per_node of each role so that together they use at most {there} GPUs"
+    if requested > available:
+        return f"{fix}, and gpus_per_node of each role so that together they use at most {available} GPUs"
     cores = min(sum(group.cpus_per_task for group in plan.groups), max(_cores(node, partition) for node in nodes))
-    options = f"--partition={partition.name} --nodes=1 --gres={name}:{asked} --cpus-per-task={cores}"
+    options = f"--partition={partition.name} --nodes=1 --gres={name}:{requested} --cpus-per-task={cores}"
     command = f"salloc {options} srun --cpus-per-task={cores} primeslurm submit RECIPE --local --wait"
     return f"{fix}. Or run it in an allocation of one node: {command}"
 
@@ -224,8 +224,8 @@ def _partition_size_problems(
 
 
 def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[PartitionNode]) -> Iterator[Violation]:
-    there = {node.name for node in partition.nodes}
-    if absent := [name for name in expand(group.nodelist or "") if name not in there]:
+    node_names = {node.name for node in partition.nodes}
+    if absent := [name for name in expand(group.nodelist or "") if name not in node_names]:
         yield Violation(_field(group, "nodelist"), compress(absent), f"not in partition {partition.name}")
     if not nodes:
         return
@@ -242,26 +242,26 @@ def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[Partit
         for feature in group.constraint.split("&"):
             having = sum(feature in node.features for node in nodes)
             if having < min(group.nodes, len(nodes)):
-                known = sorted({name for node in nodes for name in node.features})
+                features = sorted({name for node in nodes for name in node.features})
                 why = f"{having} nodes of partition {partition.name} have this feature, {group.nodes} are needed"
-                yield Violation(_field(group, "constraint"), feature, why, suggestion(feature, known))
+                yield Violation(_field(group, "constraint"), feature, why, suggestion(feature, features))
 
 
 def _gres_problems(
     group: HetGroup, partition: Partition, nodes: Sequence[PartitionNode], wanted: Gres
 ) -> Iterator[Violation]:
-    there = {each for node in nodes for each in parse_gres(node.gres)}
-    types = sorted({f"{each.name}:{each.type}" if each.type else each.name for each in there})
-    asked = f"{wanted.name}:{wanted.type}" if wanted.type else wanted.name
+    available = {each for node in nodes for each in parse_gres(node.gres)}
+    types = sorted({f"{each.name}:{each.type}" if each.type else each.name for each in available})
+    requested = f"{wanted.name}:{wanted.type}" if wanted.type else wanted.name
     field = "site: nodes.{}.gres".format("train" if group.name == "all" else group.name)
-    if not any(each.name == wanted.name and wanted.type in ("", each.type) for each in there):
+    if not any(each.name == wanted.name and wanted.type in ("", each.type) for each in available):
         if types:
             why, fix = f"nodes of partition {partition.name} have {_listed(types)}", f"nearest: {types[0]}"
         else:
             why = f"nodes of partition {partition.name} have no generic resources"
             fix = "`request_gpus: none` of the site's nodes, if Slurm does not count GPUs there"
-        yield Violation(field, asked, why, fix)
-    elif lack := _lack(group, partition, nodes, lambda node: count_of(node.gres, wanted), wanted.count, asked):
+        yield Violation(field, requested, why, fix)
+    elif lack := _lack(group, partition, nodes, lambda node: count_of(node.gres, wanted), wanted.count, requested):
         fix = f"nearest: {lack.nearest}, or correct `gpus` of the site's nodes"
         yield Violation(_GPUS.get(group.name, "deployment.train.gpus_per_node"), str(wanted.count), lack.why, fix)
 

@@ -49,8 +49,8 @@ def clean(environ: Mapping[str, str], slurm_conf: str | None = None) -> dict[str
         slurm_conf: path of the cluster's slurm.conf. None: the one in `environ`, or the system's.
     """
     foreign = set(inherited(environ))
-    found = {name: value for name, value in environ.items() if name not in foreign}
-    return found if slurm_conf is None else found | {"SLURM_CONF": slurm_conf}
+    environment = {name: value for name, value in environ.items() if name not in foreign}
+    return environment if slurm_conf is None else environment | {"SLURM_CONF": slurm_conf}
 
 
 def gpus_given(environ: Mapping[str, str]) -> tuple[str, ...] | None:

@@ -63,20 +63,20 @@ def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Par
         ClusterError: Slurm does not answer, nodes are not free within a minute, or the output cannot be read.
         UsageError: there is no such node.
     """
-    found: dict[str, Parts] = {}
+    parts_by_node: dict[str, Parts] = {}
     reservation = site.slurm.reservation
     for partition in sorted({kind.partition for kind in site.nodes.values()}):
         states = client.nodes_of(partition, reservation)
-        wanted = [name for name in states if node in (None, name) and name not in found]
+        wanted = [name for name in states if node in (None, name) and name not in parts_by_node]
         up = [name for name in wanted if is_usable(states[name], reserved=reservation is not None)]
-        found |= {name: {NODE: states[name]} for name in wanted}
+        parts_by_node |= {name: {NODE: states[name]} for name in wanted}
         if up:
             argv = [site.python or sys.executable, "-m", MODULE]
-            found |= _parse(client.run_on(site, partition, up, argv))
-    if node is not None and not found:
+            parts_by_node |= _parse(client.run_on(site, partition, up, argv))
+    if node is not None and not parts_by_node:
         names = [each.name for each in client.nodes()]
         raise UsageError([Violation("--node", node, "no such node in the site's partitions", suggestion(node, names))])
-    return found
+    return parts_by_node
 
 
 def lock(device: str) -> dict[str, str]:
@@ -98,18 +98,18 @@ def differences(
     Args:
         gpu_nodes: nodes that must have a driver and GPUs.
     """
-    found = []
+    results = []
     for name, parts in nodes.items():
         if (state := parts.get(NODE)) is not None:
-            found.append(InstalledDifference(name, NODE, state, "up", is_broken(state)))
+            results.append(InstalledDifference(name, NODE, state, "up", is_broken(state)))
             continue
         required = (*REQUIRED, *(REQUIRED_WITH_GPUS if name in gpu_nodes else ()))
         for part, version in parts.items():
             wanted = next((pins[pin] for pin in _PINNED_AS.get(part, (part,)) if pin in pins), "")
             if (version is None and part in required) or (version is not None and wanted not in ("", version)):
-                found.append(InstalledDifference(name, part, version, wanted, part in required))
-        found += _cuda_differences(name, parts)
-    return found
+                results.append(InstalledDifference(name, part, version, wanted, part in required))
+        results += _cuda_differences(name, parts)
+    return results
 
 
 def _cuda_differences(node: str, parts: Parts) -> list[InstalledDifference]:
@@ -121,15 +121,15 @@ def _cuda_differences(node: str, parts: Parts) -> list[InstalledDifference]:
 
 
 def _parse(text: str) -> dict[str, Parts]:
-    found: dict[str, Parts] = {}
+    parts_by_node: dict[str, Parts] = {}
     for line in text.splitlines():
         if line.startswith('{"node"'):
             try:
-                told = decode_json(line.encode(), InstalledParts)
+                installed = decode_json(line.encode(), InstalledParts)
             except DamagedError as error:
                 raise ClusterError(f"{MODULE}: cannot read what it says is installed: {error}") from error
-            found[told.node] = told.parts
-    return found
+            parts_by_node[installed.node] = installed.parts
+    return parts_by_node
 
 
 def _run(argv: Sequence[str]) -> str:

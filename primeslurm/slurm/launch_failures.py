@@ -37,8 +37,8 @@ def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(environ[NODES].split(","))
     single = len(plan.groups) == 1
     names = ("SLURM_JOB_NODELIST" if single else f"SLURM_JOB_NODELIST_HET_GROUP_{g.index}" for g in plan.groups)
-    found = [name for variable in names for name in expand(environ.get(variable, ""))]
-    return tuple(found) if len(found) == plan.allocated else ()
+    node_list = [name for variable in names for name in expand(environ.get(variable, ""))]
+    return tuple(node_list) if len(node_list) == plan.allocated else ()
 
 
 class JobOutput:

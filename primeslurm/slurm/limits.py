@@ -72,35 +72,35 @@ def _sources(plan: Plan, group: HetGroup, partitions: Mapping[str, Partition], a
     both = [of_partition, of_job]
     if of_job is not None and "OverPartQOS" in of_job.flags:
         both.reverse()
-    found = [_Source("qos", each.name, each.limits, each.flags) for each in both if each is not None]
+    sources = [_Source("qos", each.name, each.limits, each.flags) for each in both if each is not None]
     association = accounting.association(plan.job.account, partition.name)
-    return [*found, *([_Source("account", association.account, association.limits)] if association else [])]
+    return [*sources, *([_Source("account", association.account, association.limits)] if association else [])]
 
 
 def _in_force(sources: Sequence[_Source], kind: Kind) -> dict[str, tuple[int, _Source]]:
     """Return the effective limit of each TRES, and its source."""
-    found: dict[str, tuple[int, _Source]] = {}
+    limits: dict[str, tuple[int, _Source]] = {}
     for source in sources:
         amounts: Mapping[str, int] = getattr(source.limits, kind)
         for tres, limit in amounts.items():
-            found.setdefault(tres, (limit, source))
-    return found
+            limits.setdefault(tres, (limit, source))
+    return limits
 
 
 def _account_problems(plan: Plan, accounting: Accounting) -> Iterator[Violation]:
     account, qos = plan.job.account, (plan.job.qos or "").lower()
     if "associations" not in accounting.enforced or not accounting.associations:
         return
-    known = sorted({each.account for each in accounting.associations})
-    if account is not None and account.lower() not in known:
-        yield Violation("slurm.account", account, "this user has no such account", suggestion(account, known))
+    accounts = sorted({each.account for each in accounting.associations})
+    if account is not None and account.lower() not in accounts:
+        yield Violation("slurm.account", account, "this user has no such account", suggestion(account, accounts))
         return
     for partition in dict.fromkeys(group.partition for group in plan.groups):
         association = accounting.association(account, partition)
         if association is None:
             if account is not None:
                 why = f"this user may not use partition {partition} with this account"
-                yield Violation("slurm.account", account, why, suggestion("", known))
+                yield Violation("slurm.account", account, why, suggestion("", accounts))
             continue
         names = sorted(association.qos_names)
         if qos and names and qos not in names and "qos" in accounting.enforced:
@@ -128,36 +128,36 @@ def _time_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
     for option in ("time", "time_min"):
         exceeded = [each for each in limits if each[2] == option and minutes(each[3]) > each[0]]
         if exceeded:
-            most, name, _, asked = min(exceeded)
-            yield Violation(f"slurm.{option}", asked, f"{name} allows {clock(most)}", f'nearest: "{clock(most)}"')
+            most, name, _, requested = min(exceeded)
+            yield Violation(f"slurm.{option}", requested, f"{name} allows {clock(most)}", f'nearest: "{clock(most)}"')
 
 
 def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> Iterator[Violation]:
     sums: Counter[tuple[str, str, str]] = Counter()
     in_sum: dict[tuple[str, str, str], tuple[int, _Source]] = {}
     for group in plan.groups:
-        sources, asked = _sources(plan, group, partitions, accounting), _tres(group)
+        sources, requested = _sources(plan, group, partitions, accounting), _tres(group)
         # With DenyOnLimit, sbatch compares the limits of a job with all components together (seen with 22.05).
         denies = any("DenyOnLimit" in source.flags for source in sources)
         for tres, (limit, source) in _in_force(sources, "per_job").items():
-            if asked[tres] > limit:
-                why = f"allows {tres}={limit} to each component, {group.name} asks for {asked[tres]}"
+            if requested[tres] > limit:
+                why = f"allows {tres}={limit} to each component, {group.name} asks for {requested[tres]}"
                 yield source.problem(why, "ask for less")
             elif denies:
-                sums["per_job", source.name, tres] += asked[tres]
+                sums["per_job", source.name, tres] += requested[tres]
                 in_sum["per_job", source.name, tres] = limit, source
         for tres, (limit, source) in _in_force(sources, "per_node").items():
-            if asked[tres] > limit * group.nodes:
-                why = f"allows {tres}={limit} on a node, {group.name} asks for {asked[tres] // group.nodes}"
+            if requested[tres] > limit * group.nodes:
+                why = f"allows {tres}={limit} on a node, {group.name} asks for {requested[tres] // group.nodes}"
                 yield source.problem(why, "ask for less")
         for tres, (limit, source) in _in_force(sources, "least").items():
-            if asked[tres] < limit and (asked[tres] or tres.startswith("gres/")):
-                why = f"needs {tres}={limit} in each component, {group.name} asks for {asked[tres]}"
+            if requested[tres] < limit and (requested[tres] or tres.startswith("gres/")):
+                why = f"needs {tres}={limit} in each component, {group.name} asks for {requested[tres]}"
                 yield source.problem(why)
         kinds: tuple[Kind, ...] = ("per_user", "total")
         for kind in kinds:
             for tres, (limit, source) in _in_force(sources, kind).items():
-                sums[kind, source.name, tres] += asked[tres]
+                sums[kind, source.name, tres] += requested[tres]
                 in_sum[kind, source.name, tres] = limit, source
         if (counted := next((each for each in sources if each.limits.jobs is not None), None)) is not None:
             sums["jobs", counted.name, "jobs"] += 1
@@ -175,10 +175,10 @@ def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
 
 def _tres(group: HetGroup) -> Counter[str]:
     """Return the total resources that a component requests, by TRES; memory in MiB."""
-    found = Counter({"node": group.nodes, "cpu": group.nodes * group.cpus_per_task})
-    found["mem"] = group.nodes * memory_mib(group)
+    amounts = Counter({"node": group.nodes, "cpu": group.nodes * group.cpus_per_task})
+    amounts["mem"] = group.nodes * memory_mib(group)
     for each in parse_gres(group.asked_gres or ""):
-        found[f"gres/{each.name}"] += group.nodes * each.count
+        amounts[f"gres/{each.name}"] += group.nodes * each.count
         if each.type:
-            found[f"gres/{each.name}:{each.type}"] += group.nodes * each.count
-    return found
+            amounts[f"gres/{each.name}:{each.type}"] += group.nodes * each.count
+    return amounts

@@ -110,13 +110,13 @@ def parse_gres(text: str) -> list[Gres]:
 
     Counts with a unit, such as bandwidth:4G, are left out: nothing here asks for them.
     """
-    found = []
+    resources = []
     for entry in re.sub(r"\([^)]*\)", "", text).split(","):
         name, *rest = [part for part in entry.strip().split(":") if part not in ("no_consume", "null")]
         count = rest.pop() if rest and _COUNT.fullmatch(rest[-1]) else "1"  # 1g.5gb is the type of a slice of a GPU
         if name and count.isdigit():
-            found.append(Gres(name, ":".join(rest), int(count)))
-    return found
+            resources.append(Gres(name, ":".join(rest), int(count)))
+    return resources
 
 
 def count_of(gres: str, wanted: Gres) -> int:
@@ -132,12 +132,12 @@ def parse_partitions(text: str, rows: Iterable[Sequence[str]]) -> dict[str, Part
             name, state, _number(cpus) or 0, _number(memory) or 0, _words(gres), _names(features) or frozenset()
         )
         nodes.setdefault(partition, {})[name] = node
-    found = {}
+    partitions = {}
     for value in map(fields, text.splitlines()):
         if "PartitionName" in value:
             name = value["PartitionName"]
-            found[name] = _partition(name, value, tuple(nodes.get(name, {}).values()))
-    return found
+            partitions[name] = _partition(name, value, tuple(nodes.get(name, {}).values()))
+    return partitions
 
 
 def _partition(name: str, value: Mapping[str, str], nodes: tuple[PartitionNode, ...]) -> Partition:
@@ -163,14 +163,14 @@ def _partition(name: str, value: Mapping[str, str], nodes: tuple[PartitionNode, 
 
 def parse_reservations(text: str) -> list[Reservation]:
     """Parse `scontrol --all --oneliner show reservation`."""
-    found = []
+    reservations = []
     for line in text.splitlines():
         value = fields(line)
         if name := value.get("ReservationName"):
             nodes, flags = _words(value.get("Nodes", "")), value.get("Flags", "").split(",")
             times = value.get("StartTime", ""), value.get("EndTime", "")
-            found.append(Reservation(name, *times, nodes, "MAINT" in flags, value.get("State") == "ACTIVE"))
-    return found
+            reservations.append(Reservation(name, *times, nodes, "MAINT" in flags, value.get("State") == "ACTIVE"))
+    return reservations
 
 
 def fields(line: str) -> dict[str, str]:

@@ -93,11 +93,11 @@ def obstacles(
     for component in job.components:
         if component.state != "PENDING":
             continue
-        told = _never(component.reason) or _temporary(component.reason, maintenance)
-        if told is None and _SHARED.fullmatch(_name(component)) and not _counted(_name(component)) & set(rivals):
-            told = "asks alone for more than all jobs of its user, account or QOS may have", _LESS, True
-        if told is not None:
-            text, fix, never = told
+        explanation = _never(component.reason) or _temporary(component.reason, maintenance)
+        if explanation is None and _SHARED.fullmatch(_name(component)) and not _counted(_name(component)) & set(rivals):
+            explanation = "asks alone for more than all jobs of its user, account or QOS may have", _LESS, True
+        if explanation is not None:
+            text, fix, never = explanation
             who = names.get(component.offset, f"+{component.offset}") if len(job.components) > 1 else ""
             obstacles.append(Obstacle(who, component.reason, text, fix.format(job=job.job_id), never))
     return _joined(obstacles)

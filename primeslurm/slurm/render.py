@@ -78,28 +78,28 @@ def _check(plan: Plan) -> None:
     texts |= {f"library_path[{i}]": value for i, value in enumerate(plan.library_path)}
     for group in plan.groups:
         texts |= _texts(f"groups[{group.index}]", group)
-    found = [
+    problems = [
         Violation(field, repr(value), "must be one line of printable text")
         for field, value in texts.items()
         if not value.isprintable()
     ]
-    found += [
+    problems += [
         Violation(f"env.{name}", "", "is not a name of an environment variable")
         for name in plan.env
         if not _VARIABLE.fullmatch(name)
     ]
-    if found:
-        raise UsageError(found)
+    if problems:
+        raise UsageError(problems)
 
 
 def _texts(path: str, section: Section) -> dict[str, str]:
-    found = {}
+    texts = {}
     for name, value in section:
         if isinstance(value, str):
-            found[f"{path}.{name}"] = value
+            texts[f"{path}.{name}"] = value
         elif isinstance(value, tuple):
-            found |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
-    return found
+            texts |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
+    return texts
 
 
 Options = dict[str, object]

@@ -87,10 +87,12 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
         text = f"does not fit: the KV cache of a GPU holds {number(role.kv_tokens)} tokens; "
         text += f"one sequence may have {number(recipe.max_len)}"
         return [_finding(level, field, text, fix)]
-    there = role.limit_gib if recipe.colocated else role.gpu_gib  # vLLM takes kv_cache_bytes without asking its share
-    if sum(role.parts.values()) > there * (1 + MARGIN):
+    available_gib = (
+        role.limit_gib if recipe.colocated else role.gpu_gib
+    )  # vLLM takes kv_cache_bytes without asking its share
+    if sum(role.parts.values()) > available_gib * (1 + MARGIN):
         text = f"does not fit: weights {role.parts['weights']:g}, reserve {role.parts['reserve']:g} and KV cache "
-        text += f"{role.parts['KV']:g} GiB, of {there:g} GiB "
+        text += f"{role.parts['KV']:g} GiB, of {available_gib:g} GiB "
         text += "that the trainer leaves of a GPU" if recipe.colocated else "of a GPU"
         fix = "lower it, or raise gpu_memory_utilization" if recipe.colocated else "lower it"
         return [_finding("error", _kv_field(recipe, role), text, fix)]
@@ -99,8 +101,10 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
 
 def _kv_field(recipe: Recipe, role: RoleMemory) -> str:
     """Return the field that sets the size of a role's KV cache."""
-    own = {"prefill": recipe.inference.prefill, "decode": recipe.inference.decode}.get(role.role)
-    return f"inference.{role.role}.kv_cache_bytes" if own and own.kv_cache_bytes else "inference.kv_cache_bytes"
+    settings = {"prefill": recipe.inference.prefill, "decode": recipe.inference.decode}.get(role.role)
+    return (
+        f"inference.{role.role}.kv_cache_bytes" if settings and settings.kv_cache_bytes else "inference.kv_cache_bytes"
+    )
 
 
 def _finding(level: str, field: str, text: str, fix: str) -> Finding:
@@ -109,22 +113,22 @@ def _finding(level: str, field: str, text: str, fix: str) -> Finding:
 
 def _host(requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     train = next((role for role in estimate.roles if role.role == "train"), None)
-    there = next((request.kind.memory_gib for request in requests if request.role == "train"), None)
-    if train is None or there is None or train.host_gib_per_node <= there:
+    memory_gib = next((request.kind.memory_gib for request in requests if request.role == "train"), None)
+    if train is None or memory_gib is None or train.host_gib_per_node <= memory_gib:
         return []
     what = "offloaded states and activations, and copies of checkpoints"
-    text = f"does not fit: {train.host_gib_per_node:g} GiB of {what} on a node of {there:g} GiB"
+    text = f"does not fit: {train.host_gib_per_node:g} GiB of {what} on a node of {memory_gib:g} GiB"
     return [Finding(level="error", field="trainer.memory", text=text, fix="more train nodes")]
 
 
 def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     """Check that buffered rollouts fit the head node, in addition to what a trainer there offloads."""
     buffered = next((amount for amount in estimate.amounts if amount.name == BUFFERED), None)
-    there = node_memory(recipe, requests[0]) if requests else None
-    if buffered is None or there is None:
+    memory = node_memory(recipe, requests[0]) if requests else None
+    if buffered is None or memory is None:
         return []
     offloaded = sum(role.host_gib_per_node for role in estimate.roles if role.role == requests[0].role)
-    longest, room = buffered.value * 1e9 / GIB, there / GIB - offloaded
+    longest, room = buffered.value * 1e9 / GIB, memory / GIB - offloaded
     if longest <= room:
         return []
     typical, field = longest / TYPICAL, "orchestrator.batch_size"
@@ -143,15 +147,15 @@ def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
     train = next((request for request in requests if request.role == "train"), None)
     if copies is None or train is None or in_memory(recipe):
         return []
-    field, needed, there = "checkpoint.local", copies.value * 1e9 / GIB, train.kind.disk_gib
+    field, needed, disk_gib = "checkpoint.local", copies.value * 1e9 / GIB, train.kind.disk_gib
     takes = f"copies take {needed:.0f} GiB of each train node's disk"
-    if there is None:
+    if disk_gib is None:
         fix = f"`disk_gib` of the nodes of {train.kind.partition} in the site file"
         return [Finding(level="note", field=field, text=f"{takes}: whether they fit, the site does not say", fix=fix)]
-    if needed <= there:
+    if needed <= disk_gib:
         return []
     fix = "more train nodes, checkpoint.moments: bfloat16, or leave checkpoint.local out"
-    return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {there:g}", fix=fix)]
+    return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {disk_gib:g}", fix=fix)]
 
 
 def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:

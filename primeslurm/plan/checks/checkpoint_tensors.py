@@ -91,16 +91,16 @@ def token_ids(directory: Path) -> dict[int, str]:
     main, added, settings = (
         _object(directory / name) for name in ("tokenizer.json", "added_tokens.json", "tokenizer_config.json")
     )
-    found: dict[int, str] = {}
+    tokens: dict[int, str] = {}
     vocabulary = (main.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, dict):
-        found |= {number: token for token, number in vocabulary.items() if isinstance(number, int)}
+        tokens |= {number: token for token, number in vocabulary.items() if isinstance(number, int)}
     else:  # a Unigram's tokens are numbered as they are listed
-        found |= {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
-    found |= {entry["id"]: entry["content"] for entry in main.get("added_tokens") or ()}
-    found |= {number: token for token, number in added.items() if isinstance(number, int)}
+        tokens |= {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
+    tokens |= {entry["id"]: entry["content"] for entry in main.get("added_tokens") or ()}
+    tokens |= {number: token for token, number in added.items() if isinstance(number, int)}
     decoder = settings.get("added_tokens_decoder") or {}
-    return found | {int(number): str(entry["content"]) for number, entry in decoder.items()}
+    return tokens | {int(number): str(entry["content"]) for number, entry in decoder.items()}
 
 
 def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
@@ -124,18 +124,18 @@ def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> l
 
 def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
     """Return what is wrong with embedding and head."""
-    known = family_of(shape.model_type) is not None
-    said = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
-    found = []
-    if not any(_HEAD.search(name) for name in shapes) and not shape.tied and (known or said):
-        found.append("has no head (lm_head.weight), and its config does not tie it to the embedding")
+    is_known_family = family_of(shape.model_type) is not None
+    tied = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
+    problems = []
+    if not any(_HEAD.search(name) for name in shapes) and not shape.tied and (is_known_family or tied):
+        problems.append("has no head (lm_head.weight), and its config does not tie it to the embedding")
     embeddings = {name: rows for name, rows in shapes.items() if _is_embedding(name)}
-    if known and not embeddings:
-        found.append("has no embedding (model.embed_tokens.weight)")
+    if is_known_family and not embeddings:
+        problems.append("has no embedding (model.embed_tokens.weight)")
     wrong = [f"{name} has {rows[0]} rows" for name, rows in embeddings.items() if rows and rows[0] != shape.vocab]
-    if known and wrong:
-        found.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_some(wrong)}")
-    return found
+    if is_known_family and wrong:
+        problems.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_some(wrong)}")
+    return problems
 
 
 def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
@@ -143,10 +143,10 @@ def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
     layers: dict[int, set[str]] = defaultdict(set)
     prefixes: Counter[str] = Counter()
     for name in shapes:
-        if _ELSEWHERE.search(name) or _BESIDE.search(name) or not (found := _LAYER.search(name)):
+        if _ELSEWHERE.search(name) or _BESIDE.search(name) or not (match := _LAYER.search(name)):
             continue
-        layers[int(found[2])].add(_PACKED.sub("", found[3]))
-        prefixes[name[: found.start(2)]] += 1
+        layers[int(match[2])].add(_PACKED.sub("", match[3]))
+        prefixes[name[: match.start(2)]] += 1
     if absent := [number for number in range(shape.layers) if number not in layers]:
         return [f"has no tensors of {_some(f'layer {number}' for number in absent)}"]
     beginning = prefixes.most_common(1)[0][0]
@@ -161,14 +161,14 @@ def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
 def _unlike(number: int, layers: Mapping[int, set[str]]) -> list[str]:
     """Return the tensors that a layer lacks: another one has all its tensors, of the layer or a module, and more."""
     # Layers may be of several kinds, so a layer with an equal one is complete.
-    found: list[str] = []
+    missing: list[str] = []
     for module in ("", *sorted({_module(name) for name in layers[number]})):
         every = [{name for name in names if not module or _module(name) == module} for names in layers.values()]
-        own = {name for name in layers[number] if not module or _module(name) == module}
-        fuller = [names for names in every if names > own]
-        if fuller and every.count(own) == 1:
-            found += sorted(min(fuller, key=len) - own)
-    return found
+        tensors = {name for name in layers[number] if not module or _module(name) == module}
+        fuller = [names for names in every if names > tensors]
+        if fuller and every.count(tensors) == 1:
+            missing += sorted(min(fuller, key=len) - tensors)
+    return missing
 
 
 def _module(name: str) -> str:
@@ -179,7 +179,7 @@ def _module(name: str) -> str:
 
 def _experts(names: Collection[str], shape: ModelShape) -> list[str]:
     """Return the experts that a layer lacks, if experts are stored one by one."""
-    numbers = {int(found[2]) for name in names if (found := _EXPERT.search(name))}
+    numbers = {int(match[2]) for name in names if (match := _EXPERT.search(name))}
     count = shape.experts.count if shape.experts else 0
     return [f"mlp.experts.{number}" for number in range(count) if numbers and number not in numbers]
 

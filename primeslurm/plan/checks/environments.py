@@ -51,8 +51,8 @@ def places(
     environments: Iterable[AnyEnvironment], evaluated: Iterable[AnyEnvironment] = ()
 ) -> dict[str, AnyEnvironment]:
     """Return training and evaluation environments by their place in the recipe."""
-    found = {f"environments.{i}": each for i, each in enumerate(environments)}
-    return found | {f"evaluation.environments.{i}": each for i, each in enumerate(evaluated)}
+    by_field = {f"environments.{i}": each for i, each in enumerate(environments)}
+    return by_field | {f"evaluation.environments.{i}": each for i, each in enumerate(evaluated)}
 
 
 @dataclass(frozen=True)
@@ -207,10 +207,10 @@ def _no_answer(code: int, err: str, environment: AnyEnvironment) -> tuple[str, s
     """Return why loading gave no result, and the fix: it timed out, or ended the interpreter."""
     stuck = err.rpartition("Timeout (")[2] if "Timeout (" in err else ""
     if stuck or code == -signal.SIGKILL:
-        frames = [found for line in stuck.splitlines() if (found := _FRAME.match(line))]
+        frames = [match for line in stuck.splitlines() if (match := _FRAME.match(line))]
         module = environment.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
-        own = [frame for frame in frames if f"/{module}/" in frame["file"] or f"/{module}.py" in frame["file"]]
-        at = next(iter(own or frames), None)
+        own_frames = [frame for frame in frames if f"/{module}/" in frame["file"] or f"/{module}.py" in frame["file"]]
+        at = next(iter(own_frames or frames), None)
         place = f"; it is at {at['file']}, line {at['line']}, in {at['function']}" if at else ""
         return (
             f"has not loaded after {duration(environment.load_timeout_s)}{place}",

@@ -76,8 +76,8 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
 
     assert recipe.sft is not None
     data = recipe.sft.data
-    asked = DataRequest(data.path, recipe.model.path, data.train == "all", recipe.model.vlm is not None)
-    code, out, err = run_module(interpreter, PROBE, encoded(asked), _LIMIT_S)
+    request = DataRequest(data.path, recipe.model.path, data.train == "all", recipe.model.vlm is not None)
+    code, out, err = run_module(interpreter, PROBE, encoded(request), _LIMIT_S)
     try:
         answer = decoded(out, DataAnswer) if code == 0 else None
     except DamagedError:

@@ -36,21 +36,21 @@ def teacher_findings(
     if alone is None or model is None:
         return [], None
     # As a recipe of its own, the teacher's nodes are its one inference replica.
-    own = [
+    engine_requests = [
         replace(request, role="inference", nodes_per_replica=request.nodes)
         for request in requests
         if request.role == "teacher"
     ]
-    findings = conflicts(RuleContext(alone, site, own, model.shape))
+    findings = conflicts(RuleContext(alone, site, engine_requests, model.shape))
     if model.absent:
         findings.append(model.absent)
-    gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None
+    gpu = gpu_of(engine_requests[0].kind) if engine_requests and site.device == "cuda" else None
     memory = None
     if gpu is not None and model.shape is not None:
-        memory = engine_role(alone, own[0], model.shape, gpu, prompt_logprobs=True)
+        memory = engine_role(alone, engine_requests[0], model.shape, gpu, prompt_logprobs=True)
         findings += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
-            for finding in capacity(alone, own, Estimate(source=model.source, roles=(memory,)))
+            for finding in capacity(alone, engine_requests, Estimate(source=model.source, roles=(memory,)))
         ]
         memory = memory.model_copy(update={"role": "teacher"})
     return [finding.model_copy(update={"field": _here(finding.field)}) for finding in findings], memory
@@ -84,11 +84,11 @@ def _here(field: str) -> str:
 
 def _tokenizer_problems(policy: str, teacher: str) -> list[Violation]:
     """Check that token ids mean the same to policy and teacher, if both tokenizers exist here."""
-    mine, theirs = (_vocabulary(path) for path in (policy, teacher))
-    if mine is None or theirs is None or mine == theirs:
+    policy_ids, teacher_ids = (_vocabulary(path) for path in (policy, teacher))
+    if policy_ids is None or teacher_ids is None or policy_ids == teacher_ids:
         return []
-    differing = sum(theirs.get(token) != number for token, number in mine.items())
-    differing += sum(token not in mine for token in theirs)
+    differing = sum(teacher_ids.get(token) != number for token, number in policy_ids.items())
+    differing += sum(token not in policy_ids for token in teacher_ids)
     why = f"its tokenizer is not the policy's: {differing} tokens differ"
     return [Violation("teacher.path", teacher, why, "a model with the vocabulary of model.path")]
 

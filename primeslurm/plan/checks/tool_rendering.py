@@ -52,10 +52,10 @@ def _harnesses(environment: AnyEnvironment) -> Iterator[tuple[str, str]]:
     """Yield the known harnesses of an environment: the field that sets each one, and its name."""
     raw = environment.args.get(ENV_KEY)
     roles = raw.items() if isinstance(raw, Mapping) else ()
-    said = {role: options.get("harness") for role, options in roles if isinstance(options, Mapping)}
-    own = {role: str(harness.get("id")) for role, harness in said.items() if isinstance(harness, Mapping)}
-    yield from ((f"args.{ENV_KEY}.{role}.harness", name) for role, name in own.items())
+    by_role = {role: options.get("harness") for role, options in roles if isinstance(options, Mapping)}
+    names = {role: str(harness.get("id")) for role, harness in by_role.items() if isinstance(harness, Mapping)}
+    yield from ((f"args.{ENV_KEY}.{role}.harness", name) for role, name in names.items())
     if environment.harness is not None:
         yield "harness", environment.harness.id
-    elif not own and environment.id in OWN_HARNESS:
+    elif not names and environment.id in OWN_HARNESS:
         yield "harness", OWN_HARNESS[environment.id]

@@ -110,14 +110,14 @@ def _unread(recipe: Recipe, shape: ModelShape) -> str:
     if shape.quantization is None:
         return ""
     able = capabilities(shape.model_type, recipe.model.impl)
-    known = [name for name in ("int4", "mxfp4") if able is not None and getattr(able, f"{name}_checkpoint")]
-    if shape.four_bits in known:
+    readable = [name for name in ("int4", "mxfp4") if able is not None and getattr(able, f"{name}_checkpoint")]
+    if shape.four_bits in readable:
         taken = (
             f"policies in {recipe.model.dtype} are not for engines that start from a checkpoint in {shape.four_bits}"
         )
         return taken if recipe.task == "rl" else ""
     if not (shape.fp8_blocks and able is not None and able.fp8_checkpoint):
-        reads = ", ".join(["bfloat16", "float32", *known])
+        reads = ", ".join(["bfloat16", "float32", *readable])
         return f"the checkpoint is stored in {shape.quantization}, the trainer reads {reads} or block-scale FP8"
     if recipe.task == "rl" and shape.fp8_powers:
         return "its scales are powers of two, and policies are published with scales that are not"

@@ -23,8 +23,8 @@ def frontend(router: DynamoRouter, replica: int) -> Command:
 
 def worker_options(options: dict[str, object], role: EngineRole) -> dict[str, object]:
     """Return the options of a Dynamo worker: those of vLLM, except the server's."""
-    kept = {name: value for name, value in options.items() if name not in _SERVER_OPTIONS}
-    return kept | _PLANES | {"disaggregation_mode": _MODES[role]}
+    worker = {name: value for name, value in options.items() if name not in _SERVER_OPTIONS}
+    return worker | _PLANES | {"disaggregation_mode": _MODES[role]}
 
 
 def worker_env(replica: int) -> dict[str, str]:

@@ -50,14 +50,14 @@ ALONE = DataParallel()
 def settings_of(recipe: Recipe, role: EngineRole) -> EngineSettings:
     """Return the settings of a role's engines: role settings override common settings, which override defaults."""
     common = recipe.inference
-    own = {"engine": EngineSettings(), "prefill": common.prefill, "decode": common.decode}[role]
-    found = {name: _first(getattr(own, name), getattr(common, name)) for name in EngineSettings.model_fields}
-    found |= {name: {**getattr(common, name), **getattr(own, name)} for name in ("env", "vllm_extra")}
-    if common.expert_parallel and found["all2all"] is None:
-        found["all2all"] = _ALL2ALL[role]
-    if role == "decode" and found["cuda_graphs"] is None:
-        found["cuda_graphs"] = "FULL_DECODE_ONLY"
-    return EngineSettings.model_validate(found)
+    role_settings = {"engine": EngineSettings(), "prefill": common.prefill, "decode": common.decode}[role]
+    values = {name: _first(getattr(role_settings, name), getattr(common, name)) for name in EngineSettings.model_fields}
+    values |= {name: {**getattr(common, name), **getattr(role_settings, name)} for name in ("env", "vllm_extra")}
+    if common.expert_parallel and values["all2all"] is None:
+        values["all2all"] = _ALL2ALL[role]
+    if role == "decode" and values["cuda_graphs"] is None:
+        values["cuda_graphs"] = "FULL_DECODE_ONLY"
+    return EngineSettings.model_validate(values)
 
 
 _ALL2ALL: dict[EngineRole, str] = {
@@ -67,8 +67,8 @@ _ALL2ALL: dict[EngineRole, str] = {
 }
 
 
-def _first(own: object, common: object) -> object:
-    return common if own is None else own
+def _first(preferred: object, common: object) -> object:
+    return common if preferred is None else preferred
 
 
 class Engines:
@@ -147,8 +147,8 @@ def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) ->
 
 def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
     inference = recipe.inference
-    known = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
-    tool_call = inference.tool_call_parser or known.tool_call
+    family_parsers = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
+    tool_call = inference.tool_call_parser or family_parsers.tool_call
     options: dict[str, object] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
@@ -158,7 +158,7 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
         "enable_return_routed_experts": recipe.trainer.router_replay or None,
         "tool_call_parser": tool_call,
         "enable_auto_tool_choice": True if tool_call else None,
-        "reasoning_parser": inference.reasoning_parser or known.reasoning,
+        "reasoning_parser": inference.reasoning_parser or family_parsers.reasoning,
     }
     return {name: value for name, value in options.items() if value is not None}
 

@@ -98,8 +98,8 @@ def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
 def engine_scratch(recipe: Recipe, role: EngineRole) -> tuple[str, ...]:
     """Return the directories on the node's disk to which an engine writes KV."""
     offload = recipe.inference.kv_offload
-    own = isinstance(offload, NativeOffload) and role != "decode"
-    return _disk(offload) if own else ()
+    writes_disk = isinstance(offload, NativeOffload) and role != "decode"
+    return _disk(offload) if writes_disk else ()
 
 
 def store_master(recipe: Recipe) -> Command:

@@ -70,8 +70,8 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
     env = {"VF_RUN_ID": "${run_id}"}  # what verifiers names a run's containers and hosted sandboxes by
     if scratch is None:
         return Command(argv=argv, env=env, ports=(), imports=(PRELOADED,))
-    own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
-    return Command(argv=argv, env={**env, "TMPDIR": own}, ports=(), scratch=(own,), imports=(PRELOADED,))
+    directory = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
+    return Command(argv=argv, env={**env, "TMPDIR": directory}, ports=(), scratch=(directory,), imports=(PRELOADED,))
 
 
 def trainer_command(

@@ -58,7 +58,7 @@ def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
     attention, network = _attention(shape), _feed_forward(shape)
     if shape.mamba:
         mixer = mamba(shape.mamba, shape.hidden, dtype_bytes)
-        found = [
+        layers_by_kind = [
             _plain(shape.attention_layers, attention + 2 * shape.hidden, shape, dtype_bytes),
             _plain(shape.dense_layers + shape.moe_layers, network + 2 * shape.hidden, shape, dtype_bytes),
             _recurrent(shape.mamba.layers, mixer, 2 * shape.hidden, shape, dtype_bytes),
@@ -66,11 +66,13 @@ def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
     else:
         inside = network + 4 * shape.hidden
         chosen = _selected(shape) // max(1, shape.attention_layers)
-        found = [replace(_plain(shape.attention_layers, attention + inside, shape, dtype_bytes), chosen=chosen)]
+        layers_by_kind = [
+            replace(_plain(shape.attention_layers, attention + inside, shape, dtype_bytes), chosen=chosen)
+        ]
         if shape.delta_nets:
             mixer = delta_net(shape.delta_nets, shape.hidden, dtype_bytes)
-            found.append(_recurrent(shape.delta_nets.layers, mixer, inside, shape, dtype_bytes))
-    return [layers for layers in found if layers.count]
+            layers_by_kind.append(_recurrent(shape.delta_nets.layers, mixer, inside, shape, dtype_bytes))
+    return [layers for layers in layers_by_kind if layers.count]
 
 
 def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:

@@ -64,8 +64,8 @@ def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         if request.role == "train":
             roles.append(_trainer_role(recipe, request, shape, gpu))
         elif request.role in ENGINE_ROLES:
-            asked = isinstance(recipe.teacher, PolicyTeacher) and request.role != "decode"
-            roles.append(engine_role(recipe, request, shape, gpu, prompt_logprobs=asked))
+            scores_prompts = isinstance(recipe.teacher, PolicyTeacher) and request.role != "decode"
+            roles.append(engine_role(recipe, request, shape, gpu, prompt_logprobs=scores_prompts))
     return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, shape)))
 
 
@@ -226,8 +226,8 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
 
 def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quantity:
     """Return the optimizer state that a step moves between a GPU and host memory."""
-    own = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
-    moved = own * STATE_BYTES[recipe.trainer.optimizer.type]
+    parameters = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
+    moved = parameters * STATE_BYTES[recipe.trainer.optimizer.type]
     seconds = moving_state(moved, train.gpus)
     how = f"to each GPU and back, during the update: {units.duration(seconds)} at the end of a step"
     return Quantity(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)

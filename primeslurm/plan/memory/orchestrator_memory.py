@@ -27,11 +27,11 @@ def buffered_rollouts(recipe: Recipe) -> int:
     # has at least one of them in flight, which bounds them, too. `mask` does not bound groups that are already too old.
     # It was
     # seen to hold a tenth more.
-    asked = recipe.orchestrator
-    fresh = (asked.max_off_policy_steps + 1) * asked.batch_size
+    settings = recipe.orchestrator
+    fresh = (settings.max_off_policy_steps + 1) * settings.batch_size
     largest = max(recipe.group_size(environment) for environment in recipe.environments)
-    waiting = min(fresh, BATCHES_AHEAD * asked.batch_size + recipe.max_inflight * largest)
-    return waiting + TRAINED_BATCHES * asked.batch_size
+    waiting = min(fresh, BATCHES_AHEAD * settings.batch_size + recipe.max_inflight * largest)
+    return waiting + TRAINED_BATCHES * settings.batch_size
 
 
 def orchestrator_memory(recipe: Recipe, routed_bytes: int, encoded_bytes: int, typical: int) -> Quantity:

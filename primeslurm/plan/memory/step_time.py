@@ -80,14 +80,14 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Return the parts within a node that take measurable time."""
-        found = {
+        seconds_by_part = {
             "products": self.products,
             "attention": self.attention,
             "selecting keys": self.selection,
             "recurrences, timed alone": self.recurrences,
             "optimizer": self.optimizer,
         }
-        return {name: seconds for name, seconds in found.items() if seconds >= 0.05}
+        return {name: seconds for name, seconds in seconds_by_part.items() if seconds >= 0.05}
 
 
 def step_time(
@@ -177,21 +177,21 @@ def moving_state(size: float, gpus: int) -> float:
 
 def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int) -> float:
     copies = recipe.trainer.parallelism.dp_replicate
-    own = 0.0 if recipe.trainer.lora else copies * count(shape).total / (nodes * gpus)
+    parameters = 0.0 if recipe.trainer.lora else copies * count(shape).total / (nodes * gpus)
     if recipe.trainer.memory.optimizer_state_offload:
-        moved = own * STATE_BYTES[recipe.trainer.optimizer.type]
-        return max(own * OPTIMIZER_BYTES / GPU_BYTES_S, moving_state(moved, gpus))
+        moved = parameters * STATE_BYTES[recipe.trainer.optimizer.type]
+        return max(parameters * OPTIMIZER_BYTES / GPU_BYTES_S, moving_state(moved, gpus))
     if not recipe.trainer.memory.optimizer_offload:
-        return own * OPTIMIZER_BYTES / GPU_BYTES_S
-    return gpus * own * OPTIMIZER_BYTES / HOST_BYTES_S + _gradients_on_host(own, gpus, passes)
+        return parameters * OPTIMIZER_BYTES / GPU_BYTES_S
+    return gpus * parameters * OPTIMIZER_BYTES / HOST_BYTES_S + _gradients_on_host(parameters, gpus, passes)
 
 
-def _gradients_on_host(own: float, gpus: int, passes: int) -> float:
+def _gradients_on_host(parameters: float, gpus: int, passes: int) -> float:
     """Predict the seconds to copy gradients to host memory and add them, while the GPUs wait."""
     # FSDP copies a gradient synchronously if it adds it to another one, so nothing overlaps (torch 2.13,
     # `foreach_reduce`).
-    arriving = max(4 * own / LINK_BYTES_S, 4 * gpus * own / HOST_BYTES_S)
-    return passes * arriving + (passes - 1) * gpus * own * ADDED_BYTES / HOST_BYTES_S
+    arriving = max(4 * parameters / LINK_BYTES_S, 4 * gpus * parameters / HOST_BYTES_S)
+    return passes * arriving + (passes - 1) * gpus * parameters * ADDED_BYTES / HOST_BYTES_S
 
 
 def _bytes_into_node(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int) -> float:

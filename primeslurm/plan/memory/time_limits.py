@@ -44,10 +44,10 @@ def with_limits(
 def _engine_start(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
 ) -> Quantity | None:
-    asked = [request for request in requests if request.role in ENGINE_ROLES or request.role == "teacher"]
-    if not asked:
+    engine_requests = [request for request in requests if request.role in ENGINE_ROLES or request.role == "teacher"]
+    if not engine_requests:
         return None
-    size = max(_read(recipe, asked, shape, teacher))
+    size = max(_read(recipe, engine_requests, shape, teacher))
     return _limit("engine start", recipe.inference.start_timeout_s, START_S, size, site)
 
 

@@ -145,8 +145,8 @@ def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int, exp
 def experts_in_fp8(recipe: Recipe, ranks: int, shape: ModelShape) -> bool:
     """Return whether FSDP gathers experts in FP8 on `ranks` GPUs that share a copy of the model."""
     trainer = recipe.trainer
-    asked = trainer.fp8 and trainer.grouped_products and not trainer.memory.optimizer_offload
-    return asked and shards_have_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
+    requested = trainer.fp8 and trainer.grouped_products and not trainer.memory.optimizer_offload
+    return requested and shards_have_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:

@@ -93,9 +93,9 @@ def _groups(recipe: Recipe, nodes: list[NodeBuilder]) -> Iterator[_Group]:
     if isinstance(inference, Disaggregated):
         sizes = {"prefill": inference.prefill.nodes_per_replica, "decode": inference.decode.nodes_per_replica}
     for role, size in sizes.items():
-        own = [builder for builder in nodes if ENGINE_ROLES[builder.role] == role]
-        for first in range(0, len(own), size):
-            yield _Group(role, own[first : first + size])
+        role_nodes = [builder for builder in nodes if ENGINE_ROLES[builder.role] == role]
+        for first in range(0, len(role_nodes), size):
+            yield _Group(role, role_nodes[first : first + size])
 
 
 def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names: list[str]) -> None:

@@ -106,16 +106,16 @@ def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: lis
         return [request for ask in asks[:1] if (request := _place(recipe, ask, site, problems))]
     colocated = [ask for ask in asks if recipe.colocated and ask.role == "inference"]
     counted = [ask for ask in asks if ask not in colocated]
-    asked = sum(ask.gpus or 0 for ask in counted)
+    requested = sum(ask.gpus or 0 for ask in counted)
     open_asks = [ask for ask in counted if ask.gpus is None]
     if len(open_asks) > 1:
         names = ", ".join(f"{ask.field}.gpus_per_node" for ask in open_asks)
-        fix = f"set all but one of {names}; together they get {kind.gpus - asked} GPUs"
+        fix = f"set all but one of {names}; together they get {kind.gpus - requested} GPUs"
         problems.append(Violation(field, "one_node", "does not say how the roles divide the GPUs of the node", fix))
         return []
-    rest = kind.gpus - asked
+    rest = kind.gpus - requested
     if rest < 0 or (open_asks and rest == 0):
-        what = f"the roles ask for at least {asked + len(open_asks)} GPUs"
+        what = f"the roles ask for at least {requested + len(open_asks)} GPUs"
         why = f"{what}, and nodes of partition {kind.partition} have {kind.gpus}"
         problems.append(Violation(field, "one_node", why, "lower gpus_per_node of a role"))
         return []
@@ -138,10 +138,10 @@ def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violatio
     """Return a problem if the roles together request more GPUs than this machine has."""
     if site.device != "cuda":
         return []
-    asked, there = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())
-    if asked <= there:
+    requested, available = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())
+    if requested <= available:
         return []
-    why = f"the roles together ask for {asked} GPUs, this machine has {there}"
+    why = f"the roles together ask for {requested} GPUs, this machine has {available}"
     return [Violation("deployment", "", why, "lower gpus_per_node of a role")]
 
 
@@ -176,8 +176,8 @@ def _teacher_ask(recipe: Recipe) -> list[_Ask]:
 
 
 def _environments_ask(recipe: Recipe) -> list[_Ask]:
-    asked = recipe.deployment.environments
-    return [_Ask("environments", "deployment.environments", asked.nodes, 0)] if asked else []
+    nodes = recipe.deployment.environments
+    return [_Ask("environments", "deployment.environments", nodes.nodes, 0)] if nodes else []
 
 
 def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> ResourceRequest | None:
