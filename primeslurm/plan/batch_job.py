@@ -47,7 +47,9 @@ def _said_twice(recipe: Recipe) -> list[Violation]:
     pairs: list[tuple[str, object, str, object]] = [("cpus", nodes.cpus, "cpus_per_task", slurm.cpus_per_task)]
     pairs += [("memory", nodes.memory, name, getattr(slurm, name)) for name in _MEMORY]
     return [
-        Violation(f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one")
+        Violation(
+            f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one of them"
+        )
         for name, value, other, slurm_value in pairs
         if value is not None and slurm_value is not None
     ]

@@ -118,7 +118,7 @@ def _access_problems(plan: Plan, group: HetGroup, partition: Partition, facts: C
     field, name = _field(group, "partition"), partition.name
     other = "use another partition, or ask an administrator"
     if partition.state != "UP":
-        yield Violation(field, name, f"is {partition.state.lower()}: it starts no jobs", other)
+        yield Violation(field, name, f"is {partition.state.lower()}, so it starts no jobs", other)
     if facts.groups is not None and partition.groups is not None and not facts.groups & partition.groups:
         yield Violation(field, name, f"is only for members of {_listed(partition.groups)}", other)
     if facts.groups is not None and partition.root_only:
@@ -161,7 +161,7 @@ def _resource_problems(
     if not problems and wanted > len(usable):
         available = f"has {len(usable)} usable {'node' if len(usable) == 1 else 'nodes'}"
         available += f" of {len(partition.nodes)}" if len(usable) < len(partition.nodes) else ""
-        why = f"{available}, and the job needs {wanted}: {_needed(plan, groups)}"
+        why = f"{available}, but the job needs {wanted}: {_needed(plan, groups)}"
         fix = _on_one_node(plan, partition, usable) or "lower the nodes or replicas of a role, or use another partition"
         problems.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
     return problems
@@ -243,7 +243,7 @@ def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[Partit
             having = sum(feature in node.features for node in nodes)
             if having < min(group.nodes, len(nodes)):
                 features = sorted({name for node in nodes for name in node.features})
-                why = f"{having} nodes of partition {partition.name} have this feature, {group.nodes} are needed"
+                why = f"{having} nodes of partition {partition.name} have this feature, but {group.nodes} are needed"
                 yield Violation(_field(group, "constraint"), feature, why, suggestion(feature, features))
 
 
@@ -288,7 +288,7 @@ def _lack(
         return None
     if not enough:
         return _Lack(f"nodes of partition {partition.name} have at most {values[0]} {unit}", values[needed - 1])
-    why = f"{enough} nodes of partition {partition.name} have as many {unit}, {group.nodes} are needed"
+    why = f"{enough} nodes of partition {partition.name} have as many {unit}, but {group.nodes} are needed"
     return _Lack(why, values[needed - 1])
 
 

@@ -68,7 +68,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, 
     words = done.stderr.strip()
     if done.returncode == 0 and (job := _JOB.search(done.stdout)):
         return job[1] or job[2]
-    refused = f"sbatch refused the job: {words or 'it did not say why'}"
+    refused = f"sbatch refused the job: {words or 'it gave no reason'}"
     if done.returncode > 0 and not _UNCERTAIN.search(words):
         raise ClusterError(refused)
     answer = words or done.stdout.strip() or f"exit code {done.returncode}"

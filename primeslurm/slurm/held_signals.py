@@ -37,7 +37,7 @@ def signals_held(run: str) -> Iterator[HeldSignals]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if not came:
-            _say(f"{signal.Signals(number).name} waits until it is known whether {run} is submitted")
+            _say(f"{signal.Signals(number).name} is delayed until it is known whether {run} is submitted")
         came.append(number)
 
     before = {number: signal.getsignal(number) for number in HELD}

@@ -141,18 +141,18 @@ def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
         denies = any("DenyOnLimit" in source.flags for source in sources)
         for tres, (limit, source) in _in_force(sources, "per_job").items():
             if requested[tres] > limit:
-                why = f"allows {tres}={limit} to each component, {group.name} asks for {requested[tres]}"
+                why = f"allows {tres}={limit} per component, but {group.name} requests {requested[tres]}"
                 yield source.problem(why, "ask for less")
             elif denies:
                 sums["per_job", source.name, tres] += requested[tres]
                 in_sum["per_job", source.name, tres] = limit, source
         for tres, (limit, source) in _in_force(sources, "per_node").items():
             if requested[tres] > limit * group.nodes:
-                why = f"allows {tres}={limit} on a node, {group.name} asks for {requested[tres] // group.nodes}"
+                why = f"allows {tres}={limit} per node, but {group.name} requests {requested[tres] // group.nodes}"
                 yield source.problem(why, "ask for less")
         for tres, (limit, source) in _in_force(sources, "least").items():
             if requested[tres] < limit and (requested[tres] or tres.startswith("gres/")):
-                why = f"needs {tres}={limit} in each component, {group.name} asks for {requested[tres]}"
+                why = f"requires {tres}={limit} per component, but {group.name} requests {requested[tres]}"
                 yield source.problem(why)
         kinds: tuple[Kind, ...] = ("per_user", "total")
         for kind in kinds:
@@ -165,11 +165,11 @@ def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
     for (kind_of_sum, _, tres), (limit, source) in in_sum.items():
         amount = sums[kind_of_sum, source.name, tres]
         if amount > limit and tres == "jobs":
-            why = f"runs {limit} jobs at a time, and each of the {amount} components is one"
+            why = f"runs {limit} jobs at a time, but each of the {amount} components counts as one"
             yield source.problem(why, "set deployment.layout: single")
         elif amount > limit:
             yield source.problem(
-                f"allows {tres}={limit} to {_WHOM[kind_of_sum]}, the recipe asks for {amount}", "ask for less"
+                f"allows {tres}={limit} for {_WHOM[kind_of_sum]}, but the recipe requests {amount}", "ask for less"
             )
 
 

@@ -95,7 +95,7 @@ def obstacles(
             continue
         explanation = _never(component.reason) or _temporary(component.reason, maintenance)
         if explanation is None and _SHARED.fullmatch(_name(component)) and not _counted(_name(component)) & set(rivals):
-            explanation = "asks alone for more than all jobs of its user, account or QOS may have", _LESS, True
+            explanation = "alone requests more than all jobs of its user, account or QOS may have", _LESS, True
         if explanation is not None:
             text, fix, never = explanation
             who = names.get(component.offset, f"+{component.offset}") if len(job.components) > 1 else ""

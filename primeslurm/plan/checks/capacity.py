@@ -52,7 +52,7 @@ def _remedy(recipe: Recipe, largest: str) -> str:
             **less_state,
             "trainer.memory.optimizer_state_offload: true": trainer.memory.optimizer_state_offload,
         },
-        "gathered": {"raise trainer.parallelism.ep: experts then stay where they are": False},
+        "gathered": {"raise trainer.parallelism.ep, because sharded experts are not gathered": False},
         "activations": {
             "raise trainer.parallelism.cp": False,
             "trainer.parallelism.activation_checkpointing: full": full,
@@ -81,19 +81,20 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     if role.free_gib <= 0:
         level = "error" if role.needed_gib > role.limit_gib * (1 + MARGIN) else "warning"
         text = f"does not fit: weights {role.parts['weights']:g} and reserve {role.parts['reserve']:g} GiB"
-        return [_finding(level, field, f"{text} leave no KV cache in {role.limit_gib:g} GiB per GPU", fix)]
+        return [
+            _finding(level, field, f"{text} leave no memory for the KV cache in {role.limit_gib:g} GiB per GPU", fix)
+        ]
     if role.kv_tokens < recipe.max_len:
         level = "error" if role.kv_tokens < recipe.max_len * (1 - 3 * MARGIN) else "warning"
-        text = f"does not fit: the KV cache of a GPU holds {number(role.kv_tokens)} tokens; "
-        text += f"one sequence may have {number(recipe.max_len)}"
+        text = f"does not fit: the KV cache of a GPU holds {number(role.kv_tokens)} tokens, "
+        text += f"but one sequence may have {number(recipe.max_len)}"
         return [_finding(level, field, text, fix)]
-    available_gib = (
-        role.limit_gib if recipe.colocated else role.gpu_gib
-    )  # vLLM takes kv_cache_bytes without asking its share
+    # vLLM allocates kv_cache_bytes even if that exceeds gpu_memory_utilization
+    available_gib = role.limit_gib if recipe.colocated else role.gpu_gib
     if sum(role.parts.values()) > available_gib * (1 + MARGIN):
         text = f"does not fit: weights {role.parts['weights']:g}, reserve {role.parts['reserve']:g} and KV cache "
         text += f"{role.parts['KV']:g} GiB, of {available_gib:g} GiB "
-        text += "that the trainer leaves of a GPU" if recipe.colocated else "of a GPU"
+        text += "of a GPU that the trainer leaves" if recipe.colocated else "of a GPU"
         fix = "lower it, or raise gpu_memory_utilization" if recipe.colocated else "lower it"
         return [_finding("error", _kv_field(recipe, role), text, fix)]
     return []
@@ -116,9 +117,9 @@ def _host(requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     memory_gib = next((request.kind.memory_gib for request in requests if request.role == "train"), None)
     if train is None or memory_gib is None or train.host_gib_per_node <= memory_gib:
         return []
-    what = "offloaded states and activations, and copies of checkpoints"
-    text = f"does not fit: {train.host_gib_per_node:g} GiB of {what} on a node of {memory_gib:g} GiB"
-    return [Finding(level="error", field="trainer.memory", text=text, fix="more train nodes")]
+    what = "offloaded states and activations, and checkpoint copies"
+    text = f"does not fit: {what} take {train.host_gib_per_node:g} GiB of a node's {memory_gib:g} GiB of host memory"
+    return [Finding(level="error", field="trainer.memory", text=text, fix="use more train nodes")]
 
 
 def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
@@ -132,7 +133,7 @@ def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
     if longest <= room:
         return []
     typical, field = longest / TYPICAL, "orchestrator.batch_size"
-    fix = f"slurm.{requests[0].role}.mem: {longest + offloaded:.0f}G, a smaller batch, or less max_off_policy_steps"
+    fix = f"slurm.{requests[0].role}.mem: {longest + offloaded:.0f}G, a smaller batch_size or max_off_policy_steps"
     of = f"{room:.0f} GiB of the head node's memory"
     if typical > room:
         text = f"does not fit: buffered rollouts of a quarter of seq_len take {typical:.0f} of {of}"
@@ -148,14 +149,15 @@ def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
     if copies is None or train is None or in_memory(recipe):
         return []
     field, needed, disk_gib = "checkpoint.local", copies.value * 1e9 / GIB, train.kind.disk_gib
-    takes = f"copies take {needed:.0f} GiB of each train node's disk"
+    takes = f"checkpoint copies take {needed:.0f} GiB of each train node's disk"
     if disk_gib is None:
-        fix = f"`disk_gib` of the nodes of {train.kind.partition} in the site file"
-        return [Finding(level="note", field=field, text=f"{takes}: whether they fit, the site does not say", fix=fix)]
+        text = f"may not fit: {takes}, whose size the site file does not give"
+        fix = f"set `disk_gib` of the nodes of {train.kind.partition} in the site file"
+        return [Finding(level="note", field=field, text=text, fix=fix)]
     if needed <= disk_gib:
         return []
     fix = "more train nodes, checkpoint.moments: bfloat16, or leave checkpoint.local out"
-    return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {disk_gib:g}", fix=fix)]
+    return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {disk_gib:g} GiB", fix=fix)]
 
 
 def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
@@ -164,11 +166,11 @@ def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
     if recipe.task != "rl" or not holders or recipe.max_inflight <= holders[0].typical:
         return []
     role = holders[0]
-    text = f"{recipe.max_inflight} rollouts, but the KV cache holds {number(role.typical)} "
+    text = f"{recipe.max_inflight} rollouts may be in flight, but the KV cache holds only {number(role.typical)} "
     text += "of a quarter of the longest length"
     if recipe.orchestrator.concurrency == "adaptive":
-        text += "; with orchestrator.concurrency: adaptive, only as many run as fit"
+        text += ". orchestrator.concurrency: adaptive limits them to what fits"
     fix = "lower it, or add nodes"
     if recipe.inference.kv_offload is None:
-        fix += ", or add inference.kv_offload: waiting turns then need no GPU memory"
+        fix += ", or set inference.kv_offload, so that rollouts which wait for a tool use no GPU memory"
     return [Finding(level="note", field="orchestrator.max_inflight_rollouts", text=text, fix=fix)]

@@ -59,7 +59,7 @@ def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShap
     problems = [Violation("model.path", where, why, fix) for why, fix in _unembedded(directory, config, shapes)]
     if shape is not None:
         lacks = [*_ends(config, shapes, shape), *(_lacking(shapes, shape) if family_of(shape.model_type) else [])]
-        fix = "get the model's files again"
+        fix = "download the model's files again"
         problems += [Violation("model.path", where, f"its checkpoint {why}", fix) for why in lacks]
     return problems
 
@@ -78,7 +78,7 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{INDEX} is damaged") from None
         if absent := [name for name in names if not (directory / name).is_file()]:
-            raise ValueError(f"{INDEX} names {', '.join(absent[:_SHOWN])}, which {_is(absent)} not there")
+            raise ValueError(f"{INDEX} names missing files: {', '.join(absent[:_SHOWN])}")
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
     with ThreadPoolExecutor(_HEADERS_AT_ONCE, "headers") as threads:
@@ -111,7 +111,7 @@ def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> l
     try:
         ids = token_ids(directory)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return [("its tokenizer's files are damaged", "get them again")]
+        return [("its tokenizer's files are damaged", "download them again")]
     # Gemma 3 of one billion parameters sees no images, and has a token for them behind its last row.
     sees = bool(config.get("vision_config") or config.get("audio_config"))
     ids = {number: token for number, token in ids.items() if sees or not _ENCODED.search(token)}
@@ -198,16 +198,16 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         beginning = file.read(8)
         length = struct.unpack("<Q", beginning)[0] if len(beginning) == 8 else size
         if length > size - 8:
-            raise ValueError(f"{path.name} is no safetensors file, or is cut short")
+            raise ValueError(f"{path.name} is not a safetensors file, or is truncated")
         try:
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            raise ValueError(f"{path.name}: its header is damaged") from None
+            raise ValueError(f"{path.name} has a damaged header") from None
     if size < 8 + length + end:
-        raise ValueError(f"{path.name} is cut short: {size} bytes of {8 + length + end}")
+        raise ValueError(f"{path.name} is truncated: it has {size} of {8 + length + end} bytes")
     return shapes
 
 
@@ -223,7 +223,3 @@ def _some(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more
-
-
-def _is(names: Collection[str]) -> str:
-    return "are" if len(names) > 1 else "is"

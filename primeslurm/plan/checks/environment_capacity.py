@@ -23,7 +23,7 @@ def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> lis
     for request in requests:
         if nodes is None and request.role == "control" and workers > request.kind.cpus:
             text = f"{workers} environment workers share the {request.kind.cpus} CPU cores of the head node"
-            fix = "give them nodes of their own: deployment.environments"
+            fix = "set deployment.environments to give them their own nodes"
             findings.append(Finding(level="warning", field="environments", text=text, fix=fix))
         elif nodes is not None and request.role == "environments":
             findings += [*_node(recipe, nodes, request, workers), *_spread(recipe, nodes, workers)]
@@ -39,12 +39,12 @@ def _node(recipe: Recipe, nodes: EnvironmentNodes, request: ResourceRequest, wor
     if most * nodes.cpus_per_worker > cores:
         needed = f"{most} workers of {nodes.cpus_per_worker:g} CPU cores"
         fix = "more nodes, fewer workers, or a smaller cpus_per_worker"
-        findings.append(_error(f"does not fit: a node runs {needed}, and has {cores}", fix))
+        findings.append(_error(f"does not fit: a node runs {needed}, but has {cores} cores", fix))
     memory = _memory(recipe, nodes, request)
     if memory and most * bytes_of(nodes.memory_per_worker) > memory:
         needed = f"{most} workers of {nodes.memory_per_worker}"
         fix = "more nodes, fewer workers, or a smaller memory_per_worker"
-        findings.append(_error(f"does not fit: a node runs {needed}, and has {memory / GIB:.0f} GiB", fix))
+        findings.append(_error(f"does not fit: a node runs {needed}, but has {memory / GIB:.0f} GiB", fix))
     return findings
 
 
@@ -64,9 +64,9 @@ def _sandboxes(recipe: Recipe, nodes: EnvironmentNodes, memory: float) -> list[F
     if not memory or needed <= memory:
         return []
     text = (
-        f"{rollouts} rollouts of a node may take {needed / GIB:.0f} GiB by their limits, and it has {memory / GIB:.0f}"
+        f"a node has {memory / GIB:.0f} GiB, but its {rollouts} rollouts may use {needed / GIB:.0f} GiB by their limits"
     )
-    fix = "more nodes, max_rollouts_per_node, or lower runtime.limits (memory_gb, and subprocess's disk_gb)"
+    fix = "use more nodes, set max_rollouts_per_node, or lower runtime.limits (memory_gb, and disk_gb of subprocess)"
     return [_warning(text, fix)]
 
 
@@ -91,7 +91,9 @@ def _spread(recipe: Recipe, nodes: EnvironmentNodes, workers: int) -> list[Findi
         findings.append(_warning(f"{workers} workers leave {nodes.nodes - workers} of {nodes.nodes} nodes idle", fix))
     bound = (nodes.max_rollouts_per_node or recipe.max_inflight) * nodes.nodes
     if bound < recipe.max_inflight:
-        text = f"{nodes.nodes} nodes of {nodes.max_rollouts_per_node} rollouts run {bound} of {recipe.max_inflight}"
+        text = (
+            f"{nodes.nodes} nodes with {nodes.max_rollouts_per_node} rollouts each run {bound} of {recipe.max_inflight}"
+        )
         findings.append(_warning(text, "more nodes, or raise max_rollouts_per_node"))
     return findings
 

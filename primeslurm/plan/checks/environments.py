@@ -168,14 +168,14 @@ def _nothing(interpreter: Interpreter, code: int | None, err: str) -> Tried:
     lacks, how = why_no_answer(code, err)
     if lacks:
         return Tried(unprepared=lacks)
-    return Tried((Violation("environments", "", f"they cannot be tried: {interpreter.python} {how}"),))
+    return Tried((Violation("environments", "", f"cannot be loaded: {interpreter.python} {how}"),))
 
 
 def why_no_answer(code: int | None, err: str) -> tuple[str, str]:
     """Return the package that the Python of jobs lacks ("" for none), and how its process ended."""
-    last = (err.strip().splitlines() or ["without a word"])[-1]
+    last = (err.strip().splitlines() or ["no output"])[-1]
     lacks = _UNPREPARED.match(last)
-    how = "gives no answer" if code is None else f"ends with exit code {code}: {last[:300]}"
+    how = "does not answer" if code is None else f"ends with exit code {code}: {last[:300]}"
     return (lacks[1] if lacks else ""), how
 
 
@@ -214,9 +214,9 @@ def _no_answer(code: int, err: str, environment: AnyEnvironment) -> tuple[str, s
         place = f"; it is at {at['file']}, line {at['line']}, in {at['function']}" if at else ""
         return (
             f"has not loaded after {duration(environment.load_timeout_s)}{place}",
-            "load less, or allow more: load_timeout_s",
+            "load less, or raise load_timeout_s",
         )
-    last = (err.strip().splitlines() or ["without a word"])[-1][:300]
+    last = (err.strip().splitlines() or ["no output"])[-1][:300]
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     return f"loading it ended the interpreter ({how}): {last}", ""
 

@@ -67,7 +67,7 @@ def model_files(recipe: Recipe) -> ModelFiles:
         return ModelFiles(None, None, "", (Violation("model.path", path, "has no readable config.json"),))
     problems = []
     if not any(directory.glob("*.safetensors")):
-        problems.append(Violation("model.path", path, "holds no safetensors files"))
+        problems.append(Violation("model.path", path, "has no safetensors files"))
     limit = config.get("max_position_embeddings")
     problems += _too_long(recipe, limit if isinstance(limit, int) else None)
     try:
@@ -96,7 +96,10 @@ def _missing(path: str, why: str) -> dict[str, str]:
         return {"text": "does not exist", "fix": made}
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return {"text": f"is {why} on this machine", "fix": f"`hf download {path}` on the shared file system"}
-    return {"text": f"is no directory on this machine, and {why}", "fix": "give a directory, or a hub id in the cache"}
+    return {
+        "text": f"is not a directory on this machine, and {why}",
+        "fix": "set a directory, or a hub id in the cache",
+    }
 
 
 def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
@@ -129,7 +132,7 @@ def absent_data(recipe: Recipe) -> Finding | None:
         return None
     path = recipe.sft.data.path
     fix = made_by(path) or "give a file with one JSON object per line"
-    return Finding(level="blocked", field="sft.data.path", value=path, text="there is no such file", fix=fix)
+    return Finding(level="blocked", field="sft.data.path", value=path, text="does not exist", fix=fix)
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

@@ -53,26 +53,28 @@ def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
         router = recipe.inference.router
         hashed = router.type == "vllm-router" and router.policy == "consistent_hash"
         if hashed and per_engine < 4:
-            text = f"{recipe.max_inflight} rollouts over {plan.totals.engines} engines fill a hash ring unevenly"
+            text = (
+                f"consistent hashing spreads {recipe.max_inflight} rollouts unevenly over {plan.totals.engines} engines"
+            )
             findings.append(Finding(level="warning", field="inference.router.policy", text=text, fix="use round_robin"))
         lead = recipe.max_inflight / orchestrator.batch_size
         if lead > orchestrator.max_off_policy_steps + 1:
             bound = orchestrator.max_off_policy_steps
-            text = f"{lead:.1f} batches in flight, but rollouts older than {bound} steps are dropped"
+            text = f"{lead:.1f} batches are in flight, but rollouts older than {bound} steps are dropped"
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             findings.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
         findings += _alone(recipe)
     findings += _colocated(recipe, plan) + _few_cores(plan)
     single = [group.name for group in plan.groups if group.nodes == 1]
     if single and any(group.spares or group.name == "environments" for group in plan.groups):
-        text = f"component {', '.join(single)} has one node: Slurm then requeues the whole job when any node is lost"
+        text = f"component {', '.join(single)} has one node, so Slurm requeues the whole job if any node is lost"
         fix = "give it a spare, or use layout: single"
         findings.append(Finding(level="warning", field="deployment.spares", text=text, fix=fix))
     if recipe.checkpoint.interval > recipe.max_steps:
-        text = f"only the last step ({recipe.max_steps}) is saved: a failure before it starts from the beginning"
+        text = f"only the last step ({recipe.max_steps}) is saved, so a failed run restarts from the beginning"
         findings.append(Finding(level="warning", field="checkpoint.interval", text=text))
     if recipe.checkpoint.local and not recipe.deployment.spares.train:
-        text = "nothing is read from it: ranks start again within an attempt only where a spare replaces a node"
+        text = "the copies are never read: ranks restart within an attempt only if a spare replaces a node"
         findings.append(Finding(level="warning", field="checkpoint.local", text=text, fix="deployment.spares.train: 1"))
     return tuple(findings)
 
@@ -85,11 +87,11 @@ def _colocated(recipe: Recipe, plan: Plan) -> list[Finding]:
     which = f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
     share = recipe.trainer_memory_share
     text = f"trainer and engines share {which}: {1 - share:.0%} of the memory is for engines and {share:.0%} for the "
-    text += "trainer. The trainer starts after the engines. They take turns to compute, so steps take longer than "
+    text += "trainer. The trainer starts after the engines. They compute in turns, so steps take longer than "
     text += "estimated."
     findings = [Finding(level="note", field="inference.gpu_memory_utilization", text=text)]
     if plan.device == "cuda" and recipe.inference.kv_cache_bytes is None:
-        text = "is not known from the model and the type of the GPUs, so each engine measures it when it starts. An "
+        text = "cannot be derived from the model and the GPU type, so each engine measures it when it starts. An "
         text += "engine that restarts while the trainer computes may measure too much or too little."
         findings.append(Finding(level="warning", field="inference.kv_cache_bytes", text=text, fix="set it"))
     return findings
@@ -112,8 +114,8 @@ def _alone(recipe: Recipe) -> list[Finding]:
     for environment in recipe.environments:
         rule = rule_of(recipe, environment)
         if rule in ("grpo", "max_rl") and recipe.group_size(environment) == 1:
-            text = f"advantages: {rule} compares the rollouts of a group: one rollout alone has advantage 0"
-            fix = f"at least 2, usually 8, for {environment.label}"
+            text = f"advantages: {rule} compares the rollouts of a group, so a single rollout has advantage 0"
+            fix = f"use at least 2, usually 8, for {environment.label}"
             findings.append(Finding(level="warning", field="orchestrator.group_size", value="1", text=text, fix=fix))
     return findings
 
@@ -121,8 +123,8 @@ def _alone(recipe: Recipe) -> list[Finding]:
 def _unread_parsers(recipe: Recipe) -> list[Finding]:
     if recipe.task != "rl":
         return []
-    text = "no rollout is read by it: rollouts are token ids, whose tool calls and thoughts the renderer reads"
-    fix = "leave it out; model.renderer and model.renderer_options say how they are read"
+    text = "has no effect in RL: the renderer parses tool calls and reasoning from token ids"
+    fix = "remove it, and set model.renderer or model.renderer_options if needed"
     named = (name for name in ("tool_call_parser", "reasoning_parser") if getattr(recipe.inference, name))
     return [Finding(level="note", field=f"inference.{name}", text=text, fix=fix) for name in named]
 
@@ -130,14 +132,14 @@ def _unread_parsers(recipe: Recipe) -> list[Finding]:
 def _no_estimate(recipe: Recipe, site: Site, model: ModelFiles) -> list[Finding]:
     if site.device == "cpu" or model.absent is None:
         return []
-    text = "memory is not estimated: the model is not on this machine, and its shape is not known"
+    text = "memory is not estimated: the model is neither on this machine nor in the catalog"
     return [Finding(level="note", field="model.path", value=recipe.model.path, text=text)]
 
 
 def _uncounted(recipe: Recipe, shape: ModelShape) -> list[Finding]:
     if recipe.model.vlm is None or not shape.has_vision or shape.vision is not None:
         return []
-    text = "memory of the encoder of images is not estimated: its sizes are known of the trainer's own families alone"
+    text = "memory of the vision encoder is not estimated: its size is only known for the trainer's own model families"
     return [Finding(level="note", field="model.vlm", text=text)]
 
 
@@ -147,6 +149,6 @@ def _unknown_gpus(site: Site, requests: list[ResourceRequest]) -> list[Finding]:
     )
     if site.device == "cpu" or not partitions:
         return []
-    text = f"no memory estimate: the type of the GPUs in {', '.join(partitions)} is not known"
-    fix = f"give their nodes `gpu`, one of {', '.join(GPUS)}, in the site file"
+    text = f"memory is not estimated: the GPU type of partition {', '.join(partitions)} is unknown"
+    fix = f"set `gpu` of its nodes in the site file to one of {', '.join(GPUS)}"
     return [Finding(level="note", field="site", text=text, fix=fix)]

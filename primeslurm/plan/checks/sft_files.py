@@ -52,7 +52,7 @@ def data_problems(recipe: Recipe) -> list[Violation]:
     except OSError as error:
         return [Violation("sft.data.path", str(path), f"cannot be read: {error.strerror}")]
     if not lines and size < LOOKED_AT:
-        return [Violation("sft.data.path", str(path), "holds no conversation", "one JSON object a line")]
+        return [Violation("sft.data.path", str(path), "has no conversation", "write one JSON object per line")]
     errors = LineErrors(path)
     for start, line in lines:
         try:

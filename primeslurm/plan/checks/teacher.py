@@ -25,7 +25,7 @@ TOKENIZER = "tokenizer.json"
 _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("model", "teacher"))
 """Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match
 counts."""
-_MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
+_MORE_MEMORY = "raise teacher.tp, or set teacher.quantization: fp8"
 
 
 def teacher_findings(
@@ -89,8 +89,8 @@ def _tokenizer_problems(policy: str, teacher: str) -> list[Violation]:
         return []
     differing = sum(teacher_ids.get(token) != number for token, number in policy_ids.items())
     differing += sum(token not in policy_ids for token in teacher_ids)
-    why = f"its tokenizer is not the policy's: {differing} tokens differ"
-    return [Violation("teacher.path", teacher, why, "a model with the vocabulary of model.path")]
+    why = f"its tokenizer differs from the policy's in {differing} tokens"
+    return [Violation("teacher.path", teacher, why, "use a model with the vocabulary of model.path")]
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:

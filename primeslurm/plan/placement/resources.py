@@ -75,7 +75,7 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
         why = f"one allocation cannot span partitions {', '.join(partitions)}"
         problems.append(Violation("deployment.layout", "single", why, "use layout: het"))
     if (nodes := sum(request.nodes + request.spares for request in requests)) > MAX_NODES:
-        problems.append(Violation("deployment", f"{nodes} nodes", f"is more than the {MAX_NODES} that can be planned"))
+        problems.append(Violation("deployment", f"{nodes} nodes", f"more than {MAX_NODES} nodes cannot be planned"))
     if problems:
         raise UsageError(problems)
     return requests
@@ -111,12 +111,14 @@ def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: lis
     if len(open_asks) > 1:
         names = ", ".join(f"{ask.field}.gpus_per_node" for ask in open_asks)
         fix = f"set all but one of {names}; together they get {kind.gpus - requested} GPUs"
-        problems.append(Violation(field, "one_node", "does not say how the roles divide the GPUs of the node", fix))
+        problems.append(
+            Violation(field, "one_node", "the recipe does not say how the roles share the GPUs of the node", fix)
+        )
         return []
     rest = kind.gpus - requested
     if rest < 0 or (open_asks and rest == 0):
-        what = f"the roles ask for at least {requested + len(open_asks)} GPUs"
-        why = f"{what}, and nodes of partition {kind.partition} have {kind.gpus}"
+        what = f"the roles need at least {requested + len(open_asks)} GPUs"
+        why = f"{what}, but nodes of partition {kind.partition} have {kind.gpus}"
         problems.append(Violation(field, "one_node", why, "lower gpus_per_node of a role"))
         return []
     sizes = {ask.role: rest if ask.gpus is None else ask.gpus for ask in counted}
@@ -141,7 +143,7 @@ def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violatio
     requested, available = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())
     if requested <= available:
         return []
-    why = f"the roles together ask for {requested} GPUs, this machine has {available}"
+    why = f"the roles together need {requested} GPUs, but this machine has {available}"
     return [Violation("deployment", "", why, "lower gpus_per_node of a role")]
 
 
@@ -193,7 +195,9 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
         fix = f"nearest: {kind.gpus}" if kind.gpus else "use nodes that have GPUs"
         problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, fix))
     if ask.role not in WITHOUT_GPUS and gpus == 0:
-        problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
+        problems.append(
+            Violation(ask.field, "", f"role {ask.role} needs GPUs, but partition {kind.partition} has none")
+        )
     cpus = recipe.deployment.environments.cpus if recipe.deployment.environments else None
     if ask.role == "environments" and cpus is not None and cpus > kind.cpus:
         why = f"a job may use {kind.cpus} CPU cores of a node of partition {kind.partition}"
@@ -237,7 +241,7 @@ def _router_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
         for request in requests
         if request.nodes_per_replica and request.nodes_per_replica * request.gpus // tp < 2
     ]
-    why = "chooses between two engines, and a replica has only one of role {}"
+    why = "chooses between two engines, but a replica has only one of role {}"
     return [
         Violation("inference.router.policy", router.policy, why.format(request.role), "nearest: consistent_hash")
         for request in few

@@ -361,7 +361,7 @@ def test_a_trained_encoder_of_images_is_named_where_it_does_not_fit() -> None:
 def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
     changes = {"seq_len": 40960, "inference": {"kv_cache_bytes": 2**30}, "deployment": {"train": {"nodes": 4}}}
     texts = found(changes, "Qwen/Qwen3-30B-A3B")
-    assert any("the KV cache of a GPU holds 10,922 tokens; one sequence may have 40,960" in text for text in texts)
+    assert any("the KV cache of a GPU holds 10,922 tokens, but one sequence may have 40,960" in text for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_local_copies_in_memory_must_fit_the_host() -> None:
     where = {"/dev/shm": 1, "/dev/shm/x": 1, "/dev/shmoo": 0, "/scratch": 0}
     for local, errors in where.items():
         texts = found(merge(two, {"checkpoint": {"local": local}}), "Qwen/Qwen3-30B-A3B", memory_gib=300)
-        assert sum("GiB of offloaded states and activations, and copies of checkpoints" in t for t in texts) == errors
+        assert sum("offloaded states and activations, and checkpoint copies take" in t for t in texts) == errors
 
 
 def test_local_copies_on_disk_must_fit_it() -> None:
@@ -466,14 +466,17 @@ def test_local_copies_on_disk_must_fit_it() -> None:
         [text for text in found(changes, "Qwen/Qwen3-30B-A3B", **disk) if "checkpoint.local" in text]
         for disk in ({"disk_gib": 300}, {}, {"disk_gib": 400})
     )
-    assert small == "error checkpoint.local: does not fit: copies take 341 GiB of each train node's disk, which has 300"
-    assert unknown.startswith("note checkpoint.local: copies take 341 GiB") and not large
+    assert (
+        small
+        == "error checkpoint.local: does not fit: checkpoint copies take 341 GiB of each train node's disk, which has 300 GiB"
+    )
+    assert unknown.startswith("note checkpoint.local: may not fit: checkpoint copies take 341 GiB") and not large
     in_memory = merge(two, {"checkpoint": {"local": "/dev/shm"}})
     assert not [text for text in found(in_memory, "Qwen/Qwen3-30B-A3B", disk_gib=1) if "checkpoint.local" in text]
 
 
 def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
-    assert found({}, gres="gpu") == ["note site: no memory estimate: the type of the GPUs in gpu is not known"]
+    assert found({}, gres="gpu") == ["note site: memory is not estimated: the GPU type of partition gpu is unknown"]
 
 
 def amounts(**changes: Any) -> dict[str, float]:

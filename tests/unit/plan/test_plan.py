@@ -191,8 +191,8 @@ BAD = [
         {},
         {"nodes": {"default": {"gpus": 0}}},
         [
-            "deployment.train: role train needs GPUs, partition gpu has none",
-            "deployment.inference: role inference needs GPUs, partition gpu has none",
+            "deployment.train: role train needs GPUs, but partition gpu has none",
+            "deployment.inference: role inference needs GPUs, but partition gpu has none",
         ],
     ),
     (
@@ -204,7 +204,7 @@ BAD = [
         one_node(None, {}),
         {},
         [
-            "deployment.layout = one_node: does not say how the roles divide the GPUs of the node (set all but one of "
+            "deployment.layout = one_node: the recipe does not say how the roles share the GPUs of the node (set all but one of "
             "deployment.train.gpus_per_node, deployment.inference.gpus_per_node; together they get 8 GPUs)"
         ],
     ),
@@ -212,7 +212,7 @@ BAD = [
         one_node(6, {"gpus_per_node": 4}),
         {},
         [
-            "deployment.layout = one_node: the roles ask for at least 10 GPUs, and nodes of partition gpu have 8 "
+            "deployment.layout = one_node: the roles need at least 10 GPUs, but nodes of partition gpu have 8 "
             "(lower gpus_per_node of a role)"
         ],
     ),
@@ -270,7 +270,7 @@ def test_local_roles_share_the_gpus_of_one_machine(tmp_path: Path) -> None:
     plan = derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
     assert [p.gpus for p in plan.processes() if p.gpus] == [(0,), (1,), (2,)]
     groups["inference"]["gpus_per_node"] = 4
-    with pytest.raises(UsageError, match="ask for 5 GPUs, this machine has 4"):
+    with pytest.raises(UsageError, match="need 5 GPUs, but this machine has 4"):
         derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
 
 
