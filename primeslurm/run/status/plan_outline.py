@@ -67,7 +67,7 @@ def read_outline(attempt: Attempt) -> PlanOutline:
         RunError: there is no readable plan.
     """
     try:
-        plan = plain(files.read_bytes(attempt.plan_file), ProcessOutline.__struct_fields__)
+        plan = plain(files.read_bytes(attempt.plan_file))
         return msgspec.convert(plan, PlanOutline)
     except (OSError, ValueError) as error:
         raise RunError(f"{attempt.plan_file} cannot be read: {error}") from None
