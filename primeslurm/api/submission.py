@@ -28,7 +28,7 @@ from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.recipe.reading.recipe_files import independent
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import claim_attempt, new_token, owner
-from primeslurm.run.bad_nodes import BadNode, BadNodeLedger, avoiding
+from primeslurm.run.bad_nodes import BadNode, BadNodeLedger, exclude_bad_nodes
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
 from primeslurm.run.directory_security import permission_problems
 from primeslurm.run.node_exclusion import excludable_nodes, excluded, write_excluded
@@ -303,13 +303,13 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
     now = time.time()
     bad = bad_nodes(Path(plan.run_dir).parent, now)
     if not bad:
-        return avoiding(plan, [], now)
+        return exclude_bad_nodes(plan, [], now)
     names = {group.partition for group in plan.groups}
     partitions = SlurmClient(slurm_conf).nodes_by_partition(names, plan.job.reservation)
     known = {node for nodes in partitions.values() for node in nodes}
     avoided = excludable_nodes(plan, bad, partitions)
     needed = [entry for entry in bad if entry.node in known and entry not in avoided]
-    return avoiding(plan, avoided, now, needed=needed)
+    return exclude_bad_nodes(plan, avoided, now, needed=needed)
 
 
 def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every: bool = False) -> list[str]:

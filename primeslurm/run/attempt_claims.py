@@ -1,8 +1,8 @@
-"""Which job owns a run: the job that has claimed the newest attempt.
+"""Exclusive ownership of a run: the job that claims the newest attempt owns the run.
 
-Both claims are made in the same way: a directory with a unique name is filled, and then renamed to the name that
-everybody wants. A rename to a directory that is not empty fails, so exactly one process succeeds, on network file
-systems, too. Who has lost never removes or replaces what the owner has written.
+A claim fills a directory with a unique name, and renames it to the final name. The rename fails if the target is a
+directory that is not empty, so exactly one process succeeds, also on network file systems. A process that loses never
+removes or replaces files of the owner.
 """
 
 from __future__ import annotations
@@ -28,24 +28,21 @@ class NotOwnerError(RunError):
 
 
 def new_token() -> str:
-    """Return a word that nobody else uses."""
+    """Return a unique random token."""
     return secrets.token_hex(12)
 
 
 def claim_attempt(
     run: RunDirectory, number: int, plan: Plan, job: JobRecord, start: StartRecord | None = None
 ) -> Attempt | None:
-    """Make an attempt, complete with its plan and job. None if somebody else has made it.
+    """Create an attempt with its plan and job. Returns None if another process created it. Raises OSError.
 
     Args:
-        run: of the attempt.
-        number: of the attempt: the newest one's, plus one.
-        plan: of the attempt.
-        job: that is to use the attempt, or uses it already.
-        start: of the job, if it has started.
-
-    Raises:
-        OSError: it cannot be written.
+        run: the run.
+        number: the newest attempt's number plus one.
+        plan: the attempt's plan.
+        job: the job that uses the attempt, or is about to be submitted for it.
+        start: the start of the job, if it has started.
     """
     staged = Attempt(run.path, number, f".{number}.{new_token()}")
     attempt = run.attempt(number)
@@ -61,7 +58,7 @@ def claim_attempt(
 
 
 def claim_start(attempt: Attempt, start: StartRecord) -> bool:
-    """Use an attempt for the start of a job. False if another start uses it. Raises OSError."""
+    """Claim an attempt for one start of a job. Returns False if another start has it. Raises OSError."""
     staged = attempt.path / f".start.{new_token()}"
     try:
         durable.make_directory(staged)
@@ -72,14 +69,13 @@ def claim_start(attempt: Attempt, start: StartRecord) -> bool:
 
 
 def _rename(staged: Path, target: Path) -> bool:
-    """Rename a directory unless the name is taken. Returns whether this call has succeeded."""
     try:
         files.retrying(staged, lambda: staged.rename(target))
     except OSError as error:
         if error.errno not in _NAME_TAKEN:
             raise
-        # An NFS client that repeats a rename whose answer was lost is told that there is nothing to rename. Nobody
-        # else knows the staged name, so the first try has succeeded if that name is gone.
+        # If the answer to a rename is lost, an NFS client repeats the rename and gets ENOENT. No other process knows
+        # the staged name, so the first try succeeded if that name is gone.
         if files.exists(staged) or not files.exists(target):
             return False
     durable.sync(target.parent)
@@ -87,7 +83,7 @@ def _rename(staged: Path, target: Path) -> bool:
 
 
 def owner(attempt: Attempt) -> str:
-    """Say which job owns an attempt, for people: its id, where it was submitted, and since when."""
+    """Describe the job that owns an attempt: its id, the host that submitted it, and when."""
     job, start = attempt.job(), attempt.start()
     if job is None:
         return f"attempt {attempt.number}"
@@ -99,13 +95,13 @@ def owner(attempt: Attempt) -> str:
 
 
 def moved_or_copied(run_dir: Path, plan: Plan) -> list[Violation]:
-    """Return a violation if a run directory is a copy, or was moved: its plan has absolute paths, of the original."""
+    """Return a violation if a run directory was copied or moved: its plan has absolute paths of the original."""
     original = Path(plan.run_dir)
     if _same_directory(run_dir, original):
         return []
     if files.is_dir(original):
-        why = f"is a copy of {original}: everything that its plan starts uses that directory"
-        fix = f"use {original} itself; `primeslurm export` makes a model of it that another run can start from"
+        why = f"is a copy of {original}, and all processes of its plan would use {original}"
+        fix = f"use {original} itself; `primeslurm export` writes a model that another run can start from"
     else:
         why = f"was moved: its plan was made for {original}"
         fix = f"move it back, or `ln -s {run_dir} {original}`"
@@ -116,8 +112,8 @@ def _same_directory(one: Path, other: Path) -> bool:
     try:
         if files.retrying(one, lambda: one.samefile(other)):
             return True
-        # A file system that is mounted twice has two device numbers: what is written through one path is there under
-        # the other.
+        # A file system that is mounted twice has two device numbers, so samefile() says no. A file that is written
+        # through one path is visible through the other.
         probe = one / f".same.{new_token()}"
         files.write_atomic(probe, "")
         try:

@@ -1,6 +1,6 @@
-"""Nodes that failed lately, remembered by all runs below one directory: `<runs>/.bad-nodes/`.
+"""Ledger of nodes that failed recently, shared by all runs of one directory: `<runs>/.bad-nodes/`.
 
-One small file an entry, written atomically: runs of several jobs and hosts may write at the same time.
+Each entry is one file that is written atomically, because jobs on several hosts may write at the same time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from primeslurm.records.reading import find_record
 
 DIRECTORY = ".bad-nodes"
 FIELD = "bad nodes"
-"""What findings about them are about."""
+"""Field of findings about bad nodes."""
 HOUR_S = 3600.0
 
 
 class BadNode(msgspec.Struct, frozen=True):
-    """Why to keep away from a node."""
+    """A node that jobs avoid."""
 
     node: str
     reason: str
@@ -34,12 +34,7 @@ class BadNode(msgspec.Struct, frozen=True):
     attempt: int
     time: float
     expires: float
-    """From then on the node is used again."""
-
-
-def seconds_ago(entry: BadNode, now: float) -> float:
-    """Return how many seconds ago a node failed; 0 if the clocks of two machines differ."""
-    return max(0.0, now - entry.time)
+    """Unix time from which the node is used again."""
 
 
 class BadNodeLedger:
@@ -49,77 +44,67 @@ class BadNodeLedger:
         self._path = runs / DIRECTORY
 
     def record(self, node: str, reason: str, run: str, attempt: int, *, now: float, hours: float) -> None:
-        """Remember a node.
-
-        Args:
-            node: its name, in Slurm's words.
-            reason: why to keep away from it.
-            run: name of the run that found out.
-            attempt: its attempt.
-            now: Unix seconds.
-            hours: for how long.
-
-        Raises:
-            OSError: the entry cannot be written.
-        """
+        """Add an entry that expires after `hours`; `now` is Unix time. Raises OSError."""
         files.make_directory(self._path)
         entry = BadNode(node, reason, run, attempt, now, now + hours * HOUR_S)
         write_json(self._path / f"{node}.{run}.{attempt}.json", msgspec.to_builtins(entry))
 
     def entries(self, now: float) -> list[BadNode]:
-        """Read what is remembered and has not expired, newest first, one entry a node."""
-        entries = [_by_own_clock(entry, files.status(path), now) for path, entry in self._read()]
+        """Return the entries that have not expired, newest first, one per node."""
+        entries = [_without_future_time(entry, files.status(path), now) for path, entry in self._read()]
         valid = sorted((entry for entry in entries if entry.expires > now), key=lambda entry: entry.time)
         return sorted({entry.node: entry for entry in valid}.values(), key=lambda e: -e.time)
 
     def forget(self, node: str) -> bool:
-        """Use a node again from now on. Returns whether it was remembered."""
-        found = [path for path, entry in self._read() if entry.node == node]
-        for path in found:
+        """Remove the entries of a node. Returns whether there were any."""
+        paths = [path for path, entry in self._read() if entry.node == node]
+        for path in paths:
             files.unlink(path)
-        return bool(found)
+        return bool(paths)
 
     def _read(self) -> list[tuple[Path, BadNode]]:
-        found = []
+        entries = []
         for path in files.settled_listing(self._path, "*.json"):
             with contextlib.suppress(OSError):
                 if self._is_trusted(path) and (entry := find_record(path, BadNode)) is not None:
-                    found.append((path, entry))
-        return found
+                    entries.append((path, entry))
+        return entries
 
     def _is_trusted(self, path: Path) -> bool:
-        """Whether an entry is not of just anybody, who could have all nodes avoided.
-
-        Where everybody may write, as in /tmp, it is one's own; elsewhere the directory of runs says who shares it.
-        """
+        # If everybody may write to the directory (as in /tmp), only entries of this user or of the directory's owner
+        # count. Otherwise any user could make all jobs avoid all nodes.
         status = files.retrying(path, path.lstat)
         runs, directory = (files.retrying(place, place.stat) for place in (self._path.parent, self._path))
         open_to_all = (runs.st_mode | directory.st_mode) & stat.S_IWOTH
         return stat.S_ISREG(status.st_mode) and (not open_to_all or status.st_uid in (os.geteuid(), runs.st_uid))
 
 
-def _by_own_clock(entry: BadNode, about: os.stat_result | None, now: float) -> BadNode:
-    """Move an entry from the future back to the past: the clock of its writer was ahead, and it would live too long."""
+def _without_future_time(entry: BadNode, status: os.stat_result | None, now: float) -> BadNode:
     if entry.time <= now:
         return entry
-    written = min(about.st_mtime if about else now, now)
+    # The writer's clock was ahead, so the entry would expire too late.
+    written = min(status.st_mtime if status else now, now)
     return msgspec.structs.replace(entry, time=written, expires=entry.expires - (entry.time - written))
 
 
-def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:
-    """Change a plan into that of a job that keeps away from bad nodes, with a finding for each.
+def _age(entry: BadNode, now: float) -> str:
+    return duration(max(0.0, now - entry.time))  # the clocks of two hosts may differ
+
+
+def exclude_bad_nodes(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:
+    """Return the plan with bad nodes excluded from its job, and with a finding for each bad node.
 
     Args:
-        plan: findings about bad nodes that it has already are replaced.
-        bad: the nodes.
-        now: Unix seconds.
-        needed: bad nodes that the job is not kept away from, as there would be too few left.
+        plan: its earlier findings about bad nodes are replaced.
+        bad: the nodes to exclude.
+        now: Unix time.
+        needed: bad nodes that the job uses all the same, because too few others are left.
     """
     findings = [
         Finding(
             level="note",
             field=FIELD,
-            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {duration(seconds_ago(entry, now))} ago)",
+            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {_age(entry, now)} ago)",
             fix=f"primeslurm nodes --forget {entry.node}",
         )
         for entry in bad
@@ -128,8 +113,8 @@ def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence
         Finding(
             level="warning",
             field=FIELD,
-            text=f"{entry.node} is not avoided, as no node can be spared: {entry.reason} (run {entry.run})",
-            fix=f"repair it, and primeslurm nodes --forget {entry.node}",
+            text=f"{entry.node} is not avoided, because too few other nodes are left: {entry.reason} (run {entry.run})",
+            fix=f"repair it, then run `primeslurm nodes --forget {entry.node}`",
         )
         for entry in needed
     ]

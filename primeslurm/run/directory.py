@@ -1,6 +1,6 @@
-"""A run directory: its paths, the records in it that belong to no single process, and how it is made.
+"""A run directory: its paths, its shared records, and its creation.
 
-It is made with the recipe as given and as resolved, and a lock file of what it will run with.
+It keeps the recipe as written and as resolved, and a lock file with the versions of all packages.
 """
 
 from __future__ import annotations
@@ -36,23 +36,17 @@ if TYPE_CHECKING:  # agents have no use for it
 R = TypeVar("R", bound=Record)
 
 UNFINISHED = "its submission was interrupted before there was a job"
-"""Of a run directory that was never submitted."""
+"""Describes a run directory without lock file and job."""
 START_FILE = "record.json"
-"""In the start directory of an attempt."""
+"""Name of the record in the start directory of an attempt."""
 CANCEL_NOW = "now"
 """Content of `Attempt.cancel_file` if the attempt ends without a last checkpoint."""
 BY_SIGTERM = "SIGTERM"
-"""Reason of an attempt that was ended from outside."""
+"""Reason of an attempt that Slurm or a user ended with a signal."""
 
 
 class Attempt:
-    """One attempt of a run: `attempts/<n>/`.
-
-    Args:
-        run_dir: of the run.
-        number: of the attempt.
-        folder: name of its directory while it is made; the number by default.
-    """
+    """One attempt of a run: `attempts/<n>/`, or `attempts/<folder>/` while the attempt is created."""
 
     def __init__(self, run_dir: Path, number: int, folder: str = "") -> None:
         self.number = number
@@ -60,119 +54,101 @@ class Attempt:
 
     @property
     def plan_file(self) -> Path:
-        """The path of plan.json."""
         return self.path / "plan.json"
 
     @property
     def fleet_file(self) -> Path:
-        """The path of fleet.json, written by the head."""
+        """fleet.json, written by the head."""
         return self.path / "fleet.json"
 
     @property
     def addresses_file(self) -> Path:
-        """The path of addresses.json, written by the head once every process has its ports, and when one moves."""
+        """addresses.json, written by the head when all processes have ports, and when a process moves."""
         return self.path / addresses.FILE
 
     @property
     def assignment_file(self) -> Path:
-        """The path of roster.json, written by the head: which agent plays which node of the plan."""
+        """roster.json, the node assignment that the head writes."""
         return self.path / "roster.json"
 
     def assignment(self) -> AssignmentRecord:
-        """Read which agent plays which node of the plan; empty before the head has decided."""
+        """Return the node assignment; empty before the head has made one."""
         return find_record(self.assignment_file, AssignmentRecord) or AssignmentRecord(0, {})
 
     def fleet(self) -> FleetView | None:
-        """Read what the head tells of the fleet; None if it has told nothing yet.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """Return the head's view of the fleet; None without a file. Raises ValueError if the file is damaged."""
         return read_record(self.fleet_file, FleetView)
 
     @property
     def cancel_file(self) -> Path:
-        """Present if the user wants the attempt to end."""
+        """File that asks the head to end the attempt."""
         return self.path / "cancel"
 
     def agent_file(self, rank: int) -> Path:
-        """Return the path of the heartbeat of one agent."""
         return self.path / "agents" / f"{rank}.json"
 
     def heartbeat(self, node: int, assignment: AssignmentRecord) -> AgentReport | None:
-        """Read the newest heartbeat of the agent that plays a node of the plan; None without one.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """Return the last heartbeat of the agent assigned to a node, or None. Raises ValueError if it is damaged."""
         agent = assignment.agents.get(node)
         return read_record(self.agent_file(agent.rank), AgentReport) if agent else None
 
     def heartbeats(self) -> list[AgentReport]:
-        """Read the newest heartbeat of every agent.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
-        found = (read_record(path, AgentReport) for path in files.listing(self.path / "agents", "*.json"))
-        return [report for report in found if report is not None]
+        """Return the last heartbeat of every agent. Raises ValueError if a file is damaged."""
+        reports = (read_record(path, AgentReport) for path in files.listing(self.path / "agents", "*.json"))
+        return [report for report in reports if report is not None]
 
     @property
     def reference_file(self) -> Path:
-        """The path of preflight.json, written by the head."""
+        """preflight.json, written by the head."""
         return self.path / "preflight.json"
 
     def forget_agents(self) -> None:
-        """Remove what agents and head have told each other, before others of this attempt begin anew."""
-        told = (self.fleet_file, self.addresses_file, self.assignment_file, self.reference_file)
-        for path in (*told, *files.listing(self.path / "agents", "*.json")):
+        """Remove the messages between head and agents before the attempt starts its agents again."""
+        messages = (self.fleet_file, self.addresses_file, self.assignment_file, self.reference_file)
+        for path in (*messages, *files.listing(self.path / "agents", "*.json")):
             files.unlink(path)
 
     def prepare(self, plan: Plan) -> None:
-        """Make the directory and write the plan, last: all on disk when this returns."""
+        """Create the directory and write the plan durably."""
+        # The plan comes last: an attempt with a plan is complete.
         for name in ("agents", "events", "state", "logs"):
             durable.make_directory(self.path / name)
         durable.write(self.plan_file, plan_file.to_file(plan))
 
     def plan(self) -> Plan:
-        """Read the plan of this attempt.
-
-        Raises:
-            RunError: it is not there, or cannot be read.
-        """
+        """Return the plan of this attempt. Raises RunError if it is missing or cannot be read."""
         try:
             return plan_file.from_file(files.read_bytes(self.plan_file))
         except (OSError, ValueError) as error:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
     def job(self) -> JobRecord | None:
-        """Read what was submitted, if it was recorded."""
+        """Return the record of the submitted job, or None."""
         return find_record(self.path / "job.json", JobRecord)
 
     def record_job(self, job: JobRecord) -> None:
-        """Write job.json; also for an attempt that has no plan yet."""
+        """Write job.json, also for an attempt without a plan."""
         durable.make_directory(self.path)
         durable.write_json(self.path / "job.json", msgspec.to_builtins(job))
 
     @property
     def start_directory(self) -> Path:
-        """Present once a job has started to use the attempt."""
+        """Directory that exists once a job has started to use the attempt."""
         return self.path / "start"
 
     def start(self) -> StartRecord | None:
-        """Read which start of a job uses the attempt; None before that."""
+        """Return the start of a job that uses the attempt; None before any job has started."""
         return find_record(self.start_directory / START_FILE, StartRecord)
 
     def end(self) -> EndRecord | None:
-        """Read how it ended, or None."""
+        """Return how the attempt ended; None if it has not ended."""
         return find_record(self.path / "end.json", EndRecord)
 
     def record_end(self, end: EndRecord) -> None:
-        """Write end.json."""
         durable.write_json(self.path / "end.json", msgspec.to_builtins(end))
 
     def state(self, process: str, kind: type[R]) -> R | None:
-        """Read the state that a process records of itself; None if there is none that can be read."""
+        """Return the state that a process recorded; None if there is no readable file."""
         return find_record(self.path / "state" / f"{process}.json", kind)
 
 
@@ -184,16 +160,15 @@ class RunDirectory:
         self.name = path.name
 
     def exists(self) -> bool:
-        """Whether a run was ever made here."""
+        """Whether the directory holds a run."""
         try:
             return files.is_file(self.path / "lock.json")
-        except OSError as error:  # another user's, or a name that no file can have
+        except OSError as error:  # no permission, or an invalid file name
             if files.is_transient(error):
                 raise
             return False
 
     def attempt(self, number: int) -> Attempt:
-        """One attempt, whether or not it exists."""
         return Attempt(self.path, number)
 
     def attempts(self) -> list[Attempt]:
@@ -203,64 +178,60 @@ class RunDirectory:
         return [self.attempt(number) for number in sorted(numbers)]
 
     def latest(self) -> Attempt:
-        """Return the newest attempt that has a plan.
-
-        Raises:
-            RunError: there is none.
-        """
+        """Return the newest attempt that has a plan. Raises RunError if there is none."""
         attempts = self.attempts()
         if not attempts:
             raise RunError(f"{self.path} has no attempt")
         return attempts[-1]
 
     def lock(self) -> LockRecord:
-        """Read lock.json; an empty one if it cannot be read."""
+        """Return lock.json; an empty record if it cannot be read."""
         return find_record(self.path / "lock.json", LockRecord) or LockRecord()
 
     def recipe(self) -> RunRecipe:
-        """Read what figures need of the resolved recipe; the defaults if it cannot be read."""
+        """Return the recipe fields that status and reports need; defaults if the file cannot be read."""
         return find_record(self.path / recipe_record.FILE, RunRecipe) or RunRecipe()
 
     @property
     def created_at(self) -> float:
-        """When it was made, in Unix seconds; 0 if its lock file does not say."""
+        """Unix time of creation; 0 if unknown."""
         return self.lock().created_at
 
     def job_output(self, job_id: str) -> Path:
-        """Return the path of the file in which the batch script, srun and the agents of a job print."""
+        """Return the output file of a job's batch script, srun and agents."""
         return self.path / JOB_OUTPUT.format(job_id)
 
     @property
     def run_id(self) -> str:
-        """The run's unique id."""
         return self.lock().run_id or self.name
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:
-    """Return a violation if the run directory holds anything already, or is no directory."""
+    """Return a violation if the path exists and is not an empty directory."""
     if files.is_dir(run_dir) and not files.listing(run_dir):
         return []
     return [_in_use(run_dir)] if files.retrying(run_dir, lambda: os.path.lexists(run_dir)) else []
 
 
 def _in_use(run_dir: Path) -> Violation:
-    way = ""
+    alternative = ""
     if RunDirectory(run_dir).exists():
-        way = f", or `primeslurm resume {run_dir.name}` to go on with it"
+        alternative = f", or `primeslurm resume {run_dir.name}` to continue the run"
     elif was_never_submitted(run_dir):
-        way = f", or remove it: {UNFINISHED}"
-    return Violation("name", run_dir.name, f"is in use: {run_dir} exists", f"`--name` another{way}")
+        alternative = f", or remove the directory: {UNFINISHED}"
+    fix = f"choose another name with `--name`{alternative}"
+    return Violation("name", run_dir.name, f"is in use: {run_dir} exists", fix)
 
 
 def was_never_submitted(run_dir: Path) -> bool:
-    """Whether a run directory was left half made: there is no lock file yet, which is written before any job."""
+    """Whether the submission of a run was interrupted: it has attempts, but neither a lock file nor a job."""
     run = RunDirectory(run_dir)
     jobs = [attempt.job() for attempt in run.attempts()]
     return files.is_dir(run_dir / "attempts") and not run.exists() and not any(job and job.job_id for job in jobs)
 
 
 def missing_variables(plan: Plan) -> list[Violation]:
-    """Return a violation for each variable that processes need and that is not set here, where its value comes from."""
+    """Return a violation for each variable of `pass_env` that is not set in this environment."""
     return [
         Violation("pass_env", name, "is not set where you submit", f"export {name}=...")
         for name in plan.pass_env
@@ -269,28 +240,28 @@ def missing_variables(plan: Plan) -> list[Violation]:
 
 
 def create(recipe: Recipe, plan: Plan, source: Path, job: JobRecord | None = None) -> Attempt:
-    """Create the run directory with its first attempt, or nothing.
+    """Create the run directory with its first attempt. After an error, nothing is left.
 
     Args:
-        recipe: as it was resolved.
-        plan: of the first attempt.
-        source: the recipe's file, of which a copy is kept.
-        job: what is about to be submitted, if anything is.
+        recipe: the resolved recipe.
+        plan: the plan of the first attempt.
+        source: the recipe file, which is copied.
+        job: the job that is about to be submitted.
 
     Raises:
-        UsageError: the name is in use.
-        OSError: it cannot be written.
+        UsageError: the name is in use, or other users could replace the directory.
+        OSError: the directory cannot be written.
     """
     run_dir = Path(plan.run_dir)
     if problems := name_in_use(run_dir) + permission_problems(run_dir):
         raise UsageError(problems)
     resolved = recipe.model_dump_json(by_alias=True, indent=2)
-    lock = _lock(recipe.name, resolved, plan)  # takes longest: a process that is killed meanwhile leaves nothing
+    lock = _lock(recipe.name, resolved, plan)  # slowest step, so it comes before the first write
     durable.make_directory(run_dir, mode=0o700)
-    if problems := permission_problems(run_dir):  # somebody else was faster, or the umask opened what was made
+    if problems := permission_problems(run_dir):  # another user was faster, or an ACL changed the mode
         raise UsageError(problems)
     try:
-        files.retrying(run_dir, (run_dir / "attempts").mkdir)  # of several who submit a name at once, one makes it
+        files.retrying(run_dir, (run_dir / "attempts").mkdir)  # only one of two submissions wins
     except FileExistsError:
         raise UsageError([_in_use(run_dir)]) from None
     try:
@@ -301,13 +272,13 @@ def create(recipe: Recipe, plan: Plan, source: Path, job: JobRecord | None = Non
 
 
 def discard(attempt: Attempt) -> None:
-    """Remove an attempt that nothing runs; the first one with its whole run."""
+    """Remove an attempt that has no job. The first attempt is removed with its whole run."""
     first = attempt.number == 1
     files.remove_tree(attempt.path.parents[1] if first else attempt.path, ignore_errors=True)
 
 
 def _fill(run_dir: Path, resolved: str, lock: LockRecord, plan: Plan, source: Path, job: JobRecord | None) -> Attempt:
-    files.retrying(run_dir, lambda: run_dir.chmod(0o700))  # one that was there, empty, too
+    files.retrying(run_dir, lambda: run_dir.chmod(0o700))  # also if an empty directory existed
     secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", files.read_bytes(source))
     write_atomic(run_dir / recipe_record.FILE, resolved + "\n")

@@ -1,7 +1,6 @@
-"""Whose a run directory is, and whether other users could put something else in its place.
+"""Checks that no other user can change or replace a run directory.
 
-What lies in it is run by its user: commands of the plan, the pickle of the agent. It is closed to others (mode 0700),
-and trusted only while that is so.
+Jobs run commands of the plan and load the agent's pickle from it. It has mode 0700, and is trusted only with that mode.
 """
 
 from __future__ import annotations
@@ -20,30 +19,26 @@ _OTHERS_PASS = stat.S_IXGRP | stat.S_IXOTH
 
 
 def permission_problems(run_dir: Path) -> list[Violation]:
-    """Return a violation for each way in which others could replace a run directory, whether or not it is there yet."""
+    """Return a violation for each way in which other users could replace a run directory, which may not exist yet."""
     return files.retrying(run_dir, lambda: _unsafe(run_dir))
 
 
 def _unsafe(run_dir: Path) -> list[Violation]:
-    found = []
+    violations = []
     if os.path.lexists(run_dir):
-        used = run_dir.is_dir() and any(run_dir.iterdir())  # an empty one is closed when it is taken
-        found += [_violation(text, "take another name") for text in _problems(run_dir, closed=used)]
+        used = run_dir.is_dir() and any(run_dir.iterdir())  # an empty directory gets mode 0700 when the run is created
+        violations += [_violation(text, "take another name") for text in _problems(run_dir, closed=used)]
     parents = dict.fromkeys([*run_dir.absolute().parents, *run_dir.resolve().parents])
     for parent in (parent for parent in parents if parent.is_dir()):
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            text = f"{parent} may be written by everybody and is not sticky: others could replace what is in it"
-            found.append(_violation(text, f"chmod +t {parent}, or another directory of runs"))
-    return found
+            text = f"{parent} is world-writable without the sticky bit: other users could replace its contents"
+            violations.append(_violation(text, f"chmod +t {parent}, or another directory of runs"))
+    return violations
 
 
 def pickle_problems(folder: Path) -> str:
-    """Say why pickles of a folder of a run directory are not to be loaded; empty if they are this user's alone.
-
-    Args:
-        folder: `submitit` of the run directory.
-    """
+    """Return why it is not safe to load the pickles of the run's `submitit` folder; empty if it is safe."""
     try:
         return "; ".join(files.retrying(folder, lambda: _problems_of_pickles(folder)))
     except OSError as error:
@@ -58,32 +53,27 @@ def _problems_of_pickles(folder: Path) -> list[str]:
 
 
 def _problems(path: Path, *, closed: bool = True) -> Iterator[str]:
-    """Find what is wrong with a file or directory that is to be this user's.
-
-    Args:
-        path: of it.
-        closed: others must not be able to write to it, either.
-    """
+    # `closed`: other users must not be able to write to the path, either.
     owner = path.lstat().st_uid
     if path.is_symlink() and owner not in (0, os.geteuid()):
-        yield f"{path} is a link that user {owner} has made"
+        yield f"{path} is a link that belongs to user {owner}"
         return
     status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != _own_uid(path if stat.S_ISDIR(status.st_mode) else path.parent):
         yield f"{path} belongs to user {status.st_uid}"
     elif closed and mode & _OTHERS_WRITE:
-        yield f"{path} may be written by others (mode {mode:04o}); chmod go-w {path}"
+        yield f"{path} is writable by other users (mode {mode:04o}); chmod go-w {path}"
 
 
 def _own_uid(directory: Path) -> int:
-    """The uid that files of this user have on a file system: those that map users may show another than theirs."""
+    # File systems that map users may show this user's files with another uid. A new file shows which one.
     if directory.stat().st_uid == os.geteuid():
         return os.geteuid()
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.fstat(file.fileno()).st_uid
-    except OSError:  # one may not write there: so it is somebody else's
+    except OSError:  # not writable, so it belongs to another user
         return os.geteuid()
 
 

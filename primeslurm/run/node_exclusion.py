@@ -1,7 +1,6 @@
-"""From which bad nodes a job is kept away: never from more than its partitions can spare.
+"""Selection of the bad nodes that a job excludes, and `excluded.json` of the run directory, which lists them.
 
-A job that was kept away from too many would wait for ever, for nodes that are there. What it is kept away from stands
-in `excluded.json` of the run directory, from submission on.
+A job that excludes more nodes than its partitions can spare would stay pending although nodes are free.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from primeslurm.run.bad_nodes import BadNode
 FILE = "excluded.json"
 
 Partitions = Mapping[str, Mapping[str, bool]]
-"""Nodes by name of their partition, and whether each can be used now."""
+"""Partition to its nodes, and whether each node is usable now."""
 
 
 class ExcludedNodes(msgspec.Struct, frozen=True):
@@ -32,49 +31,46 @@ class ExcludedNodes(msgspec.Struct, frozen=True):
 
 
 def excludable_nodes(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[BadNode]:
-    """Choose the bad nodes that a job can do without.
+    """Return the bad nodes that the job can exclude and still start, newest first.
 
-    The newest entries come first, so that it is the oldest ones that are used again where nodes are scarce. Nodes that
-    cannot be used now are not missed now, but when they return: a job that waits for them must not be kept away from
-    all of them. Partitions may share nodes: every set of partitions has to keep, together, as many as the job needs of
-    all of it (Hall's condition).
+    If nodes are scarce, the oldest entries are the first that the job uses again.
 
     Args:
-        plan: of the job.
-        bad: the ledger's entries.
-        partitions: at least those of the job.
-
-    Returns:
-        Those of `bad` that the job is to be kept away from, newest first.
+        plan: the job's plan.
+        bad: entries of the ledger.
+        partitions: at least the partitions of the job.
     """
     needed = Counter[str]()
     for group in plan.groups:
         needed[group.partition] += group.nodes
-    asked_for = {name for group in plan.groups for name in expand(group.nodelist or "")}
-    never = set(expand(plan.job.exclude or ""))
-    known = {name: set(partitions.get(name, {})) - never for name in needed}
-    usable = {name: {node for node in known[name] if partitions[name][node]} for name in needed}
-    together = list(chain.from_iterable(combinations(needed, size) for size in range(1, len(needed) + 1)))
+    requested = {name for group in plan.groups for name in expand(group.nodelist or "")}
+    excluded = set(expand(plan.job.exclude or ""))
+    present = {name: set(partitions.get(name, {})) - excluded for name in needed}
+    usable = {name: {node for node in present[name] if partitions[name][node]} for name in needed}
+    # Partitions may share nodes. The job can start if every set of its partitions has, together, as many nodes as the
+    # job needs from that set (Hall's marriage theorem). This must hold for the nodes that are usable now, and for all
+    # nodes once the unusable ones return.
+    subsets = list(chain.from_iterable(combinations(needed, size) for size in range(1, len(needed) + 1)))
     pools = [
-        (set().union(*(there[name] for name in some)), sum(needed[name] for name in some))
-        for there in (usable, known)
-        for some in together
+        (set().union(*(nodes[name] for name in subset)), sum(needed[name] for name in subset))
+        for nodes in (usable, present)
+        for subset in subsets
     ]
-    of_the_job = {node for name in needed for node in partitions.get(name, {})} - asked_for
-    found: list[BadNode] = []
+    candidates = {node for name in needed for node in partitions.get(name, {})} - requested
+    chosen: list[BadNode] = []
     for entry in sorted(bad, key=lambda entry: -entry.time):
-        gone = {each.node for each in found} | {entry.node}
+        gone = {each.node for each in chosen} | {entry.node}
         scarce = any(entry.node in nodes and len(nodes - gone) < count for nodes, count in pools)
-        if entry.node in of_the_job and not scarce:
-            found.append(entry)
-    return found
+        if entry.node in candidates and not scarce:
+            chosen.append(entry)
+    return chosen
 
 
 def write_excluded(run_dir: Path, nodes: Sequence[BadNode]) -> None:
-    """Write down what a run's job is kept away from. Raises OSError."""
+    """Write the bad nodes that the run's job excludes. Raises OSError."""
     write_json(run_dir / FILE, msgspec.to_builtins(ExcludedNodes(list(nodes))))
 
 
 def excluded(run_dir: Path) -> list[BadNode]:
-    """Read what a run's job is kept away from; nothing where nobody has said so."""
+    """Return the bad nodes that the run's job excludes; empty without a file."""
     return (find_record(run_dir / FILE, ExcludedNodes) or ExcludedNodes()).nodes

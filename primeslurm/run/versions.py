@@ -1,4 +1,4 @@
-"""Versions of primeslurm and of the packages that a run depends on, read from their metadata: nothing is imported."""
+"""Versions of primeslurm and of the packages that a run depends on, read from package metadata without importing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def version(package: str) -> str | None:
 
 def commit() -> str | None:
     """Return `git describe` of the checkout that primeslurm runs from; None outside of one."""
-    if not in_checkout():  # the environment of a wheel may lie in a checkout of something else
+    if not in_checkout():  # the environment of a wheel may lie in the checkout of another project
         return None
     argv = ["git", "-C", str(shipped(".")), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

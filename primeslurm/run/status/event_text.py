@@ -1,4 +1,4 @@
-"""Events in words that a person reads. All other events of the journals are for machines."""
+"""Texts of the events that people read. Other events are for programs only."""
 
 from __future__ import annotations
 
@@ -16,50 +16,48 @@ from primeslurm.records.record import Event
 
 Level = Literal["info", "warning", "error"]
 DIED = ("backoff", "fallen", "failed")
-"""States of a process that ended although it should not have."""
+"""States of a process that ended unexpectedly."""
 
 
 class EventText(msgspec.Struct, frozen=True):
-    """A notable event, in words."""
+    """Text of a notable event."""
 
     time: float
-    """Unix seconds."""
+    """Unix time."""
     who: str
-    """The process that it happened to, or that did it."""
+    """Process, node or component that the text is about."""
     text: str
     level: Level = "info"
 
 
 def notable(events: Iterable[Event]) -> list[EventText]:
-    """Select the notable events, in the order given. Repetitions in a row become one event with their number."""
-    told: list[EventText] = []
+    """Return texts of the notable events, in the given order. Consecutive equal texts become one with a count."""
+    texts: list[EventText] = []
     times = 1
     for event in events:
         text = _words(event)
         if text is None:
             continue
-        if told and (told[-1].who, _once(told[-1])) == (text.who, text.text):
+        if texts and (texts[-1].who, _without_count(texts[-1])) == (text.who, text.text):
             times += 1
-            told[-1] = msgspec.structs.replace(text, text=f"{text.text} ({times} times)")
+            texts[-1] = msgspec.structs.replace(text, text=f"{text.text} ({times} times)")
         else:
             times = 1
-            told.append(text)
-    return told
+            texts.append(text)
+    return texts
 
 
-def lately(told: Sequence[EventText], count: int) -> list[EventText]:
-    """Return the newest `count` events, oldest first. Of equal texts only the last one counts."""
-    newest = {(each.who, _once(each)): each for each in told}
+def newest_texts(texts: Sequence[EventText], count: int) -> list[EventText]:
+    """Return the newest `count` texts, oldest first. Only the last one of equal texts counts."""
+    newest = {(each.who, _without_count(each)): each for each in texts}
     return sorted(newest.values(), key=lambda each: each.time)[-count:]
 
 
-def _once(told: EventText) -> str:
-    """Its text without the number of times."""
-    return re.sub(r" \(\d+ times\)$", "", told.text)
+def _without_count(text: EventText) -> str:
+    return re.sub(r" \(\d+ times\)$", "", text.text)
 
 
 def exit_text(code: int | None) -> str:
-    """Describe how a process ended: its exit code, or the name of the signal."""
     if code is None:
         return "ended"
     if code >= 0:
@@ -71,31 +69,26 @@ def exit_text(code: int | None) -> str:
 
 
 def router_incomplete_text(event: processes.RouterIncomplete) -> str:
-    """Describe which engines a router served."""
     more = f", and {len(event.foreign)} engines of another run" if event.foreign else ""
-    return f"served {event.serves} of {event.planned} engines{more}; it gets the right list"
+    return f"served {event.serves} of {event.planned} engines{more}; its list of engines is corrected"
 
 
 def damaged_answers_text(event: policy.EngineAnswersDamaged) -> str:
-    """Describe an engine whose answers are damaged."""
     return f"gave damaged answers, {event.damaged} of {event.answers}, and is restarted; last error: {event.error}"
 
 
 def task_given_up_text(event: training.TaskGivenUp) -> str:
-    """Describe a task that is given up."""
     chosen = f" (index {event.task})" if event.task is not None else ""
     return f"task {event.example}{chosen} is given up: {event.reason}"
 
 
 def storage_fault_text(event: processes.StorageFault) -> str:
-    """Describe an outage of the shared file system."""
     end = "it works again" if event.recovered else "the operation was given up"
     where = "" if event.path in event.error else f"{event.path}: "
     return f"shared file system: {where}{event.error} ({event.failures} failures in {duration(event.seconds)}), {end}"
 
 
 def _words(event: Event) -> EventText | None:
-    """The words for an event; None if it is not notable."""
     match event:
         case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
             return _of_process(event)
@@ -158,7 +151,7 @@ def _of_process(
             text = exit_text(event.code) + _because(event.reason) + again
             return _tell(event, event.name, text, "warning" if again else "error")
         case _:
-            return None  # it had done its work, or the attempt was ending anyway
+            return None  # the process had finished, or the attempt was ending
 
 
 def _of_silence(
@@ -174,13 +167,11 @@ def _of_silence(
 
 
 def rank_names(event: processes.RanksUnresponsive) -> str:
-    """Name the first ranks that others wait for."""
     more = f" and {len(event.behind) - 3} more" if len(event.behind) > 3 else ""
     return ", ".join(event.behind[:3]) + more
 
 
 def waits(event: processes.RanksUnresponsive) -> str:
-    """Describe which rank the others wait for, if there are others, and in which phase."""
     where = f"no heartbeat for {duration(event.seconds)} in phase {event.phase or '?'}"
     where += f" of step {event.step}" if event.step is not None else ""
     if event.waiting:
@@ -203,7 +194,7 @@ def _of_training(
         case training.ReplicaLost(router=router):
             return _tell(event, router, "is given up, with its replica", "warning")
         case _:
-            return None  # every rank tells of the commit
+            return None  # every rank reports the commit
 
 
 def _of_evaluation(
@@ -211,9 +202,9 @@ def _of_evaluation(
 ) -> EventText:
     match event:
         case evaluation.EvaluationDone(step=step, rewards=rewards, failed=failed):
-            found = ", ".join(f"{label} {reward:.3f}" for label, reward in rewards.items())
+            means = ", ".join(f"{label} {reward:.3f}" for label, reward in rewards.items())
             more = f"; {failed} samples failed" if failed else ""
-            return _tell(event, "evaluation", f"step {step}: {found}{more}", "warning" if failed else "info")
+            return _tell(event, "evaluation", f"step {step}: {means}{more}", "warning" if failed else "info")
         case evaluation.EvaluationSkipped(step=step, why=why):
             return _tell(event, "evaluation", f"step {step} was skipped{_because(why)}", "warning")
         case evaluation.EvaluationSampleFailed(error=error):
@@ -244,7 +235,7 @@ def _of_node(event: Event) -> EventText | None:
         case nodes.NodesAssigned(process="head", nodes=names, spares=spares):
             more = f", and {len(spares)} more as spares" if spares else ""
             all_nodes = f"all {len(names)} nodes are" if len(names) > 1 else "the node is"
-            return _tell(event, "head", f"{all_nodes} there{more}")
+            return _tell(event, "head", f"{all_nodes} ready{more}")
         case nodes.PreflightDone(node=node, fitness="unfit", checks=checks):
             return _tell(event, f"node {node}", "failed its preflight" + _because(_failed(checks)), "error")
         case nodes.GpuFailed(node=node, checks=checks):
@@ -267,7 +258,7 @@ def _of_node(event: Event) -> EventText | None:
         case nodes.HeartbeatFailed(error=error):
             return _tell(event, event.process, "cannot write its heartbeat" + _because(error), "warning")
         case nodes.FileSystemFault(what=""):
-            return _tell(event, "file system", "there is space again")
+            return _tell(event, "file system", "has free space again")
         case nodes.FileSystemFault(what=what):
             return _tell(event, "file system", f"the run waits: {what}", "error")
         case nodes.PublishFailed(error=error):

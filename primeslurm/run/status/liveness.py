@@ -1,10 +1,7 @@
-"""Who of a run still writes, whatever the clocks of its nodes say, and what can be seen from here of those who do not.
+"""Liveness of a run's head and agents, judged by how often they replace their heartbeat files.
 
-Head and agents replace their files every second, or as often as the head says. How old a file is, two clocks say: that
-of its writer in the record, that of the file system in its time of change. The older of the two counts. Neither has to
-agree with the clock of who looks: a file that seems old, or from the future, is therefore watched for a moment before
-its writer counts as silent. For how long it has been silent is then told by the later of the two clocks: a clock that
-was set back by a day makes nobody silent for a day.
+The head and the agents replace their files every second, or at the interval that the head reports. The age of a file
+comes from two clocks: the writer's clock (time stamp in the record) and the file system's (mtime).
 """
 
 from __future__ import annotations
@@ -25,54 +22,54 @@ from primeslurm.records.reading import find_record
 from primeslurm.run.directory import Attempt
 
 SILENT_S = 10.0
-"""Who writes every second and has not written for so long is silent; who writes more rarely, after as many times."""
+"""Missed heartbeats after which a writer is unresponsive; seconds, if the interval is one second."""
 RECHECK_S = 3.0
-"""How long a file that seems old is watched: long enough for a head on a slow file system."""
+"""Seconds to watch a file that looks old; enough for a head on a slow file system."""
 SKEW_S = 2.0
-"""Clocks of a cluster agree to this."""
+"""Largest clock difference between hosts that counts as synchronised."""
 _GLANCE_S = 0.2
 _WRITTEN = (".", "agents", "events", "state")
-"""Directories of an attempt that head, agents and processes write to all the time."""
+"""Directories of an attempt that the head, agents and processes write to."""
 
 FindCauses = Callable[[Attempt, Sequence[str]], list[str]]
-"""What who runs the job knows of nodes that say nothing."""
+"""Returns what Slurm knows about unresponsive nodes."""
 
 
 class HeadSilence(msgspec.Struct, frozen=True):
-    """Why what is told of a run is not of this moment."""
+    """An unresponsive head, which makes the status of its run out of date."""
 
     text: str
-    """One sentence: who is silent, and for how long."""
+    """One sentence for people."""
     since: float | None = None
-    """The head's last word, in Unix seconds; None: nobody can tell."""
+    """Unix time of the head's last heartbeat; None if unknown."""
     seconds: float | None = None
-    """So long ago."""
+    """Seconds since then."""
     agents: int = 0
-    """Agents that have a part in the run and have not ended."""
+    """Number of agents that are assigned to the run and have not ended."""
     silent_agents: int = 0
-    """Those of them that do not write either."""
+    """Number of these agents that are unresponsive."""
     causes: list[str] = []
-    """What can be seen from here, and from Slurm."""
+    """Possible causes, seen from this host and from Slurm."""
 
 
 @dataclass(frozen=True)
 class UnresponsiveAgent:
-    """An agent that does not write any more."""
+    """An agent whose heartbeat file no longer changes."""
 
     rank: int
     node: str
     since: float | None
-    """Its last word, in Unix seconds."""
+    """Unix time of its last heartbeat; None if unknown."""
 
 
 @dataclass(frozen=True)
 class RunLiveness:
-    """What there is of head and agents."""
+    """Unresponsive head and agents of an attempt."""
 
     silence: HeadSilence | None = None
-    """None: the head writes, or has never begun, or the attempt is over."""
+    """None if the head is responsive, has not started, or has ended the attempt."""
     agents: tuple[UnresponsiveAgent, ...] = ()
-    """Those that are silent; only looked for where the head is silent, or when asked for."""
+    """Unresponsive agents; read only if the head is unresponsive or the caller asks for them."""
 
 
 def check_liveness(
@@ -84,15 +81,15 @@ def check_liveness(
     find_causes: FindCauses = lambda attempt, nodes: [],
     recheck_s: float = RECHECK_S,
 ) -> RunLiveness:
-    """Look at what head and agents of an attempt that has not ended have written.
+    """Find out whether the head of an unfinished attempt is responsive.
 
     Args:
-        attempt: whose.
-        fleet: what its head said last; None if it has said nothing, or nothing that can be read.
-        now: Unix seconds.
-        agents: look at every agent even if the head is heard of.
-        find_causes: what else is known of silent nodes.
-        recheck_s: for how long files that seem old are watched.
+        attempt: the attempt.
+        fleet: the head's last record; None if the file is missing or damaged.
+        now: Unix time.
+        agents: check every agent even if the head is responsive.
+        find_causes: returns what Slurm knows about unresponsive nodes.
+        recheck_s: seconds to watch a file that looks old.
     """
     path = attempt.fleet_file
     if fleet is None and not files.exists(path):
@@ -107,7 +104,7 @@ def check_liveness(
     reports = {
         rank: report
         for rank, report in agent_reports(attempt).items()
-        if not (report and report.ended) and (rank in names or not names)  # neither spares nor who was replaced
+        if not (report and report.ended) and (rank in names or not names)  # neither spares nor replaced agents
     }
     agent_files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
     quiet = unresponsive_writers(head_file | agent_files, now, recheck_s, silent_s)
@@ -138,17 +135,16 @@ def check_liveness(
 def unresponsive_writers(
     files: Mapping[Path, float | None], now: float, recheck_s: float = RECHECK_S, silent_s: float = SILENT_S
 ) -> dict[Path, float | None]:
-    """Find those that do not write any more.
+    """Return the files whose writers are unresponsive, with the Unix time of their last change (None if unknown).
 
     Args:
-        files: each with when its writer says that it wrote it, in Unix seconds; None if it cannot be read.
-        now: Unix seconds.
-        recheck_s: for how long those that seem old are watched.
-        silent_s: those are old that were written so long ago.
-
-    Returns:
-        When each was last written, by the later of two clocks; None if both are wrong.
+        files: path to the time in the record; None if the record cannot be read.
+        now: Unix time.
+        recheck_s: seconds to watch a file that looks old.
+        silent_s: age from which a file looks old.
     """
+    # The clocks of the writer, the file server and this host may differ by hours. Time stamps therefore only select
+    # candidates. A writer is unresponsive if its file does not change while this process watches it.
     before = {path: _print(path) for path in files}
     doubtful = _doubtful(files, now, silent_s)
     deadline = time.monotonic() + recheck_s
@@ -157,30 +153,30 @@ def unresponsive_writers(
         if time.monotonic() >= deadline:
             break
         time.sleep(_GLANCE_S if doubtful else 0.0)
+    # The later of the two clocks counts: a clock that was set back by a day must not report a day of silence.
     return {
         path: max(_clocks(before[path], said, now), default=None) for path, said in files.items() if path in doubtful
     }
 
 
 def _doubtful(files: Mapping[Path, float | None], now: float, silent_s: float) -> set[Path]:
-    """Those that are old, or from the future, or cannot be read, by what clocks say."""
     ages = {path: min(_clocks(_print(path), said, now), default=None) for path, said in files.items()}
     strange = {path for path, said in files.items() if said is None or said > now + SKEW_S}
     return strange | {path for path, at in ages.items() if at is None or at < now - silent_s}
 
 
 def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:
-    """Read the heartbeat of every agent by rank; None for a file that is no heartbeat."""
-    found = files.listing(attempt.path / "agents", "*.json")
-    return {int(path.stem): find_record(path, AgentReport) for path in found if path.stem.isdecimal()}
+    """Return the last heartbeat of each agent by rank; None if the file is damaged."""
+    paths = files.listing(attempt.path / "agents", "*.json")
+    return {int(path.stem): find_record(path, AgentReport) for path in paths if path.stem.isdecimal()}
 
 
 def state_from_agent(last: str, own: str | None) -> str:
-    """Say in what state a process is whose agent writes while the head does not.
+    """Return the state of a process whose agent is responsive while the head is not.
 
     Args:
-        last: the head's last word.
-        own: the agent's; None if it does not tell of the process.
+        last: state in the head's last record.
+        own: state in the agent's heartbeat; None if the heartbeat does not list the process.
     """
     if own is None:
         return last
@@ -192,7 +188,7 @@ def state_from_agent(last: str, own: str | None) -> str:
 
 
 def unresponsive_nodes(assignment: AssignmentRecord, agents: Sequence[UnresponsiveAgent]) -> dict[int, float | None]:
-    """By node of the plan: since when its agent says nothing, for those that say nothing."""
+    """Return the nodes of unresponsive agents by index in the plan, with the time of the last heartbeat."""
     since = {agent.rank: agent.since for agent in agents}
     return {node: since[agent.rank] for node, agent in assignment.agents.items() if agent.rank in since}
 
@@ -212,7 +208,7 @@ def _who_else(agents: int, silent: Sequence[UnresponsiveAgent]) -> list[str]:
 
 def _print(path: Path) -> tuple[int, int, int, float] | None:
     try:
-        # Opened, not only looked at: that is what makes a network file system ask its server.
+        # NFS answers stat() from its cache. open() makes the client ask the server (close-to-open consistency).
         with path.open("rb") as handle:
             seen = os.fstat(handle.fileno())
     except OSError:
@@ -221,33 +217,32 @@ def _print(path: Path) -> tuple[int, int, int, float] | None:
 
 
 def _clocks(seen: tuple[int, int, int, float] | None, said: float | None, now: float) -> list[float]:
-    """When a file was written, as its writer and its file system say, but nothing from the future."""
     clocks = [said, seen[3] if seen else None]
     return [clock for clock in clocks if clock is not None and 0 < clock <= now + SKEW_S]
 
 
 def _size(path: Path) -> int:
     try:
-        found = files.status(path)
+        status = files.status(path)
     except OSError:
         return 0
-    return found.st_size if found else 0
+    return status.st_size if status else 0
 
 
 def file_system_faults(directory: Path) -> list[str]:
-    """Tell what keeps a run from writing its directory, as far as it can be seen from here without writing."""
+    """Return reasons why a run cannot write its directory, as seen from this host without writing."""
     try:
         seen = files.retrying(directory, lambda: os.statvfs(directory))
         about = {directory / name: files.status(directory / name) for name in _WRITTEN}
         modes = {part: stat.S_IMODE(found.st_mode) for part, found in about.items() if found}
     except OSError as error:
         return [f"{directory} cannot be looked at from here: {error.strerror}"]
-    found = []
+    faults = []
     if seen.f_flag & os.ST_RDONLY:
-        found.append(f"the file system of {directory} is read-only, as this machine sees it")
+        faults.append(f"the file system of {directory} is read-only, as this machine sees it")
     if seen.f_blocks and seen.f_bavail == 0:
-        found.append(f"the file system of {directory} is full")
+        faults.append(f"the file system of {directory} is full")
     if seen.f_files and seen.f_favail == 0:
-        found.append(f"the file system of {directory} has no room for another file (inodes)")
+        faults.append(f"the file system of {directory} has no room for another file (inodes)")
     closed = [f"{part} ({mode:04o})" for part, mode in modes.items() if not mode & stat.S_IWUSR]
-    return [*found, *([f"their owner may not write to {', '.join(closed)}"] if closed else [])]
+    return [*faults, *([f"their owner may not write to {', '.join(closed)}"] if closed else [])]

@@ -1,7 +1,6 @@
-"""The little of a Plan that watching a run needs, read without validating the whole of it.
+"""Outline of a plan: nodes, processes and replicas, read from plan.json without validating the whole plan.
 
-The plan was validated when it was made. For a thousand nodes, validating it again takes longer than everything else
-that `status` does.
+The plan was validated at submission. For a thousand nodes, validating it again takes longer than the rest of `status`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from primeslurm.run.directory import Attempt
 
 
 class ProcessOutline(msgspec.Struct, frozen=True):
-    """A process and where it belongs."""
+    """A process and its node."""
 
     name: str
     role: str
@@ -28,7 +27,7 @@ class ProcessOutline(msgspec.Struct, frozen=True):
 
 
 class NodeOutline(msgspec.Struct, frozen=True):
-    """A node and what it runs."""
+    """A node and its processes."""
 
     index: int
     group: int
@@ -45,7 +44,7 @@ class ReplicaOutline(msgspec.Struct, frozen=True):
 
 
 class PlanOutline(msgspec.Struct, frozen=True):
-    """What runs where."""
+    """Nodes and replicas of a plan."""
 
     run: str
     run_dir: str
@@ -56,16 +55,12 @@ class PlanOutline(msgspec.Struct, frozen=True):
     emulated: bool = False
 
     def processes(self) -> Iterator[ProcessOutline]:
-        """Return all processes, in node order."""
+        """Iterate over all processes, in node order."""
         return (process for node in self.nodes for process in node.processes)
 
 
 def read_outline(attempt: Attempt) -> PlanOutline:
-    """Read what runs where in an attempt.
-
-    Raises:
-        RunError: there is no readable plan.
-    """
+    """Read the outline of an attempt's plan. Raises RunError if there is no readable plan."""
     try:
         plan = plain(files.read_bytes(attempt.plan_file))
         return msgspec.convert(plan, PlanOutline)

@@ -1,7 +1,7 @@
-"""What a run is doing, read from its directory and, for jobs that have not started or have gone, from Slurm.
+"""Status of a run, read from its directory and, if the head is unresponsive or has not started, from Slurm.
 
-However large the run, this opens a handful of files: the head already knows the state of every process. Files of single
-nodes are read only for what is not well, or when asked for.
+Only a few files are read, however large the run: fleet.json has the state of every process. Heartbeats of single nodes
+are read only for unhealthy processes, or if the caller asks for all processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.node_exclusion import excluded
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.advice import Advice, advise, tunables_of
-from primeslurm.run.status.event_text import EventText, lately, notable
+from primeslurm.run.status.event_text import EventText, newest_texts, notable
 from primeslurm.run.status.liveness import (
     RECHECK_S,
     FindCauses,
@@ -37,29 +37,29 @@ from primeslurm.run.status.plan_outline import PlanOutline, ProcessOutline, read
 from primeslurm.wire.stored import checkpoints
 
 HISTORY = 60
-"""Steps of history."""
+"""Steps in `RunStatus.history`."""
 RECENT = 8
-"""Notable events shown."""
+"""Events in `RunStatus.events`."""
 PACE = 10
-"""Steps whose duration predicts that of the rest."""
+"""Newest steps that the estimate of the remaining time averages."""
 FINE = ("HEALTHY", "DONE", "STARTING", "LOADING")
 MAX_UNHEALTHY = 256
-"""Processes listed one by one; more than so many are no list any more."""
+"""Most processes in `RunStatus.unhealthy`."""
 
 JobQuery = Callable[[JobRecord], str | None]
-"""Slurm's word for a job's state, with its reason while pending; None if Slurm does not know the job."""
+"""Returns Slurm's state of a job, with the reason while it is pending; None if Slurm does not know the job."""
 FindObstacles = Callable[[JobRecord], list[Obstacle]]
-"""Says why a waiting job does not start by waiting alone."""
+"""Returns what keeps a pending job from starting unless somebody acts."""
 NO_ANSWER = "NO ANSWER"
-"""What a `JobQuery` says where Slurm does not answer."""
+"""Result of a `JobQuery` if Slurm does not answer."""
 BROKEN_UP = "others of its components have ended"
-"""What a `JobQuery` says of a job that waits without them, and would for ever."""
+"""Reason in a `JobQuery` of a pending heterogeneous job that cannot start any more."""
 SUBMITTING = "SUBMITTING"
-"""Begins what a `JobQuery` says of a job that has no id yet, while somebody submits it."""
+"""Start of the result of a `JobQuery` while a submission is in progress and the job has no id."""
 ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
-"""Slurm's words for a job that has begun and has not ended."""
+"""Slurm's states of a job that has started and has not ended."""
 EMULATED = "emulated: stand-ins made up all rewards, losses and speeds"
-"""What is said beside the numbers of an emulated run."""
+"""Shown beside the numbers of an emulated run."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -73,9 +73,9 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     restarts: int
     replica: int | None = None
     since: float | None = None
-    """Unix seconds of the last word on it, for a process of which nobody tells at present (UNKNOWN, SUSPECT)."""
+    """Unix time of the last heartbeat of its node, if the state is UNKNOWN or SUSPECT."""
     silent: str = ""
-    """For how long it has been silent, and where, if it is."""
+    """Age and phase of its last heartbeat, if it is unresponsive."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -83,27 +83,27 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
     index: int
     router: str
-    """State of its router."""
+    """State of the router."""
     engines: int
     healthy: int
     loads: dict[str, Load] = {}
-    """By role."""
+    """Engine load by role."""
     share: ReplicaLoad | None = None
-    """Its rollouts, where their number follows the load of its engines."""
+    """Its rollouts, if adaptive concurrency sets their number."""
 
 
 class NoProgress(msgspec.Struct, frozen=True):
-    """Of a run whose orchestrator or trainer has not said anything yet."""
+    """Placeholder before the orchestrator or trainer has written its state."""
 
 
 class RlProgress(RolloutProgress, frozen=True, kw_only=True):
-    """The orchestrator's state without the replicas, which are told apart, and the engines that are current."""
+    """The orchestrator's state, reduced to the engines whose weights are not current."""
 
     late_engines: dict[str, EngineRecord] = {}
 
 
 class RunStatus(msgspec.Struct, frozen=True):
-    """A run at one moment; what `primeslurm status --json` prints."""
+    """Status of a run, as `primeslurm status --json` prints it."""
 
     run: str
     run_id: str
@@ -112,49 +112,49 @@ class RunStatus(msgspec.Struct, frozen=True):
     attempt: int
     job_id: str | None
     phase: str
-    """pending, starting, running, silent (the head does not write), ending, requeued, completed, preempted, failed,
-    cancelled, or lost (no sign of life, and no job)."""
+    """pending, starting, running, silent (the head is unresponsive), ending, requeued, completed, preempted, failed,
+    cancelled, or lost (the head is unresponsive and there is no job)."""
     reason: str
     max_steps: int
     committed_step: int | None
     step: int | None = None
     version: int | None = None
     elapsed_s: float | None = None
-    """Since this attempt's first event, until now or its end."""
+    """Seconds from the attempt's first event until now or its end."""
     eta_s: float | None = None
-    """Until the last step, at the pace of the last ten."""
+    """Estimated seconds until the last step."""
     progress: RlProgress | TrainerState | NoProgress = NoProgress()
-    """The orchestrator's (or, for SFT, the trainer's) own state."""
+    """State of the orchestrator, or of the trainer for SFT."""
     metrics: Row = {}
-    """The newest row of metrics.jsonl; that of SFT under the names of RL."""
+    """Newest row of metrics.jsonl. SFT rows use the metric names of RL."""
     history: dict[str, list[float]] = {}
-    """Reward and staleness (for SFT: the loss) of the last steps, oldest first."""
+    """Reward and staleness (SFT: loss) of the last steps, oldest first."""
     roles: dict[str, dict[str, int]] = {}
-    """Role to how many of its processes are in which state."""
+    """Role to process state to number of processes."""
     replicas: list[ReplicaStatus] = []
     unhealthy: list[ProcessStatus] = []
-    """Processes that are neither healthy nor just starting; at most 256."""
+    """Processes that are neither healthy nor starting; at most 256."""
     processes: list[ProcessStatus] = []
-    """All of them, if asked for."""
+    """All processes, if the caller asked for them."""
     events: list[EventText] = []
-    """What happened lately, oldest first."""
+    """Recent events, oldest first."""
     advice: list[Advice] = []
     waits_for: str = ""
-    """What is wrong with the shared file system, in the head's words or as it is seen from here; the run waits."""
+    """Fault of the shared file system that pauses the run; empty if there is none."""
     damaged: list[str] = []
-    """Checkpoints that were set aside, and why."""
+    """Damaged checkpoints that were moved aside, and why."""
     excluded: list[BadNode] = []
-    """Nodes that its job is kept away from, why, and until when; not those that the recipe itself excludes."""
+    """Bad nodes that the job excludes, without the nodes that the recipe excludes."""
     obstacles: list[Obstacle] = []
-    """Why its job does not start by waiting alone, and what to do."""
+    """What keeps the pending job from starting, and what to do."""
     silence: HeadSilence | None = None
-    """Why all of this is not of this moment; None: it is."""
+    """The unresponsive head, if the status is out of date."""
     emulated: bool = False
-    """Stand-ins run in place of engines, trainer and environments, so all numbers are made up."""
+    """All numbers come from stand-ins for engines, trainer and environments."""
 
     @property
     def active(self) -> bool:
-        """Whether there is something left to wait for."""
+        """Whether the run has not ended."""
         return self.phase in ("pending", "starting", "running", "silent", "ending", "requeued")
 
 
@@ -167,16 +167,16 @@ def read_status(
     recheck_s: float = RECHECK_S,
     find_obstacles: FindObstacles = lambda job: [],
 ) -> RunStatus:
-    """Read the status of the newest attempt.
+    """Return the status of the newest attempt.
 
     Args:
         run: the run.
-        job_state: Slurm's word for a job.
-        now: Unix seconds; the present if left out.
-        processes: with every single process.
-        find_causes: what is known of nodes that say nothing.
-        recheck_s: for how long a file that seems old is watched before its writer counts as silent.
-        find_obstacles: why a waiting job does not start by waiting alone.
+        job_state: returns Slurm's state of a job.
+        now: Unix time; the current time by default.
+        processes: list all processes.
+        find_causes: returns what Slurm knows about unresponsive nodes.
+        recheck_s: seconds to watch a file that looks old.
+        find_obstacles: returns what keeps a pending job from starting.
 
     Raises:
         RunError: the run has no attempt with a readable plan.
@@ -219,7 +219,7 @@ def read_status(
         replicas=_replicas(placement, states, orchestrator or OrchestratorState()),
         unhealthy=_unhealthy(placement, attempt, states, silent) if end is None else [],
         processes=_describe(placement.processes(), attempt, states, silent) if processes else [],
-        events=lately(notable(recent_events(attempt)), RECENT),
+        events=newest_texts(notable(recent_events(attempt)), RECENT),
         waits_for=_waits_for(run, None if signs.silence else fleet) if end is None or end.requeued else "",
         damaged=checkpoints.set_asides(run.path),
         excluded=excluded(run.path) if end is None or end.requeued else [],
@@ -243,7 +243,8 @@ def _phase(
     job_state: JobQuery,
     begun: bool,
 ) -> tuple[str, str]:
-    """Events and heartbeats first, then Slurm. `begun`: what is loading now is loading again."""
+    # Records of the run count first: Slurm is slow, and may not answer. `begun`: the run has made progress before, so a
+    # process that loads now is restarting, and the phase is not `starting`.
     if end is not None and end.reason == BY_SIGTERM and job:
         return _terminated(end, job, job_state(job))
     if end is not None and not end.requeued:
@@ -259,31 +260,27 @@ def _phase(
         return ("starting", "") if loading else ("running", "")
     state = job_state(job) if job else None
     if state is None and job and job.submission and not job.job_id:
-        return "lost", "its submission was interrupted before Slurm had the job; `primeslurm resume` submits it again"
+        return "lost", "the submission was interrupted before Slurm had the job; `primeslurm resume` submits it again"
     if state is None:
-        return "lost", "no sign of life, and no such job"
+        return "lost", "no heartbeat, and Slurm does not know the job"
     if state.startswith(("PENDING", "CONFIGURING", SUBMITTING)):
         return "pending", state
     if state == NO_ANSWER:
-        return "silent", ("the head is silent, and " if silence else "nothing was written yet, and ") + _MUTE
+        return "silent", ("the head is unresponsive" if silence else "no heartbeat yet") + ", and Slurm does not answer"
     if state.startswith(ALIVE):
-        return ("silent", f"head silent, but the job is {state}") if silence else ("starting", "")
-    if state.startswith("COMPLETING"):  # it has ended, or Slurm requeues it: its next word says which
+        return ("silent", f"the head is unresponsive, but the job is {state}") if silence else ("starting", "")
+    if state.startswith("COMPLETING"):  # the next state says whether Slurm requeues the job
         return "ending", f"job {state}"
     return "failed", f"job {state}"
 
 
-_MUTE = "Slurm does not answer"
-
-
 def _waits_for(run: RunDirectory, fleet: FleetView | None) -> str:
-    """The words of a head that can write them; what can be seen from here otherwise."""
-    told = fleet.waits_for if fleet else ""
-    return told or shortage(run.path, RESERVE_BYTES) or (RESERVE_RELEASED if reserve_released(run.path) else "")
+    reported = fleet.waits_for if fleet else ""
+    return reported or shortage(run.path, RESERVE_BYTES) or (RESERVE_RELEASED if reserve_released(run.path) else "")
 
 
 def _terminated(end: EndRecord, job: JobRecord, state: str | None) -> tuple[str, str]:
-    """Slurm ended the attempt from outside: it cancels a job in the same way as it requeues one that lost a node."""
+    # Slurm sends the same SIGTERM for `scancel` and for a requeue after a node failure. Only the job's state tells.
     if state is not None and state.startswith("PENDING"):
         return "requeued", f"by Slurm; job {state}{_way_on(job, state)}"
     if state is not None and state.startswith(("RUNNING", "COMPLETING")):
@@ -292,16 +289,14 @@ def _terminated(end: EndRecord, job: JobRecord, state: str | None) -> tuple[str,
 
 
 def _way_on(job: JobRecord | None, state: str | None) -> str:
-    """What a requeued job needs that does not start by itself; empty if it does."""
     if job is not None and "held" in (state or ""):
         return f"; Slurm holds it: `scontrol release {job.job_id}` lets it start"
     if BROKEN_UP in (state or ""):
-        return "; it cannot start so: `primeslurm cancel` it, and `primeslurm resume`"
+        return "; it cannot start: run `primeslurm cancel`, then `primeslurm resume`"
     return ""
 
 
 def _elapsed(attempt: Attempt, until: float) -> float | None:
-    """Since the first agent wrote its first line."""
     first = first_event(attempt, "agent-0")
     return max(0.0, until - first.time) if first and first.time else None
 
@@ -318,25 +313,26 @@ def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
 def _states(
     placement: PlanOutline, attempt: Attempt, fleet: FleetView | None, signs: RunLiveness, *, over: bool
 ) -> Mapping[str, str]:
-    """The head's word, or, while it is silent, that of the agents; UNKNOWN where an agent is silent, too."""
+    # The head's states count while it is responsive. Otherwise the agents' heartbeats count, and processes of an
+    # unresponsive agent are UNKNOWN.
     states = fleet.states if fleet else {}
-    if over and (fleet is None or fleet.ending is None):  # the end is on record, but the head did not see it
+    if over and (fleet is None or fleet.ending is None):  # the head ended before it recorded final states
         return {process.name: _unless_over(states.get(process.name, "STARTING")) for process in placement.processes()}
     if signs.silence is None:
         return states
     assignment = attempt.assignment()
     unheard = unresponsive_nodes(assignment, signs.agents)
     reports = {node: attempt.heartbeat(node, assignment) for node in assignment.agents if node not in unheard}
-    told = {}
+    current = {}
     for process in placement.processes():
         last, node = states.get(process.name, "STARTING"), assignment.moved.get(process.name, process.node)
         report = reports.get(node)
         if report is None:
-            told[process.name] = _unless_over(last)
+            current[process.name] = _unless_over(last)
         else:
-            own = report.processes.get(process.name)
-            told[process.name] = state_from_agent(last, own.state if own else None)
-    return told
+            record = report.processes.get(process.name)
+            current[process.name] = state_from_agent(last, record.state if record else None)
+    return current
 
 
 def _unless_over(last: str) -> str:
@@ -389,28 +385,27 @@ def _describe(
     states: Mapping[str, str],
     silent: Mapping[str, HeartbeatReport],
 ) -> list[ProcessStatus]:
-    """With what the heartbeats of their nodes say."""
     assignment = attempt.assignment()
     reports: dict[int, AgentReport | None] = {}
-    found = []
+    described = []
     for process in processes:
         node = assignment.moved.get(process.name, process.node)
         if node not in reports:
             reports[node] = attempt.heartbeat(node, assignment)
         report = reports[node]
-        own = report.processes.get(process.name) if report else None
+        record = report.processes.get(process.name) if report else None
         state = states.get(process.name, "STARTING")
-        found.append(
+        described.append(
             ProcessStatus(
                 name=process.name,
                 role=process.role,
                 node=report.name if report else f"node {node}",
                 state=state,
-                pid=own.pid if own else None,
-                restarts=own.restarts if own else 0,
+                pid=record.pid if record else None,
+                restarts=record.restarts if record else 0,
                 replica=process.replica,
                 since=report.time if report and state in ("UNKNOWN", "SUSPECT") else None,
                 silent=silent[process.name].text if process.name in silent else "",
             )
         )
-    return found
+    return described

@@ -1,4 +1,4 @@
-"""What a finished run achieved, from its metrics and events."""
+"""Summary of a run: rewards, losses, throughput and failures, from its metrics and events."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from primeslurm.run.records import events, rows
 from primeslurm.run.status.plan_outline import read_outline
 
 WINDOW = 5
-"""Steps averaged at the beginning and at the end."""
+"""Steps averaged at the start and at the end of the run."""
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Figures of one run. Rewards and losses are means over the first and the last five steps."""
+    """Results of one run. Rewards and losses are means over the first and the last five steps."""
 
     run: str
     steps: int
@@ -37,54 +37,53 @@ class Summary(msgspec.Struct, frozen=True):
     staleness_max: float
     dropped_stale: int
     mismatch_kl_max: float | None
-    """Largest KL between trainer and engines on tokens of the policy being trained."""
+    """Largest KL divergence between trainer and engines on tokens of the trained policy."""
     engine_restarts: int
     tokens_per_s: float
-    """Sampled by the engines."""
+    """Tokens per second that the engines sampled."""
     failures: dict[str, FailedRollouts] = {}
-    """Rollouts that failed, by environment, over all attempts."""
+    """Failed rollouts of all attempts, by environment."""
     task: str = "rl"
     first_loss: float | None = None
     last_loss: float | None = None
     trained_tokens_per_s: float = 0.0
-    """While the trainer trains."""
+    """Tokens per second while the trainer trains."""
     evaluations: list[EvaluationRecord] = []
     best: BestCheckpoint | None = None
-    """Of them, by the metric that the recipe names."""
+    """Best evaluation by the metric that the recipe names."""
     emulated: bool = False
-    """Stand-ins made up all of these numbers."""
+    """All numbers come from stand-ins."""
 
     @property
     def gain(self) -> float | None:
-        """How much the mean reward rose."""
+        """Increase of the mean reward; None without rewards."""
         if self.first_reward is None or self.last_reward is None:
             return None
         return self.last_reward - self.first_reward
 
 
 def _failures(happened: Sequence[Event]) -> dict[str, FailedRollouts]:
-    """Count failed rollouts and tasks that were left out, by environment."""
     failed: dict[str, Counter[str]] = {}
     given_up = Counter[str]()
-    words: dict[str, str] = {}
+    examples: dict[str, str] = {}
     for event in happened:
         if isinstance(event, RolloutFailed) and event.environment:
             kind = signature(event.error)
             failed.setdefault(event.environment, Counter())[kind] += 1
-            words[kind] = event.error
+            examples[kind] = event.error
         elif isinstance(event, TaskGivenUp):
             failed.setdefault(event.environment, Counter())
             given_up[event.environment] += 1
-            words[event.environment] = event.reason
-    found = {}
+            examples[event.environment] = event.reason
+    failures = {}
     for label, kinds in failed.items():
         kind, of_reason = max(kinds.items(), key=lambda item: item[1], default=(label, 0))
-        found[label] = FailedRollouts(kinds.total(), of_reason, words[kind], given_up[label])
-    return found
+        failures[label] = FailedRollouts(kinds.total(), of_reason, examples[kind], given_up[label])
+    return failures
 
 
 def summarise(run: RunDirectory) -> Summary:
-    """Read a run's figures."""
+    """Return the summary of a run."""
     steps = rows(run.path)
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
     losses = [row["trainer/loss"] for row in steps if "trainer/loss" in row]
@@ -120,7 +119,7 @@ def summarise(run: RunDirectory) -> Summary:
 
 
 def _emulated(run: RunDirectory) -> bool:
-    """Whether the newest attempt ran stand-ins. A run may have no attempt, or a plan that cannot be read."""
+    # A run may have no attempt, or a plan that cannot be read.
     with contextlib.suppress(RunError):
         return read_outline(run.latest()).emulated
     return False

@@ -1,4 +1,4 @@
-"""What a user means by a role, a process or a node of a run, and where that is."""
+"""Lookup of a process or node of a running attempt by the name that a user gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.run.status.plan_outline import PlanOutline
 
 @dataclass(frozen=True)
 class ProcessTarget:
-    """A place in a running attempt."""
+    """A process or node of a running attempt."""
 
     node: int
     """Index in the plan."""
@@ -22,7 +22,7 @@ class ProcessTarget:
     process: str | None
     """None: the node itself."""
     host: str
-    """The node's name, in Slurm's words."""
+    """The node's name in Slurm."""
     report: AgentReport
     """The node's heartbeat."""
 
@@ -30,20 +30,16 @@ class ProcessTarget:
 def find_target(placement: PlanOutline, attempt: Attempt, word: str) -> ProcessTarget:
     """Find a process by name, the first process of a role, or a node by its name or index.
 
-    Args:
-        placement: what runs where.
-        attempt: whose nodes have reported.
-        word: the user's.
-
     Raises:
-        UsageError: the run has nothing of that name.
-        RunError: its node has not reported in this attempt.
+        UsageError: the run has no role, process or node of that name.
+        RunError: the node has not reported in this attempt.
     """
     processes = list(placement.processes())
-    found = next((p for p in processes if word == p.name), None) or next((p for p in processes if word == p.role), None)
-    if found is not None:
-        node = attempt.assignment().moved.get(found.name, found.node)
-        return _target(placement, attempt, node, found.name)
+    process = next((p for p in processes if word == p.name), None)
+    process = process or next((p for p in processes if word == p.role), None)
+    if process is not None:
+        node = attempt.assignment().moved.get(process.name, process.node)
+        return _target(placement, attempt, node, process.name)
     if word.isdigit() and int(word) < len(placement.nodes):
         return _target(placement, attempt, int(word), None)
     hosts = {report.name: index for index, report in _reports(placement, attempt).items()}
@@ -62,5 +58,5 @@ def _target(placement: PlanOutline, attempt: Attempt, index: int, process: str |
 
 def _reports(placement: PlanOutline, attempt: Attempt) -> dict[int, AgentReport]:
     assignment = attempt.assignment()
-    found = {node.index: attempt.heartbeat(node.index, assignment) for node in placement.nodes}
-    return {index: report for index, report in found.items() if report is not None}
+    reports = {node.index: attempt.heartbeat(node.index, assignment) for node in placement.nodes}
+    return {index: report for index, report in reports.items() if report is not None}

@@ -144,7 +144,7 @@ def test_a_submission_that_was_killed_before_slurm_had_the_job_is_told_and_resum
     assert claim_attempt(run.directory, 2, run.plan(), intent) is not None
     status = run.status()
     assert (status.phase, status.job_id) == ("lost", None)
-    assert status.reason.startswith("its submission was interrupted before Slurm had the job")
+    assert status.reason.startswith("the submission was interrupted before Slurm had the job")
     assert run.start_again().attempt == 3 and slurm.jobs == {"1": "PENDING"}
 
 

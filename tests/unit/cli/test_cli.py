@@ -194,7 +194,7 @@ def test_a_run_name_in_use_is_refused(place: Path) -> None:
     result = primeslurm("submit", "r.yaml", "--local", cwd=place)
     assert result.code == 2
     assert "name = test-run: is in use" in result.err
-    assert "(`--name` another, or `primeslurm resume test-run` to go on with it)" in result.err
+    assert "(choose another name with `--name`, or `primeslurm resume test-run` to continue the run)" in result.err
 
 
 def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from primeslurm.node.attempt.attempt_end import nodes_to_avoid, record_bad_node
 from primeslurm.records.journal import Journal
-from primeslurm.run.bad_nodes import BadNodeLedger, avoiding
+from primeslurm.run.bad_nodes import BadNodeLedger, exclude_bad_nodes
 from primeslurm.run.directory import RunDirectory
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of
@@ -36,7 +36,7 @@ def test_an_entry_of_a_node_whose_clock_was_ahead_lives_no_longer_than_others(tm
     assert entry.time <= now + 1.0 and entry.expires - entry.time == day
     assert [each.node for each in ledger.entries(now + 0.9 * day)] == ["n1"]
     assert ledger.entries(now + 1.1 * day) == []
-    plan = avoiding(plan_of(tmp_path / "run", ()), [entry], entry.time - 5 * day)
+    plan = exclude_bad_nodes(plan_of(tmp_path / "run", ()), [entry], entry.time - 5 * day)
     assert "0 s ago" in plan.findings[0].text, "never in the future"
 
 
@@ -52,10 +52,10 @@ def test_a_plan_that_keeps_away(tmp_path: Path) -> None:
     ledger.record("n1", "2 uncorrected ECC errors", "a", 1, now=0.0, hours=24)
     plan = plan_of(tmp_path / "run", ())
     plan = plan.model_copy(update={"job": plan.job.model_copy(update={"exclude": "x[1-3]"})})
-    found = avoiding(plan, ledger.entries(10800.0), 10800.0)
+    found = exclude_bad_nodes(plan, ledger.entries(10800.0), 10800.0)
     assert found.job.excluded == "x[1-3],n1"
     assert found.findings[0].text == "n1 is avoided: 2 uncorrected ECC errors (run a, 3 h ago)"
-    again = avoiding(found, [], 10800.0)
+    again = exclude_bad_nodes(found, [], 10800.0)
     assert (again.job.excluded, again.findings) == ("x[1-3]", ())
 
 

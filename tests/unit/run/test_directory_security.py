@@ -46,7 +46,7 @@ def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_p
     shared.chmod(0o777)
     (violation,) = permission_problems(shared / "runs" / "r")
     assert str(shared) in violation.why and violation.fix.startswith(f"chmod +t {shared}")
-    with pytest.raises(UsageError, match="not sticky"):
+    with pytest.raises(UsageError, match="sticky bit"):
         made(tmp_path, shared / "runs" / "r")
     assert not (shared / "runs").exists()
     shared.chmod(0o1777)
@@ -60,7 +60,7 @@ def test_an_empty_directory_of_ones_own_is_taken_and_closed(tmp_path: Path, runs
     assert (runs / "r").stat().st_mode & 0o777 == 0o700
     assert permission_problems(runs / "r") == []
     (runs / "r").chmod(0o775)
-    assert "may be written by others (mode 0775)" in reasons(runs / "r")[0]
+    assert "is writable by other users (mode 0775)" in reasons(runs / "r")[0]
 
 
 @needs_second_user
@@ -76,7 +76,7 @@ def test_a_directory_that_a_stranger_made_beforehand_is_not_taken(tmp_path: Path
     with pytest.raises(UsageError, match=f"belongs to user {STRANGER}"):
         made(tmp_path, runs / "r")
     assert not any((runs / "r").iterdir())
-    assert reasons(runs / "link") == [f"{runs / 'link'} is a link that user {STRANGER} has made"]
+    assert reasons(runs / "link") == [f"{runs / 'link'} is a link that belongs to user {STRANGER}"]
 
 
 EVIL = "import pathlib; pathlib.Path({!r}).touch()"
@@ -136,7 +136,7 @@ def test_pickles_are_this_users_and_closed_wherever_others_get_to_them(runs: Pat
     (runs / "r").chmod(0o700)
     assert pickle_problems(folder) == "", "nobody else gets there"
     (runs / "r").chmod(0o755)
-    assert pickle_problems(folder).count("may be written by others") == 2
+    assert pickle_problems(folder).count("is writable by other users") == 2
     folder.chmod(0o755)
     own.chmod(0o644)
     assert pickle_problems(folder) == ""

@@ -395,7 +395,7 @@ def test_a_router_that_lost_workers_is_told_of(run: RunDirectory) -> None:
     say(run, "router-0", T0 + 5, "router_incomplete", **lost)
     found = diagnosis(run, "RUNNING")
     assert found.first is not None and found.first.failure.component == "router-0"
-    assert found.first.failure.how == "served 0 of 2 engines; it gets the right list"
+    assert found.first.failure.how == "served 0 of 2 engines; its list of engines is corrected"
     say(run, "router-0", T0 + 7, "router_complete", planned=2, seconds=2.0)
     found = diagnosis(run, "RUNNING")
     assert found.first is None and [each.component for each in found.recovered] == ["router-0"]

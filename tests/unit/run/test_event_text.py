@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.records.events import decode
 from primeslurm.records.record import Event
-from primeslurm.run.status.event_text import exit_text, lately, notable
+from primeslurm.run.status.event_text import exit_text, newest_texts, notable
 
 
 def read(*events: dict[str, Any]) -> list[Event]:
@@ -55,11 +55,15 @@ CHECKS = [
         ({"kind": "started", "name": "router-0", "restarts": 2}, ("router-0", "restarted (restart 2)", "info")),
         (
             {"kind": "router_incomplete", "process": "router-0", "serves": 0, "planned": 2, "missing": ["http://a:1"]},
-            ("router-0", "served 0 of 2 engines; it gets the right list", "warning"),
+            ("router-0", "served 0 of 2 engines; its list of engines is corrected", "warning"),
         ),
         (
             {"kind": "router_incomplete", "process": "router-0", "serves": 2, "planned": 2, "foreign": ["http://b:1"]},
-            ("router-0", "served 2 of 2 engines, and 1 engines of another run; it gets the right list", "warning"),
+            (
+                "router-0",
+                "served 2 of 2 engines, and 1 engines of another run; its list of engines is corrected",
+                "warning",
+            ),
         ),
         (
             {"kind": "router_complete", "process": "router-0", "planned": 2, "seconds": 1.6},
@@ -71,7 +75,7 @@ CHECKS = [
         ),
         (
             {"kind": "seated", "nodes": ["a", "b"], "spares": ["c"]},
-            ("head", "all 2 nodes are there, and 1 more as spares", "info"),
+            ("head", "all 2 nodes are ready, and 1 more as spares", "info"),
         ),
         ({"kind": "node_lost", "node": "n1", "reason": "ECC"}, ("node n1", "is lost: ECC", "warning")),
         (
@@ -161,7 +165,7 @@ CHECKS = [
             {"kind": "file_system_fault", "what": "it is full"},
             ("file system", "the run waits: it is full", "error"),
         ),
-        ({"kind": "file_system_fault"}, ("file system", "there is space again", "info")),
+        ({"kind": "file_system_fault"}, ("file system", "has free space again", "info")),
     ],
 )
 def test_what_a_person_wants_to_know(event: dict[str, Any], words: tuple[str, str, str]) -> None:
@@ -194,7 +198,7 @@ def test_the_newest_are_told_each_once() -> None:
     failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer", "time": 1.0}
     commits = [{"kind": "committed", "process": "trainer-rank-0", "step": i, "time": 1.0 + i} for i in range(1, 5)]
     events = [failed, commits[0], failed | {"time": 2.5}, *commits[1:]]
-    found = lately(notable(read(*events)), 4)
+    found = newest_texts(notable(read(*events)), 4)
     assert [(told.who, told.time) for told in found] == [
         ("orchestrator", 2.5),
         ("trainer", 3.0),

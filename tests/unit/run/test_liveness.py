@@ -82,7 +82,7 @@ def test_a_head_that_is_silent_for_seconds_is_told_with_its_age(run: RunDirector
     agent(run, 0, 12)
     agent(run, 1, 1)
     found = status(run, words=("Slurm says that n1 is down",))
-    assert (found.phase, found.reason) == ("silent", "head silent, but the job is RUNNING")
+    assert (found.phase, found.reason) == ("silent", "the head is unresponsive, but the job is RUNNING")
     assert found.silence is not None
     assert found.silence.text == "the head (on n1) has not written for 12 s; this status is from then"
     assert (found.silence.agents, found.silence.silent_agents) == (2, 1)
@@ -213,7 +213,7 @@ def test_slurm_that_does_not_answer_makes_no_run_lost(run: RunDirectory) -> None
     assert (status(run, NO_ANSWER).phase, diagnosis(run, NO_ANSWER).outcome) == ("running", "running")
     assert diagnosis(run, NO_ANSWER).well
     head(run, 30)
-    assert status(run, NO_ANSWER).reason == "the head is silent, and Slurm does not answer"
+    assert status(run, NO_ANSWER).reason == "the head is unresponsive, and Slurm does not answer"
 
 
 def test_the_doctor_names_the_silence_and_its_cause(run: RunDirectory) -> None:

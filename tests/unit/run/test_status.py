@@ -81,7 +81,7 @@ def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
         ("RUNNING", "starting", ""),
         ("COMPLETING", "ending", "job COMPLETING"),
         ("NODE_FAIL", "failed", "job NODE_FAIL"),
-        (None, "lost", "no sign of life, and no such job"),
+        (None, "lost", "no heartbeat, and Slurm does not know the job"),
     ],
 )
 def test_before_any_sign_of_life_slurm_is_believed(run: RunDirectory, job: str | None, phase: str, reason: str) -> None:
@@ -101,7 +101,7 @@ def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
 def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
     fleet(run, age=61)
     found = status(run, "RUNNING")
-    assert (found.phase, found.reason) == ("silent", "head silent, but the job is RUNNING")
+    assert (found.phase, found.reason) == ("silent", "the head is unresponsive, but the job is RUNNING")
     assert found.active and found.silence is not None
     assert found.silence.text == "the head has not written for 1 min 1 s; this status is from then"
     assert found.roles == {"decode": {"UNKNOWN": 1}}
@@ -115,7 +115,7 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
     held = status(run, "PENDING (launch_failed_requeued_held)").reason
     assert "Slurm holds it: `scontrol release " in held
     alone = status(run, f"PENDING (Resources, {BROKEN_UP})").reason
-    assert alone.endswith("it cannot start so: `primeslurm cancel` it, and `primeslurm resume`")
+    assert alone.endswith("it cannot start: run `primeslurm cancel`, then `primeslurm resume`")
     run.attempt(1).record_end(EndRecord("failed", "trainer died", "t", 5, False, "this was attempt 1 of 1", NOW))
     assert status(run).reason == "trainer died; this was attempt 1 of 1"
     assert not status(run).active
