@@ -1,4 +1,4 @@
-"""What went wrong in an attempt: its first failure, what followed, known causes, and whether the run is valid."""
+"""Diagnosis of an attempt: its first failure, later events, known causes, and whether the run is valid."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ LAST_LINES = 20
 FOLLOWED = 15
 MOMENT_S = 1.0
 TOGETHER_S = 10.0
-"""Failures this close together have one cause; which process ended first among them is chance."""
+"""Failures within this time are assumed to have one cause; their order is chance."""
 
 
 class ExaminedFailure(msgspec.Struct, frozen=True):
-    """A failure with what its log says."""
+    """A failure with its log lines and known causes."""
 
     failure: Failure
     log: str = ""
@@ -51,7 +51,7 @@ class ExaminedFailure(msgspec.Struct, frozen=True):
 
 
 class AttemptLine(msgspec.Struct, frozen=True):
-    """One attempt in a line."""
+    """Outcome of one attempt."""
 
     number: int
     outcome: str
@@ -60,30 +60,29 @@ class AttemptLine(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What `primeslurm doctor RUN --json` prints."""
+    """Diagnosis of an attempt, as `primeslurm doctor RUN --json` prints it."""
 
     run: str
     attempt: int
     outcome: str
-    """As end.json says, or running, or silent (the head does not write), or Slurm's word for a job that ended without
-    a word of its own."""
+    """Outcome in end.json; else running, silent (the head is unresponsive), or Slurm's state of the job."""
     reason: str
     first: ExaminedFailure | None
     followed: list[EventText]
     """Errors and warnings after the first failure, oldest first."""
     recovered: list[Failure]
-    """Failures that the run got over by itself."""
+    """Failures from which the run recovered automatically."""
     invalid: list[str]
-    """Why the run, though it may work, is of no use."""
+    """Reasons why the results of the run are invalid."""
     attempts: list[AttemptLine]
     advice: list[Advice] = []
-    """What the load of the engines says about the recipe, while the run goes on."""
+    """Advice from the load of the engines, while the run is active."""
     damaged: list[str] = []
-    """Checkpoints that were set aside, and why."""
+    """Damaged checkpoints that were moved aside, and why."""
 
     @property
     def well(self) -> bool:
-        """Whether there is nothing to find."""
+        """Whether the attempt has no failure and the run is valid."""
         return self.first is None and not self.invalid and not self.damaged
 
 
@@ -97,17 +96,17 @@ def diagnose(
     recheck_s: float = RECHECK_S,
     find_obstacles: FindObstacles = lambda job: [],
 ) -> Diagnosis:
-    """Read everything that an attempt left and name what failed first.
+    """Diagnose an attempt from its events, heartbeats and logs.
 
     Args:
         run: the run.
-        attempt: the one in question.
-        job_state: Slurm's word for a job.
-        max_kl: largest accepted median of the KL between trainer and engines.
-        find_causes: what is known of nodes that say nothing.
-        now: Unix seconds; the present if left out.
-        recheck_s: for how long a file that seems old is watched before its writer counts as silent.
-        find_obstacles: why a waiting job does not start by waiting alone.
+        attempt: the attempt to diagnose.
+        job_state: returns Slurm's state of a job.
+        max_kl: largest valid median of the KL between trainer and engines.
+        find_causes: returns what Slurm knows about unresponsive nodes.
+        now: Unix time; the current time by default.
+        recheck_s: seconds to watch a file that looks old.
+        find_obstacles: returns what keeps a pending job from starting.
 
     Raises:
         RunError: the attempt has no readable plan.
@@ -173,12 +172,12 @@ def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], sig
             return "silent", f"{signs.silence.text.partition(';')[0]}; {mute}"
         return ("running" if begun or state != NO_ANSWER else "silent"), mute
     if state is None:
-        return "lost", "the attempt left no word of its end, and no such job is known"
+        return "lost", "the attempt did not record its end, and Slurm does not know the job"
     return re.split(r"\W", state, maxsplit=1)[0], state
 
 
 def _may_wait(run: RunDirectory, attempt: Attempt, outcome: str) -> bool:
-    """Whether the job of an attempt may be waiting: for its first start, or for that of the next attempt."""
+    """Whether the job of an attempt may be pending, for its first start or after a requeue."""
     end = attempt.end()
     return outcome == "PENDING" or (end is not None and end.requeued and attempt.number == run.latest().number)
 
@@ -193,33 +192,34 @@ def _cannot_start(job: JobRecord, obstacles: Sequence[Obstacle]) -> list[Examine
 
 
 def _silences(signs: RunLiveness, happened: Sequence[Event], now: float) -> list[ExaminedFailure]:
-    """The head that does not write; where it does, agents that do not, and that it has not given up yet."""
+    # If the head is unresponsive, only the head counts. Otherwise, agents count that the head has not given up yet.
     if signs.silence is not None:
         text = signs.silence.text.partition(";")[0].removeprefix("the head ")
         at = signs.silence.since or _last_time(happened)
         causes = [Cause(cause, _fix(cause)) for cause in signs.silence.causes]
         return [ExaminedFailure(Failure(at, "head", "", text), causes=causes)]
-    told = {event.node for event in happened if isinstance(event, NodeLost)}
-    found = []
+    lost = {event.node for event in happened if isinstance(event, NodeLost)}
+    unresponsive = []
     for agent in signs.agents:
-        if agent.node not in told:
+        if agent.node not in lost:
             age = f"for {duration(max(0.0, now - agent.since))}" if agent.since is not None else "for an unknown time"
             how = f"its agent has not written {age}"
             at = agent.since or _last_time(happened)
-            found.append(ExaminedFailure(Failure(at, f"node {agent.node}", agent.node, how), causes=[_AGENT_SILENT]))
-    return found
+            failure = Failure(at, f"node {agent.node}", agent.node, how)
+            unresponsive.append(ExaminedFailure(failure, causes=[_AGENT_SILENT]))
+    return unresponsive
 
 
 _AGENT_SILENT = Cause(
     "the agent is gone or stopped, or its node or its file system is unresponsive",
-    "nothing, at first: the head gives the node up after `node_silent_s` of the site file",
+    "wait: the head gives the node up after `node_silent_s` of the site file",
 )
 _FIXES = (
-    (r"read-only|no room|is full|may not write", "fix that first: the whole run waits for it"),
-    (r"agents write.*: the head", "nothing: the agents requeue the job after twice `node_silent_s` of the site file"),
-    (r"srun says", "nothing: the agents requeue the job after twice `node_silent_s` of the site file"),
-    (r"none of the", "check the nodes and the mount on them; `primeslurm cancel` ends the job"),
-    (r"Slurm", "`sinfo -R`, `scontrol ping` and the logs of its daemons say more"),
+    (r"read-only|no room|is full|may not write", "fix this first: the run is paused until then"),
+    (r"agents write.*: the head", "wait: the agents requeue the job after twice `node_silent_s` of the site file"),
+    (r"srun says", "wait: the agents requeue the job after twice `node_silent_s` of the site file"),
+    (r"none of the", "check the nodes and their mounts; `primeslurm cancel` ends the job"),
+    (r"Slurm", "check `sinfo -R`, `scontrol ping` and the logs of the Slurm daemons"),
     (r"clocks differ", "synchronise the clocks of the nodes (chrony, ntp)"),
 )
 
@@ -233,7 +233,7 @@ def _last_time(happened: Sequence[Event]) -> float:
 
 
 def _end_itself(attempt: Attempt, happened: Sequence[Event], outcome: str, reason: str) -> Failure:
-    """Where no event tells of a failure, the end of the job is one."""
+    # No event reports a failure, so the end of the job is the failure.
     end = attempt.end()
     at = end.time if end else _last_time(happened)
     if not at and (job := attempt.job()):
@@ -246,12 +246,11 @@ def _together(found: Sequence[Failure]) -> list[Failure]:
 
 
 def _first(found: Sequence[ExaminedFailure]) -> ExaminedFailure | None:
-    """Among failures at about the same time: one with a reason of its own comes first, one that blames others last."""
-    return min(found, key=lambda each: (_excuse(each), each.failure.time), default=None)
+    return min(found, key=lambda each: (_rank(each), each.failure.time), default=None)
 
 
-def _excuse(examined: ExaminedFailure) -> int:
-    """0: it says why, or was killed; 1: nothing is known; 2: its log only complains about others."""
+def _rank(examined: ExaminedFailure) -> int:
+    """0: its cause is known; 1: nothing is known; 2: its log only reports symptoms of another failure."""
     symptoms = {known.cause for known in failure_signatures.KNOWN if known.symptom}
     if examined.causes and all(cause.cause in symptoms for cause in examined.causes):
         return 2
@@ -277,7 +276,7 @@ def _examine(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failur
 
 
 def _of_attempt(lines: list[str], attempt: Attempt) -> list[str]:
-    """The lines of a job's output that belong to the start that used an attempt; all lines if nothing says which."""
+    # A requeued job appends to the output of its earlier starts. Without a marker of the start, all lines count.
     start = attempt.start()
     part = of_start("\n".join(lines) + "\n", start.word) if start is not None else None
     return lines if part is None else part.splitlines()
@@ -293,8 +292,8 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure
             return attempt.path / process.log
     if failure.component == "job" or re.match(r"agent-\d+$|head$", failure.component):
         job = attempt.job()
-        if job is not None and files.is_file(own := run.job_output(job.job_id)):
-            return own
+        if job is not None and files.is_file(output := run.job_output(job.job_id)):
+            return output
         outputs = [*files.listing(run.path, "slurm-*.out"), *files.listing(run.path / "submitit", "*.out")]
         written = {path: about.st_mtime for path in outputs if (about := files.status(path))}
         return max(sorted(written), key=lambda path: written[path], default=None)
@@ -304,7 +303,7 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure
 def _followed(first: ExaminedFailure | None, told: Sequence[EventText]) -> list[EventText]:
     if first is None:
         return []
-    # What happened within the same moment was noticed in the order in which agents looked.
+    # Agents poll, so the recorded order of events within one second means nothing.
     after = [h for h in told if h.time >= first.failure.time - MOMENT_S and h.who != first.failure.component]
     return [h for h in after if h.level != "info" or h.who == "head"][:FOLLOWED]
 

@@ -1,4 +1,4 @@
-"""Known causes of failures: what a log line, an exit code or Slurm's word points to, and what helps. A table."""
+"""Table of known failures: log patterns, exit codes, head messages and Slurm states, each with cause and fix."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from primeslurm.wire import exit_codes
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """What probably happened, and what helps."""
+    """Probable cause of a failure, and its fix."""
 
     cause: str
     fix: str
     evidence: str = ""
-    """The line that says so."""
+    """Log line that points to the cause."""
 
 
 @dataclass(frozen=True)
 class FailureSignature:
-    """A pattern of log lines."""
+    """Pattern of log lines that points to a cause."""
 
     pattern: re.Pattern[str]
     cause: str
     fix: str
     symptom: bool = False
-    """Usually the consequence of a failure elsewhere: another process that failed at the same time is blamed first."""
+    """Usually follows from a failure elsewhere, so another process that failed at the same time is blamed first."""
     transient: bool = False
-    """Another node may be free of it, or this one later: a fault of its own, or something that others do there."""
+    """Another node, or the same node later, may not have the fault."""
 
 
 def _known(pattern: str, cause: str, fix: str, *, symptom: bool = False, transient: bool = False) -> FailureSignature:
@@ -47,19 +47,19 @@ KNOWN = (
     ),
     _known(
         r"No available memory for the cache blocks|larger than the maximum number of tokens that can be stored in KV",
-        "no room for the KV cache beside the weights",
+        "the KV cache does not fit into GPU memory beside the weights",
         "more GPUs per engine, a shorter seq_len, or a higher inference.gpu_memory_utilization",
     ),
     _known(
         r"Free memory on device .* is less than desired GPU memory utilization",
-        "another process has memory of the engine's GPU",
-        "look with nvidia-smi on that node for what was left behind, or exclude the node (slurm.exclude)",
+        "another process uses memory of the engine's GPU",
+        "use nvidia-smi on that node to find leftover processes, or exclude the node (slurm.exclude)",
         transient=True,
     ),
     _known(
         r"oom[-_]kill|Out of memory: Killed|Cannot allocate memory|\bMemoryError\b|OUT_OF_MEMORY",
-        "the node's own memory ran out",
-        "ask Slurm for more (`mem` of the component), or lower the memory of KV offload",
+        "the node ran out of CPU memory",
+        "request more from Slurm (`mem` of the component), or reduce the memory of KV offload",
         transient=True,
     ),
     _known(
@@ -71,7 +71,7 @@ KNOWN = (
     _known(
         r"Address already in use|EADDRINUSE|address in use",
         "a port was taken by another process of the node",
-        "look for what listens there (`ss -ltnp`), or move port_base in the site file",
+        "find the listening process with `ss -ltnp`, or change port_base in the site file",
         transient=True,
     ),
     _known(
@@ -79,105 +79,115 @@ KNOWN = (
         r"|does not appear to have a file named|Can't load (the )?(config|tokenizer)|LocalEntryNotFoundError"
         r"|OfflineModeIsEnabled",
         "model files are missing or incomplete on the node",
-        "check that model.path is on a file system that every node has, and that all its shards are there",
+        "check that every node mounts the file system of model.path, and that all shards exist",
     ),
     _known(
         r"ModuleNotFoundError|cannot open shared object file|undefined symbol|GLIBC_\S+' not found",
-        "a package or library is missing on the node, or of another version",
-        "`primeslurm doctor --all` compares nodes with the lock, which `primeslurm install --gpu --to DIR` installs",
+        "a package or library is missing on the node, or has another version",
+        "`primeslurm doctor --all` compares nodes with the lock; `primeslurm install --gpu --to DIR` installs it",
     ),
     _known(
         r"No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver version is insufficient|libcuda\.so",
-        "the process sees no usable GPU",
-        "check the driver with nvidia-smi on that node, and what gres the partition gives",
+        "the process has no usable GPU",
+        "check the driver with nvidia-smi on that node, and the gres of the partition",
         transient=True,
     ),
     _known(
         r"uncorrectable ECC|CUDA error: (?!out of memory|no kernel image)|\bXid\b"
         r"|fallen off the bus",
-        "a GPU failed, or a kernel wrote where it must not",
-        "exclude the node (slurm.exclude) and go on; if it happens on other nodes too, it is the software",
+        "a GPU failed, or a kernel made an invalid memory access",
+        "exclude the node (slurm.exclude) and resume; if other nodes fail in the same way, suspect the software",
         transient=True,
     ),
     _known(
         r"the gradient norm is (nan|inf|-inf)|loss is (nan|inf)",
         "training diverged: the gradient is not finite",
-        "resume from an earlier checkpoint with a lower learning rate; look at KL and reward before that step",
+        "resume from an earlier checkpoint with a lower learning rate; check KL and reward before that step",
     ),
     _known(
         r"(?i:nixl)\S* ?.*(?i:error|fail|invalid|backend)|UCX +ERROR|no usable transports|Destination is unreachable"
         r"|\buc[tp]_\w+.*(?i:fail|error)",
         "KV transfer between engines (NIXL over UCX) failed",
-        "check network.hcas and interface in the site file; UCX must be the one of its library_path",
+        "check network.hcas and interface in the site file; processes must load UCX from its library_path",
         transient=True,
     ),
     _known(
         r"Stale file handle|Transport endpoint is not connected|Input/output error|Errno 5\b",
         "the shared file system failed on that node",
-        "check the mount on that node; exclude it (slurm.exclude) if others have no trouble",
+        "check the mount on that node; if other nodes work, exclude it (slurm.exclude)",
         transient=True,
     ),
     _known(
         r"Too many open files",
-        "the limit of open files is too low",
-        "raise it (`ulimit -n`) in the site's prologue",
+        "the limit on open files is too low",
+        "raise the limit (`ulimit -n`) in the site's prologue",
     ),
     _known(
         r"ncclSystemError|ncclInternalError|ncclUnhandledCudaError|unhandled (system|cuda) error|NCCL WARN",
         "NCCL could not use the network or a GPU",
-        "check network.hcas and interface in the site file; run with NCCL_DEBUG=INFO in the site's env",
+        "check network.hcas and interface in the site file; set NCCL_DEBUG=INFO in the site's env for details",
         transient=True,
     ),
     _known(
         r"collective operation timeout|NCCL.*[Tt]imed? ?out|ncclRemoteError",
-        "a collective waited for a rank that did not come",
-        "the rank that hangs or died first is to blame: look for it among the other trainer logs",
+        "a collective timed out because a rank did not join",
+        "find the rank that hung or died first in the other trainer logs",
         symptom=True,
     ),
     _known(
         r"Connection (reset|closed) by peer|Connection refused|Broken pipe|Dist(Store|Network)Error|wait timeout"
         r"|Max retries exceeded|Temporary failure in name resolution",
-        "another process went away, or was never reached",
-        "look for what ended first; if nothing did, check the interface in the site file",
+        "another process ended, or could not be reached",
+        "find the process that ended first; if none did, check the interface in the site file",
         symptom=True,
     ),
     _known(
         r"\bLinkError\b",
         "the orchestrator did not answer the trainer",
-        "look at the orchestrator's log and state; is its node reachable from the trainer's?",
+        "check the orchestrator's log, and whether the trainer's node can reach the orchestrator's node",
         symptom=True,
     ),
     _known(
         r"Permission denied|Operation not permitted",
-        "the user may not read or write something",
+        "the user has no permission to read or write a file",
         "check the owner and mode of the run directory and of the model",
     ),
 )
 
 _SIGNALS: dict[int, Cause] = {
     signal.SIGKILL: Cause(
-        "it was killed from outside: by the kernel when the node's memory ran out, by Slurm, or by somebody",
-        "`dmesg -T` on the node and `sacct` tell which; ask for more memory if it was the kernel",
+        "SIGKILL from outside: the kernel (out of memory), Slurm or a user",
+        "check `dmesg -T` on the node and `sacct`; if the kernel killed it, request more memory",
     ),
-    signal.SIGBUS: Cause("a memory-mapped file could not be read: /dev/shm full, or a shared file changed", "see df"),
-    signal.SIGSEGV: Cause("native code crashed", "its last log lines name the library; compare versions with the lock"),
-    signal.SIGABRT: Cause("native code gave up", "the lines before the abort say why"),
+    signal.SIGBUS: Cause(
+        "a memory-mapped file could not be read: /dev/shm is full, or a shared file changed", "check `df`"
+    ),
+    signal.SIGSEGV: Cause(
+        "native code crashed", "the last log lines name the library; compare its version with the lock"
+    ),
+    signal.SIGABRT: Cause("native code aborted", "read the lines before the abort"),
 }
 _CODES = {
-    exit_codes.STALLED: Cause("the orchestrator saw no progress", "look at the suspect that it names"),
-    exit_codes.UNRECOVERABLE: Cause("the run cannot work as it is", "correct what its last words name"),
-    exit_codes.CHECKPOINTED: Cause("it was asked to checkpoint and stop, and did so", "nothing: the run resumes"),
-    127: Cause("the program does not exist on the node", "check `python` and modules of the site file"),
+    exit_codes.STALLED: Cause("the run stalled", "check the log of the suspect that the orchestrator names"),
+    exit_codes.UNRECOVERABLE: Cause(
+        "the error is permanent, so a restart does not help", "correct the error in its last log lines"
+    ),
+    exit_codes.CHECKPOINTED: Cause(
+        "the process wrote a checkpoint and stopped, as requested", "nothing: the run resumes"
+    ),
+    127: Cause("the program does not exist on the node", "check `python` and `modules` of the site file"),
 }
 _SLURM = {
-    "TIMEOUT": Cause("the time limit was reached", "a longer slurm.time; the run resumes from its last commit"),
+    "TIMEOUT": Cause("the time limit was reached", "raise slurm.time; the run resumes from its last checkpoint"),
     "DEADLINE": Cause("the job's deadline was reached", "submit it again"),
-    "PREEMPTED": Cause("the job was preempted", "nothing: it resumes; or a qos that is not preempted"),
-    "NODE_FAIL": Cause("a node of the job went down", "nothing: it resumes on others; spare nodes avoid the wait"),
-    "OUT_OF_MEMORY": Cause("the node's own memory ran out", "ask Slurm for more (`mem` of the component)"),
-    "CANCELLED": Cause("somebody cancelled the job", "`primeslurm resume` goes on"),
+    "PREEMPTED": Cause("the job was preempted", "nothing: the run resumes; or use a QOS that is not preempted"),
+    "NODE_FAIL": Cause(
+        "a node of the job went down", "nothing: the run resumes on other nodes; spare nodes avoid the wait"
+    ),
+    "OUT_OF_MEMORY": Cause("the node ran out of CPU memory", "request more from Slurm (`mem` of the component)"),
+    "CANCELLED": Cause("the job was cancelled", "`primeslurm resume` continues the run"),
     "BOOT_FAIL": Cause("a node did not boot", "submit it again"),
-    "FAILED": Cause("the batch script failed before the agents could say why", "see the job's output file"),
+    "FAILED": Cause("the batch script failed before the agents started", "read the job's output file"),
 }
 _REASONS = (
     (
@@ -186,35 +196,44 @@ _REASONS = (
     ),
     (
         re.compile(r"srun: (fatal|error): "),
-        Cause("srun could not start the agents", "correct what srun says: options of the site or recipe, or variables"),
+        Cause(
+            "srun could not start the agents",
+            "correct the options of site or recipe, or the variables, that srun names",
+        ),
     ),
     (re.compile(r"USR2|time limit|preempt"), Cause("preemption or the time limit", "nothing: the run resumes")),
     (
         re.compile(r"no sign of its agent|preflight has not ended"),
         Cause(
-            "an agent did not start in time", "see its node; where all start slowly, a longer node_start_s of the site"
+            "an agent did not start in time",
+            "check its node; if all nodes start slowly, raise node_start_s of the site",
         ),
     ),
     (
         re.compile(r"silent for|no heartbeat for|last heartbeat"),
-        Cause("a node was lost, or its agent hangs", "see `sinfo -R` and its console; exclude it (slurm.exclude)"),
+        Cause(
+            "a node was lost, or its agent hangs", "check `sinfo -R` and the node's console; exclude it (slurm.exclude)"
+        ),
     ),
-    (re.compile(r"not ready within"), Cause("it took too long to load", "slow storage, or a hang: see its log's end")),
+    (
+        re.compile(r"not ready within"),
+        Cause("loading took too long", "check the end of its log: slow storage, or a hang"),
+    ),
     (
         re.compile(r"environments do not load"),
-        Cause("an environment does not load on the nodes", "correct what it says, with the Python that jobs use"),
+        Cause("an environment does not load on the nodes", "correct the error, and test with the Python that jobs use"),
     ),
     (
         re.compile(r"fails every time|rollouts failed in a row"),
-        Cause("the environment fails every time", "correct it; it fails without engines, too, tried by itself"),
+        Cause("the environment fails every time", "correct the environment; test it alone, without engines"),
     ),
     (
         re.compile(r"groups in a row were rejected"),
-        Cause("no group is kept, so no batch can form", "loosen the filter that rejects them, or take other tasks"),
+        Cause("filters reject every group, so no batch forms", "relax the filter, or use other tasks"),
     ),
     (
         re.compile(r"no progress|nothing moves|saw no progress|no finished rollout|no token was generated"),
-        Cause("the run stalled", "`primeslurm attach` to the suspect and look (py-spy dump); see its log"),
+        Cause("the run stalled", "read the suspect's log; `primeslurm attach` to it and run `py-spy dump`"),
     ),
 )
 
@@ -224,40 +243,40 @@ _MILD = re.compile(
     r"|[\d-]+[ T][\d:,.]+ (\w+ \d+ )?(DEBUG|INFO|WARNING)\b"  # of our own processes
     r"|(\[rank\d+\]:)?\[[IW]\d{4} "  # of torch
 )
-"""How lines begin that their writer went on after. Engines name their options there, and limits that may be met."""
+"""Prefixes of log lines below the level ERROR. Engines print options there that would match patterns of errors."""
 
 
 def is_benign(line: str) -> bool:
-    """Whether a log says of a line that it is no error."""
+    """Whether a log line has a level below ERROR."""
     return _MILD.match(line) is not None
 
 
 def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
-    """Known causes that a log points to, each with its first line; symptoms of failures elsewhere come last."""
-    found: dict[str, tuple[FailureSignature, str]] = {}
+    """Return the signatures that match a log, each with its first line. Symptoms of failures elsewhere come last."""
+    matches: dict[str, tuple[FailureSignature, str]] = {}
     for line in lines:
         if is_benign(line):
             continue
-        for known in KNOWN:
-            if known.cause not in found and known.pattern.search(line):
-                found[known.cause] = (known, line.strip())
-    return sorted(found.values(), key=lambda each: each[0].symptom)
+        for signature in KNOWN:
+            if signature.cause not in matches and signature.pattern.search(line):
+                matches[signature.cause] = (signature, line.strip())
+    return sorted(matches.values(), key=lambda each: each[0].symptom)
 
 
 _LATE = re.compile(r"(?i)time(d )?out|unable to contact|connection failure|temporarily|\bbusy\b|try again")
-"""What was not there in time, or was busy, may be there the next time, whoever was waited for."""
+"""Timeouts and busy services, which may work the next time."""
 
 
 def is_transient(error: str) -> bool:
-    """Whether another node, or the same one later, may be free of an error, by its most likely cause."""
+    """Whether an error may not occur on another node, or later, judging by its most likely cause."""
     if _LATE.search(error):
         return True
-    known = next((known for known in KNOWN if known.pattern.search(error)), None)
-    return known is not None and (known.transient or known.symptom)
+    match = next((signature for signature in KNOWN if signature.pattern.search(error)), None)
+    return match is not None and (match.transient or match.symptom)
 
 
 def of_exit(code: int | None) -> list[Cause]:
-    """Tell what an exit code (negative: a signal) says by itself."""
+    """Return the cause that an exit code (negative: a signal) points to, if any."""
     if code is None:
         return []
     number = -code if code < 0 else code - 128  # a shell reports a signal as 128 + its number
@@ -266,11 +285,11 @@ def of_exit(code: int | None) -> list[Cause]:
 
 
 def of_reason(text: str) -> list[Cause]:
-    """Tell what the head's or the orchestrator's words say."""
+    """Return the cause that a message of the head or the orchestrator points to, if any."""
     return [cause for pattern, cause in _REASONS if pattern.search(text)][:1]
 
 
 def of_job(state: str) -> list[Cause]:
-    """Tell what Slurm's state of the job says."""
+    """Return the cause that Slurm's state of the job points to, if any."""
     cause = _SLURM.get(state.partition(" ")[0])
     return [cause] if cause else []

@@ -1,4 +1,4 @@
-"""From the events of an attempt to its failures: what, where, when, how, and whether the run got over it. Pure."""
+"""Failures of an attempt, derived from its events: time, component, node, and whether the run recovered."""
 
 from __future__ import annotations
 
@@ -43,34 +43,34 @@ from primeslurm.run.status.event_text import (
 from primeslurm.wire import exit_codes
 
 SILENT_S = 20.0
-"""A node whose heartbeat stopped so long before the attempt ended was not simply the first to end."""
+"""A node is lost if its last heartbeat is older than this at the end of the attempt; else it ended with the others."""
 FILE_SYSTEM = "shared file system"
-"""Component of a fault that no node is to blame for; as an ending's suspect, too."""
+"""Component, and suspect, of faults that no node causes."""
 _SILENCE = re.compile(r"silent for (\d+) s")
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One thing that failed."""
+    """A failure of one component."""
 
     time: float
-    """Unix seconds."""
+    """Unix time."""
     component: str
-    """A process, an agent, or a node."""
+    """Process, agent or node."""
     node: str
     """Name of its node; empty if unknown."""
     how: str
     code: int | None = None
-    """Exit code; negative: by that signal."""
+    """Exit code; a negative number is a signal."""
     recovered: bool = False
-    """It was started again, and worked."""
+    """The component works again."""
 
 
 def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
-    """List all failures of an attempt, in order of time.
+    """Return all failures of an attempt, in order of time.
 
     Args:
-        events: of all processes of the attempt, in order of time.
-        heartbeats: the last one of every node.
+        events: events of all processes, in order of time.
+        heartbeats: last heartbeat of every node.
     """
     hosts = {event.process: event.node for event in events if isinstance(event, AgentStarted)}
     found = [failure for event in events if (failure := _of_event(event, hosts)) is not None]
@@ -80,9 +80,10 @@ def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list
 
 
 def silent(fleet: FleetView | None) -> list[Failure]:
-    """List the processes that are silent now, as the head of a running attempt sees them."""
-    known = fleet.silent.items() if fleet and not fleet.ending else ()
-    return [Failure(fleet.time - beat.silent_s, name, "", f"is {beat.text}") for name, beat in known if fleet]
+    """Return the processes that the head of a running attempt sees as unresponsive."""
+    if fleet is None or fleet.ending:
+        return []
+    return [Failure(fleet.time - beat.silent_s, name, "", f"is {beat.text}") for name, beat in fleet.silent.items()]
 
 
 def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
@@ -130,12 +131,11 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
 
 
 def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
-    """Nodes that fell silent before the attempt ended, whoever noticed."""
     over = next((event.time for event in events if isinstance(event, AttemptEnds)), None)
     if over is None:
         return []
-    told = {event.node for event in events if isinstance(event, NodeLost)}
-    beats = [beat for beat in heartbeats if not beat.ended and beat.name not in told]
+    reported = {event.node for event in events if isinstance(event, NodeLost)}
+    beats = [beat for beat in heartbeats if not beat.ended and beat.name not in reported]
     silent = [beat for beat in beats if beat.time < over - SILENT_S]
     return [
         Failure(
@@ -146,7 +146,7 @@ def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> l
 
 
 def _unexplained_end(events: Sequence[Event], known: Sequence[Failure]) -> list[Failure]:
-    """What the head ended the attempt for, if no event of anybody else tells of it."""
+    # The head names a suspect. If no other event reports a failure of it, the head's reason is the only record.
     ending = next((e for e in events if isinstance(e, AttemptEnds) and e.process == "head"), None)
     if ending is None or ending.outcome != "failed":
         return []
@@ -157,9 +157,9 @@ def _unexplained_end(events: Sequence[Event], known: Sequence[Failure]) -> list[
 
 
 def _silence(reason: str) -> float:
-    """Seconds for which a node had been silent already when it was given up."""
-    found = _SILENCE.search(reason)
-    return float(found[1]) if found else 0.0
+    """Return how many seconds ago the node failed when the head gave it up."""
+    match = _SILENCE.search(reason)
+    return float(match[1]) if match else 0.0
 
 
 def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
@@ -185,9 +185,9 @@ def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failur
         if (name, failure.time) in waited:
             return trained > failure.time
         if name in lost:
-            # A spare took its place, or it was a spare itself: nothing was given up for it.
+            # A spare replaced the node, or the node was a spare. Otherwise an event names it as a reason.
             return not any(f"{name}:" in reason for reason in harm)
-        # Started after its last failure: the failures before that were got over as well.
+        # A start after the last failure also covers the failures before it.
         return name in started and started[name] > last[name]
 
     return [msgspec.structs.replace(failure, recovered=over(failure)) for failure in found]

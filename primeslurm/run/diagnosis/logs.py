@@ -1,4 +1,4 @@
-"""Finding, in the log of a process, the part of one incarnation and the line that matters in it."""
+"""Search of a process log for the error line of one start of the process."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from primeslurm.base import files
 from primeslurm.run.diagnosis.failure_signatures import in_log, is_benign
 
 READ_BYTES = 4 * 1024 * 1024
-"""Of the end of a log."""
+"""Bytes read from the end of a log."""
 WORDS = 200
-"""Characters of a line that stands in heartbeats and in `status`."""
+"""Longest error line in heartbeats and in `status`, in characters."""
 _HEADER = re.compile(r"^--- (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}) ")
-"""What an agent writes before each start of the process."""
+"""Header that the agent writes before each start of the process."""
 _START_SLACK_S = 1.5
 _EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b(: |$)")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (ERROR|CRITICAL) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ")
-"""What vLLM writes before each line of a traceback."""
+"""Prefix of vLLM's traceback lines."""
 _POINTERS = re.compile(r"root cause above|EngineDeadError|ChildFailedError|ExceptionGroup")
-"""Exceptions that only say that there was another one."""
+"""Exceptions that only refer to another exception."""
 _CHAIN = re.compile(r"direct cause of the following exception|During handling of the above exception")
 _GENERIC = re.compile(r"(?i)\b(error|fatal|critical|panic(ked)?|aborted|killed|failed)\b")
 
 
 def lines_until(path: Path, moment: float) -> list[str]:
-    """Find the lines of the incarnation that was running at `moment` (Unix seconds); of a log without headers, all."""
+    """Return the log lines of the start that was running at `moment` [Unix s]; all lines if there are no headers."""
 
     def read(handle: BinaryIO) -> list[str]:
         handle.seek(max(0, handle.seek(0, 2) - READ_BYTES))
@@ -47,7 +47,7 @@ def lines_until(path: Path, moment: float) -> list[str]:
 
 
 def error_line(lines: Sequence[str]) -> str | None:
-    """Find the line that says what went wrong: of a known cause, of an exception, or one that looks like an error."""
+    """Return the error line of a log: of a known cause, of an exception, or with a word such as `error`."""
     if known := in_log(lines):
         return _bare(known[0][1])
     if (raised := _exception(lines)) is not None:
@@ -56,7 +56,7 @@ def error_line(lines: Sequence[str]) -> str | None:
 
 
 def last_error(path: Path) -> str:
-    """Find why a process that has just ended did so, as far as its log says: at most a line."""
+    """Return the error line of a process that has just ended, shortened to `WORDS` characters; empty if none."""
     line = error_line(lines_until(path, math.inf)) or ""
     return line if len(line) <= WORDS else f"{line[: WORDS - 3]}..."
 
@@ -66,7 +66,7 @@ def _bare(line: str) -> str:
 
 
 def _exception(lines: Sequence[str]) -> int | None:
-    """The exception that the last traceback began with: not one that was raised while handling it."""
+    # The first exception of a chain is the cause. Exceptions raised while handling it follow in the log.
     raised = [i for i, line in enumerate(lines) if _EXCEPTION.search(line) and not _POINTERS.search(line)]
     if not raised:
         return None

@@ -1,4 +1,4 @@
-"""Whether a run that works in form works in substance: whether what it trains on can teach anything. Pure."""
+"""Checks that a run that works technically also trains on useful data."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from statistics import median
 from primeslurm.records.metrics import Row
 
 WINDOW = 10
-"""Newest steps that are looked at."""
+"""Newest steps that the checks read."""
 MIN_STEPS = 3
 MAX_KL = 0.1
-"""KL between trainer and engines on tokens of the same policy. Numerics alone give 1e-6 (float32) to 1e-2 (FP8)."""
+"""Largest KL between trainer and engines for the same policy. Rounding gives 1e-6 (float32) to 1e-2 (FP8)."""
 MAX_STALE = 0.9
-"""Share of rollouts dropped as too old."""
+"""Largest fraction of rollouts dropped as too old."""
 MAX_IMPOSSIBLE = 0.01
-"""Share of sampled tokens whose log-probability by the engine is impossible. A sound engine gives none."""
+"""Largest fraction of sampled tokens with an impossible log-probability. A correct engine returns none."""
 _MUST_BE_FINITE = ("trainer/loss", "trainer/grad_norm", "trainer/mismatch_kl", "reward/mean")
 
 
 def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float = MAX_KL) -> list[str]:
-    """Tell why a run is invalid; empty if nothing speaks against it.
+    """Return the reasons why a run is invalid; empty if there are none.
 
     Args:
-        rows: of metrics.jsonl, oldest first.
-        dropped: rollouts that the orchestrator dropped as too old; they count where no step was trained.
-        batch_size: rollouts of one step.
-        max_kl: largest accepted median of trainer/mismatch_kl.
+        rows: rows of metrics.jsonl, oldest first.
+        dropped: number of rollouts dropped as too old, used if no step was trained.
+        batch_size: rollouts per step.
+        max_kl: largest valid median of trainer/mismatch_kl.
     """
     recent = list(rows[-WINDOW:])
-    found = [
+    checks = [
         _not_finite(rows),
         _everywhere(recent, "trainer/tokens", lambda tokens: tokens <= 1, "no token was trained on in"),
         _everywhere(recent, "rollouts/sampled_mean", lambda tokens: tokens == 0, "engines sampled no token in"),
@@ -45,13 +45,13 @@ def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float =
         _mismatch(recent, max_kl),
         _stale(recent, dropped, batch_size),
     ]
-    return [problem for problem in found if problem]
+    return [problem for problem in checks if problem]
 
 
 def _not_finite(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.get("trainer/skipped"):
-            continue  # the step left the weights as they were
+            continue  # a skipped step does not change the weights
         for name in _MUST_BE_FINITE:
             value = row.get(name)
             if isinstance(value, float) and not math.isfinite(value):

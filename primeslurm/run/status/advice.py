@@ -1,7 +1,7 @@
-"""What the load of the engines says about the recipe: pure, and silent without evidence.
+"""Advice on recipe fields from the load of the engines, averaged over the last minute.
 
-Means are over the last minute. A role is saturated if requests queue up in front of it all the time; by how much the
-others would have to grow follows from how much of their own capacity they use meanwhile.
+A role is saturated if requests queue in front of it all the time. The advised size follows from the fraction of its
+capacity that the other role uses meanwhile.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import Load, ReplicaLoad
 
 MIN_SECONDS = 30.0
-"""Shorter windows say nothing: a policy update alone takes seconds."""
+"""Shortest window [s] that gives advice; a weight update alone takes seconds."""
 WAITING_PER_ENGINE = 1.0
 SATURATED_BUSY = 0.9
 FULL_KV = 0.85
 ROOM_KV = 0.65
-"""Decode with less KV in use than this, and nothing waiting, could take more."""
+"""Decode engines below this KV usage without waiting requests have free capacity."""
 IDLE_BUSY = 0.5
 TARGET = 0.8
-"""Use of a role that counts as balanced: the rest is for bursts."""
+"""Utilisation of a balanced role; the rest absorbs bursts."""
 MAX_STEP = 2.0
-"""No advice goes further than doubling a role: beyond that, measure again."""
+"""Largest advised growth of a role. The model is too rough to extrapolate further."""
 PREEMPTIONS_PER_MIN = 1.0
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """One thing to change, why, and the recipe fields that do it."""
+    """A recommended change of recipe fields, with the reason."""
 
     text: str
     reason: str
@@ -42,19 +42,18 @@ class Advice(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Tunables:
-    """Settings of a recipe that advice can change, or has to know."""
+    """Recipe settings that the advice depends on."""
 
     prefill: int | None = None
-    """Prefill replicas of one inference deployment; None: engines prefill and decode."""
+    """Prefill replicas of one inference deployment; None if engines do both prefill and decode."""
     decode: int | None = None
     max_inflight: int | None = None
-    """Rollouts in flight at most."""
+    """Most rollouts in flight."""
     kv_offload: bool = False
-    """KV that does not fit is kept in CPU memory or on disk."""
+    """Whether KV blocks are offloaded to CPU memory or disk."""
 
 
 def tunables_of(recipe: RunRecipe) -> Tunables:
-    """Take them from a recipe."""
     nodes = recipe.deployment.inference if recipe.deployment else None
     split = nodes if nodes and nodes.type == "disaggregated" else None
     return Tunables(
@@ -66,29 +65,28 @@ def tunables_of(recipe: RunRecipe) -> Tunables:
 
 
 def advise(roles: Mapping[str, Load], tunables: Tunables, shares: Iterable[ReplicaLoad] = ()) -> list[Advice]:
-    """Tell what to change, most important first.
+    """Return advice, most important first.
 
     Args:
         roles: load by role.
-        tunables: of the recipe.
-        shares: of the replicas, where rollouts in flight follow their load: then hardly any request waits, and what
-            keeps them from being more says what is saturated.
+        tunables: settings of the recipe.
+        shares: state of the adaptive concurrency of each replica; empty without it.
     """
-    found = []
+    advice = []
+    # With adaptive concurrency hardly any request waits, so the limit that it hits tells which role is saturated.
     limits = Counter(share.limit for share in shares)
     limit = limits.most_common(1)[0][0] if limits else None
-    known = {role: load for role, load in roles.items() if load.engines and load.seconds >= MIN_SECONDS}
-    prefill, decode = known.get("prefill"), known.get("decode")
+    measured = {role: load for role, load in roles.items() if load.engines and load.seconds >= MIN_SECONDS}
+    prefill, decode = measured.get("prefill"), measured.get("decode")
     if prefill and decode and tunables.prefill and tunables.decode:
-        found.append(_balance(prefill, decode, tunables.prefill, tunables.decode, limit))
+        advice.append(_balance(prefill, decode, tunables.prefill, tunables.decode, limit))
     if limit == "bound":
-        found += [_room(known[role], tunables) for role in ("engine", "decode") if role in known]
-    found += [_kv_pressure(role, known[role], tunables) for role in ("engine", "decode") if role in known]
-    return [advice for advice in found if advice is not None]
+        advice += [_spare_capacity(measured[role], tunables) for role in ("engine", "decode") if role in measured]
+    advice += [_kv_pressure(role, measured[role], tunables) for role in ("engine", "decode") if role in measured]
+    return [each for each in advice if each is not None]
 
 
-def _room(load: Load, tunables: Tunables) -> Advice | None:
-    """Engines that could do more, if they were given more."""
+def _spare_capacity(load: Load, tunables: Tunables) -> Advice | None:
     if load.kv_usage_mean >= ROOM_KV or _waiting(load) >= WAITING_PER_ENGINE:
         return None
     wanted = tunables.max_inflight and {"orchestrator.max_inflight_rollouts": int(tunables.max_inflight * MAX_STEP)}
@@ -106,7 +104,7 @@ def _balance(prefill: Load, decode: Load, p: int, d: int, limit: str | None) -> 
     )
     if prefill_full and decode.kv_usage_mean < ROOM_KV and _waiting(decode) < WAITING_PER_ENGINE:
         return _advice("prefill", _more(p, TARGET / max(decode.kv_usage_mean, 0.01)), d, p, d, prefill, decode)
-    # Requests come in bursts: some wait for a moment even at a prefill engine that has nothing to do most of the time.
+    # Requests come in bursts, so a few wait for a moment even if the prefill engines are idle most of the time.
     if decode_full and prefill.busy_mean < IDLE_BUSY:
         wanted = max(1, math.ceil(p * prefill.busy_mean / TARGET))
         if wanted < p:
@@ -116,7 +114,7 @@ def _balance(prefill: Load, decode: Load, p: int, d: int, limit: str | None) -> 
 
 
 def _more(now: int, factor: float) -> int:
-    """So many times more, at least one more, and never more than double."""
+    """Scale a number of replicas: by at least one, and at most to the double."""
     return max(now + 1, min(math.ceil(now * factor - 1e-9), int(now * MAX_STEP)))
 
 
@@ -165,5 +163,5 @@ def _kv_pressure(role: str, load: Load, tunables: Tunables) -> Advice | None:
 
 
 def _waiting(load: Load) -> float:
-    """Requests per engine that wait for room. Those that wait for KV from prefill say nothing about decode."""
+    # Deferred requests wait for KV blocks from prefill, so they do not show that decode is saturated.
     return max(0.0, load.waiting_mean - load.deferred_mean) / load.engines

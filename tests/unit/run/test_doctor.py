@@ -118,7 +118,7 @@ def test_what_was_restarted_is_not_the_first_failure(run: RunDirectory) -> None:
     end(run, T0 + 51, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
     found = diagnosis(run)
     assert found.first is not None and found.first.failure.component == "trainer-rank-0"
-    assert "killed from outside" in found.first.causes[0].cause
+    assert "SIGKILL from outside" in found.first.causes[0].cause
     assert [failure.component for failure in found.recovered] == ["decode-r0-0"]
 
 
@@ -201,7 +201,7 @@ def test_a_stall_names_the_suspect(run: RunDirectory) -> None:
             {"suspect": "algorithm", "error": "40 groups in a row were rejected (length: 40), none ...", "seconds": 9},
             76,
             "algorithm",
-            "no group is kept, so no batch can form",
+            "filters reject every group, so no batch forms",
         ),
     ],
 )
@@ -274,18 +274,18 @@ def test_the_line_that_matters(lines: list[str], expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ("[rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", "a collective waited"),
+        ("[rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", "a collective timed out"),
         ("nixl._bindings.nixlBackendError: NIXL_ERR_BACKEND", "KV transfer"),
         ("[1700000.1] [n1:1:0] ucp_ep.c:1 UCX  ERROR no remote ep", "KV transfer"),
         ("zmq.error.ZMQError: Address already in use (addr='tcp://10.0.0.1:8000')", "a port was taken"),
         ("OSError: [Errno 28] No space left on device", "a disk, quota"),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/m/config.json'", "model files are missing"),
         ("OSError: /m does not appear to have a file named config.json", "model files are missing"),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0", "the node's own memory ran out"),
-        ("ValueError: No available memory for the cache blocks.", "no room for the KV cache"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0", "the node ran out of CPU memory"),
+        ("ValueError: No available memory for the cache blocks.", "the KV cache does not fit"),
         (
             "ValueError: Free memory on device cuda:0  is less than desired GPU memory utilization (0.9,",
-            "another process has memory",
+            "another process uses memory",
         ),
         ("FloatingPointError: the gradient norm is nan", "training diverged"),
         ("ImportError: libcudart.so.13: cannot open shared object file", "a package or library is missing"),
@@ -325,7 +325,7 @@ def test_causes_of_exits_reasons_and_states() -> None:
     assert of_reason("USR2: time limit or preemption")[0].cause == "preemption or the time limit"
     for reason in ("node n1: no sign of its agent within 300 s", "node n1: its preflight has not ended within 300 s"):
         assert "node_start_s" in of_reason(reason)[0].fix
-    assert of_job("OUT_OF_MEMORY (x)")[0].cause == "the node's own memory ran out" and of_job("RUNNING") == []
+    assert of_job("OUT_OF_MEMORY (x)")[0].cause == "the node ran out of CPU memory" and of_job("RUNNING") == []
 
 
 GOOD = {
