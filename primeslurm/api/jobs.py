@@ -1,4 +1,4 @@
-"""The job of a run: asking whoever runs it (Slurm, or the process table) for its state, and ending it."""
+"""State of a run's job in Slurm (or of its local process), and the end of the job."""
 
 from __future__ import annotations
 
@@ -25,32 +25,30 @@ from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
 from primeslurm.slurm.launch_failures import ended_tasks
 
 OnNoAnswer = Callable[[ClusterError], None]
-"""Told that Slurm gave no answer."""
+"""Called if Slurm does not answer."""
 ANSWER_S = 8.0
-"""Whoever looks at a run does not wait longer for Slurm."""
+"""Timeout for Slurm [s] in commands that only show a run."""
 _ELSEWHERE = "which cannot be seen from this host: if it is gone, `primeslurm cancel` gives the run up"
 SUBMISSION_S = 900.0
-"""A submission from another host that has begun less than so many seconds ago may still be under way."""
+"""Age up to which a submission from another host may still be in progress [s]."""
 _OUTPUT_BYTES = 1 << 20
-"""Of the end of a job's output."""
+"""Bytes read from the end of a job's output."""
 
 
 def job_query(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> JobQuery:
-    """Make what asks for the state of a job of this run.
+    """Return a function that queries the state of a job of this run.
 
     Args:
-        run: whose job is asked for.
-        if_silent: called where Slurm gives no answer in a few seconds; the state is `NO_ANSWER` then. Without it, the
-            query waits for a minute and raises ClusterError.
+        run: the run.
+        if_silent: called if Slurm does not answer within `ANSWER_S`; the state is `NO_ANSWER` then. Without it, the
+            query waits up to a minute and raises ClusterError.
     """
     return queries(run, if_silent)[0]
 
 
 def queries(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> tuple[JobQuery, FindCauses, FindObstacles]:
-    """Make what asks Slurm for a job's state, for nodes that say nothing, and for what a waiting job waits for.
-
-    Where Slurm did not answer one, it is not waited for again by the others.
-    """
+    """Return functions that query a job's state, its unresponsive nodes, and what keeps a pending job from starting."""
+    # After one timeout, the other queries do not wait for Slurm again.
     timeout_s = None if if_silent is None else ANSWER_S
     mute: list[ClusterError] = []
     try:
@@ -91,7 +89,7 @@ def queries(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> tuple[Job
             return []
         try:
             return _obstacles(run, SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S), job.job_id)
-        except ClusterError:  # whoever asked for the state has said so
+        except ClusterError:  # the query of the state reports it
             return []
 
     return ask, ask_of_nodes, ask_why
@@ -115,7 +113,6 @@ def _component_names(run: RunDirectory) -> dict[int, str]:
 
 
 def _ill(node: NodeState) -> str:
-    """What Slurm has to say against a node; empty if nothing."""
     if node.responding and not node.state.startswith(("down", "drain", "drng", "fail")):
         return ""
     mute, why = "" if node.responding else ", not responding", f" ({node.reason})" if node.reason else ""
@@ -134,14 +131,9 @@ def _end_of(path: Path) -> str:
 
 
 def settle(run: RunDirectory, timeout_s: float | None = None) -> None:
-    """Record the id of the newest attempt's job if its submission was interrupted before that, and the job is there.
+    """Record the job id of the newest attempt if the submission was interrupted after Slurm had taken the job.
 
-    Args:
-        run: the run.
-        timeout_s: longest wait for an answer of Slurm; a minute by default.
-
-    Raises:
-        ClusterError: Slurm does not answer.
+    `timeout_s` is the timeout for Slurm, a minute by default. Raises ClusterError if Slurm does not answer.
     """
     attempts = run.attempts()
     job = attempts[-1].job() if attempts else None
@@ -150,7 +142,7 @@ def settle(run: RunDirectory, timeout_s: float | None = None) -> None:
     start = attempts[-1].start()
     job_id = start.job_id if start is not None else find_job(job, timeout_s)
     if job_id:
-        with contextlib.suppress(OSError):  # one who may only read the run learns it again next time
+        with contextlib.suppress(OSError):  # without write permission, the next call finds it again
             attempts[-1].record_job(msgspec.structs.replace(job, job_id=job_id))
 
 
@@ -166,7 +158,7 @@ def find_job(job: JobRecord, timeout_s: float | None = None) -> str | None:
 
 
 def _state_without_id(job: JobRecord) -> str | None:
-    """Whether a job that nobody has found yet may still come: somebody is submitting it."""
+    # Slurm does not have the job (yet). The submitting process may still be waiting for sbatch.
     from primeslurm.slurm.local import submit
 
     if job.host != socket.gethostname():
@@ -180,7 +172,7 @@ def _state_without_id(job: JobRecord) -> str | None:
 
 
 def end_job(plan: Plan, job: JobRecord) -> None:
-    """End a job that may have ended by itself. Raises ClusterError."""
+    """Cancel a job, unless it has already ended. Raises ClusterError."""
     if not job.job_id:
         return
     if job.executor == "slurm":
@@ -191,7 +183,7 @@ def end_job(plan: Plan, job: JobRecord) -> None:
         return
     from primeslurm.slurm.local import submit
 
-    with contextlib.suppress(RunError):  # it has ended by itself
+    with contextlib.suppress(RunError):  # it has already ended
         submit.cancel(plan, job.job_id)
 
 

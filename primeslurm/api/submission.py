@@ -1,4 +1,4 @@
-"""What starts a job: submit and resume, and the dry run of a submission."""
+"""Submission of jobs: submit, resume and dry run; bad nodes; and packages that nodes have installed."""
 
 from __future__ import annotations
 
@@ -45,43 +45,43 @@ if TYPE_CHECKING:
 
 
 LATE_JOB_S = 10.0
-"""For so long a job may show up that a busy controller has taken after sbatch had stopped waiting."""
+"""Seconds to look for a job that slurmctld may have accepted after sbatch had timed out."""
 _LATE_JOB_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a submission would do."""
+    """Result of a dry run."""
 
     plan: Plan
     script: str
     """The batch script; empty for a run without Slurm."""
     unasked: tuple[str, ...] = ()
-    """What could not be checked, and why."""
+    """Checks that could not be made, and why."""
     details: str = ""
-    """What a command of Slurm answered then."""
+    """Error text of the Slurm command that failed."""
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """An attempt that was taken."""
+    """A submitted attempt."""
 
     plan: Plan
     attempt: int
     job_id: str
-    """The id of the Slurm job, or of the process that keeps a local run."""
+    """Id of the Slurm job, or of the process that runs a local attempt."""
 
 
 def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
-    """Do all that `submit` does before it writes anything.
+    """Make all checks of a submission, and render its script, without writing anything.
 
     Args:
-        plan: of the run.
-        slurm_conf: SLURM_CONF of its cluster, where it is not the system's own.
-        ask: the run's cluster is there, and may be asked.
+        plan: the run's plan.
+        slurm_conf: SLURM_CONF of its cluster; None for the system's default.
+        ask: whether the cluster exists and may be queried.
 
     Raises:
-        UsageError: the plan would be refused anywhere; every reason at once.
+        UsageError: the plan would be refused anywhere; with all reasons.
     """
     unasked, details = tuple[str, ...](), ""
     problems = (
@@ -91,7 +91,7 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
         + missing_variables(plan)
     )
     if plan.executor == "slurm" and ask:
-        with contextlib.suppress(ClusterError):  # the next question is not answered either, and says so
+        with contextlib.suppress(ClusterError):  # the next query fails, too, and reports it
             plan = avoid_bad_nodes(plan, slurm_conf)
         answer = ask_slurm([plan], slurm_conf, whole=not problems)
         problems += answer.problems
@@ -102,10 +102,10 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
 
 
 def refuse_unfit(plan: Plan) -> None:
-    """Raise UsageError if anything that is known here speaks against the plan; Slurm is not asked."""
+    """Raise UsageError if the plan cannot be submitted from this machine. Slurm is not queried."""
     refuse(plan, "error", "blocked")
     directory = RunDirectory(Path(plan.run_dir))
-    if directory.exists():  # what an interrupted submission of this name has started is recorded, so that it is seen
+    if directory.exists():  # records the job of an interrupted submission, so that it is visible
         with contextlib.suppress(ClusterError):
             settle(directory, ANSWER_S)
     if problems := name_in_use(Path(plan.run_dir)) + permission_problems(Path(plan.run_dir)) + missing_variables(plan):
@@ -113,16 +113,16 @@ def refuse_unfit(plan: Plan) -> None:
 
 
 def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
-    """Make the run directory and submit the job; its cluster is up.
+    """Create the run directory and submit the job.
 
     Args:
-        planned: the run, whose recipe is kept in the run directory.
-        source: the recipe's file, of which a copy is kept beside it.
-        slurm_conf: SLURM_CONF of the run's cluster, where it is not the system's own.
+        planned: plan and resolved recipe of the run.
+        source: the recipe file, which is copied to the run directory.
+        slurm_conf: SLURM_CONF of the cluster; None for the system's default.
 
     Raises:
-        UsageError: something speaks against the plan; every reason at once.
-        ClusterError: Slurm refused the job or did not answer. Nothing is left of the run then.
+        UsageError: the plan is refused; with all reasons.
+        ClusterError: Slurm refused the job or did not answer. The run directory is removed.
     """
     plan = planned.plan
     refuse_unfit(plan)
@@ -139,13 +139,13 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
     """Submit a new attempt of a run that has ended.
 
     Args:
-        directory: of the run.
-        previous: attempt that has ended, after which nobody has made another one.
+        directory: the run.
+        previous: the newest attempt, which has ended.
 
     Raises:
-        UsageError: a variable that it needs is not set, or somebody else has resumed the run meanwhile.
+        UsageError: a variable of `pass_env` is not set, or another process has resumed the run.
         ClusterError: Slurm refused the job or did not answer.
-        RunError: its records are damaged.
+        RunError: records of the run are damaged.
     """
     if problems := permission_problems(directory.path):
         raise UsageError(problems)
@@ -160,18 +160,18 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
         attempt = claim_attempt(directory, previous.number + 1, plan, _intent(plan, slurm_conf))
         if attempt is None:
             raise UsageError([in_use(directory, "in use")])
-        secret.create(directory.path)  # one that was lost: what the run asks for is read anew by every attempt
+        secret.create(directory.path)  # replaces a lost secret; every attempt reads it again
         return _start(attempt, plan, script, held)
 
 
 def in_use(directory: RunDirectory, phase: str) -> Violation:
-    """Return the violation that says which job owns a run, and that there is nothing to resume."""
+    """Return the violation that names the job that owns a run, which therefore cannot be resumed."""
     why = f"is {phase}: there is nothing to resume, {owner(directory.latest())} owns it"
     return Violation("RUN", directory.name, why)
 
 
 def _intent(plan: Plan, slurm_conf: str | None) -> JobRecord:
-    """What is on disk before the job is submitted: by its word the job is found if the answer is lost."""
+    # Written before the submission. If sbatch's answer is lost, the token identifies the job in Slurm.
     return JobRecord("", plan.executor, time.time(), slurm_conf, new_token(), socket.gethostname(), os.getpid())
 
 
@@ -184,12 +184,12 @@ def _placement(plan: Plan, slurm_conf: str | None) -> list[Violation]:
 
 
 def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = True) -> SlurmAnswer:
-    """Ask Slurm whether it would ever run a job. Nothing is submitted.
+    """Ask Slurm whether it can ever run a job. Nothing is submitted.
 
     Args:
-        plans: of one recipe; what is found for all of them is reported.
-        slurm_conf: SLURM_CONF of the cluster, where it is not the system's own.
-        whole: the first plan is what would be submitted: let sbatch judge it, too.
+        plans: variants of one recipe's plan; problems that all variants have are reported.
+        slurm_conf: SLURM_CONF of the cluster; None for the system's default.
+        whole: also run `sbatch --test-only` on the first plan.
     """
     client = SlurmClient(slurm_conf, ANSWER_S)
     try:
@@ -206,8 +206,8 @@ def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = Tr
 
 
 def _start(attempt: Attempt, plan: Plan, script: str, held: HeldSignals) -> Submitted:
-    """Submit an attempt. One that is not taken leaves nothing; one of which that is not known stays."""
-    from primeslurm.node.entry import AgentTask  # all of the agent, which only a job that starts needs
+    # If Slurm refuses the job, the attempt is removed. If it is unknown whether Slurm has the job, the attempt stays.
+    from primeslurm.node.entry import AgentTask  # slow import of the whole agent
 
     job = attempt.job()
     assert job is not None
@@ -235,11 +235,11 @@ def _start(attempt: Attempt, plan: Plan, script: str, held: HeldSignals) -> Subm
 
 
 class _UnknownError(ClusterError):
-    """Nobody can say at present whether Slurm has the job."""
+    """It is unknown whether Slurm has the job."""
 
 
 def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -> str:
-    """Submit a job to Slurm, and return its id; also if sbatch has failed after Slurm had taken the job."""
+    """Submit a job and return its id, also if sbatch failed after slurmctld had accepted the job."""
     from primeslurm.slurm import executor
 
     try:
@@ -254,7 +254,7 @@ def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -
                 if not uncertain:
                     raise error from silence
                 if time.monotonic() >= until:
-                    why = "whether Slurm has the job is not known, as Slurm does not answer"
+                    why = "Slurm does not answer, so it is unknown whether Slurm has the job"
                     raise _UnknownError(
                         f"{error}; {why}. `primeslurm status {shlex.quote(plan.run_dir)}` asks again"
                     ) from silence
@@ -267,18 +267,17 @@ def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -
 
 
 def _taken(job: JobRecord, uncertain: bool) -> str | None:
-    """Return the id of the job that Slurm has although sbatch has failed; None if Slurm has no such job."""
+    """Return the id of the job if Slurm has it although sbatch failed, else None."""
     found = find_job(job, ANSWER_S)
     if found is None or uncertain:
         return found
-    # Slurm makes the components of a heterogeneous job one by one. If a limit then refuses one of them, or all of
-    # them together, Slurm cancels those that it has made, and shows them for some minutes.
+    # Slurm creates the components of a heterogeneous job one by one. If a limit refuses a later component, Slurm
+    # cancels the earlier ones, and still lists them for some minutes.
     state = SlurmClient(job.slurm_conf, ANSWER_S).job(found)
     return None if state is not None and state.state == "CANCELLED" else found
 
 
 def _record_excluded(plan: Plan) -> None:
-    """Say which bad nodes the job is kept away from, where anything is to be said."""
     run_dir = Path(plan.run_dir)
     bad = [entry for entry in bad_nodes(run_dir.parent, time.time()) if entry.node in plan.job.avoid]
     if bad or excluded(run_dir):
@@ -286,20 +285,12 @@ def _record_excluded(plan: Plan) -> None:
 
 
 def bad_nodes(runs: Path, now: float) -> list[BadNode]:
-    """List the nodes that jobs of this directory of runs keep away from, newest first. `now`: seconds since 1970."""
+    """Return the bad nodes of a directory of runs, newest first. `now` is Unix time."""
     return BadNodeLedger(runs).entries(now)
 
 
 def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
-    """Exclude the ledger's nodes from a plan's job, as far as its partitions can spare them.
-
-    Args:
-        plan: of a run in the directory whose ledger counts.
-        slurm_conf: SLURM_CONF of the cluster, where it is not the system's own.
-
-    Raises:
-        ClusterError: Slurm does not answer.
-    """
+    """Exclude bad nodes from a plan's job, as far as its partitions can spare them. Raises ClusterError."""
     now = time.time()
     bad = bad_nodes(Path(plan.run_dir).parent, now)
     if not bad:
@@ -313,19 +304,19 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
 
 
 def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every: bool = False) -> list[str]:
-    """Let jobs use these nodes again.
+    """Remove nodes from the ledger of bad nodes, so that jobs use them again.
 
     Args:
-        runs: directory of the runs whose ledger names them.
-        hostlists: names or host lists. Of a host list, at least one node must be in the ledger.
-        now: seconds since 1970.
-        every: forget all nodes of the ledger.
+        runs: directory of all runs.
+        hostlists: names or host lists. At least one node of each must be in the ledger.
+        now: Unix time.
+        every: remove all nodes.
 
     Returns:
         The names of the nodes, sorted.
 
     Raises:
-        UsageError: a host list names no node of the ledger; then none is forgotten.
+        UsageError: a host list has no node of the ledger. Then no node is removed.
     """
     ledger = BadNodeLedger(runs)
     known = [entry.node for entry in ledger.entries(now)]
@@ -349,25 +340,25 @@ def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every:
 
 @dataclass(frozen=True)
 class Installed:
-    """What nodes have."""
+    """Installed packages of nodes."""
 
     nodes: Mapping[str, Parts]
-    """Version by part, by node. Of a node that runs no jobs now, the only part is `node`, with its state."""
+    """Node to part to version. A node that runs no jobs now has only the part `node`, with its state."""
     differences: Sequence[InstalledDifference]
 
     @property
     def well(self) -> bool:
-        """Whether nothing that is required is missing or another version."""
+        """Whether all required packages have the locked version."""
         return not any(each.required for each in self.differences)
 
 
 def installed(site_file: Path | None, node: str | None = None, *, every: bool = False) -> Installed:
-    """Hold what this host, one node, or all nodes of the site have against the lock.
+    """Compare the installed packages of this host, one node, or all nodes with the lock file.
 
     Args:
-        site_file: as of `find_site`; without it, `node` and `every`, this host is no node of a site.
-        node: one node of the site, by name.
-        every: all nodes of the site.
+        site_file: site file, as for `find_site`. Without all three arguments, this host is checked.
+        node: name of one node of the site.
+        every: check all nodes of the site.
 
     Raises:
         UsageError: there is no such node or no site file.

@@ -1,4 +1,4 @@
-"""The command that opens a shell where a process of a run runs."""
+"""The command that opens a shell next to a process of a run."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from primeslurm.slurm.local import submit
 
 @dataclass(frozen=True)
 class Attachment:
-    """What to execute, and where it leads."""
+    """A command to execute, and the process and host that it reaches."""
 
     argv: list[str]
     environment: Mapping[str, str]
     process: str | None
-    """None: to the node itself."""
+    """None if the target is a node."""
     host: str
 
 
 def attachment(run: Run, word: str, command: Sequence[str], *, terminal: bool) -> Attachment:
-    """Work out what runs `command` beside a process of a run, in the job's allocation, with its environment.
+    """Return the command that runs `command` next to a process, in the job's allocation and environment.
 
     Args:
-        run: which run.
+        run: the run.
         word: a role, process or node.
         command: program and arguments.
-        terminal: give the command a terminal.
+        terminal: allocate a terminal for the command.
 
     Raises:
-        UsageError: the run has nothing of that name.
-        RunError: the run does not run, or not there.
+        UsageError: the run has no role, process or node of that name.
+        RunError: the run, or its part on that node, is not running.
         ClusterError: Slurm does not answer.
     """
     attempt = run.directory.latest()
@@ -66,7 +66,7 @@ def _argv(plan: Plan, job: JobRecord, target: ProcessTarget, inside: list[str], 
 
 
 def _pids(target: ProcessTarget) -> list[str]:
-    """The process's, or again the agent's where there is none."""
+    # exec_in_process takes the environment from the first process. Without one, it takes the agent's.
     agent = target.report.agent_pid
-    own = target.report.processes.get(target.process or "")
-    return [str((own.pid if own else None) or agent), str(agent)]
+    process = target.report.processes.get(target.process or "")
+    return [str((process.pid if process else None) or agent), str(agent)]

@@ -1,4 +1,4 @@
-"""Hugging Face models: of a checkpoint of a run, and of a model whose weights are quantised."""
+"""Export of a checkpoint as a Hugging Face model, and conversion of quantised models to bfloat16."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def export(run: Run, directory: Path, step: int | None = None) -> Path:
     """Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU.
 
     Args:
-        run: which run.
-        directory: is created, with its parents. It must not exist.
-        step: a committed step; by default the newest.
+        run: the run.
+        directory: target directory, created with its parents. It must not exist.
+        step: a committed step; the newest by default.
 
     Returns:
         The directory as an absolute path.
 
     Raises:
-        UsageError: there is no such step, or the directory cannot be made.
+        UsageError: there is no such step, or the directory cannot be created.
         RunError: the checkpoint is damaged, or cannot be converted.
     """
     target = expanded(directory).absolute()
@@ -74,11 +74,7 @@ def _no_place(target: Path) -> list[Violation]:
 
 
 def _run(argv: list[str], progress: Callable[[str], None] | None = None) -> None:
-    """Run a process of the trainer's room without GPUs, and hand on its lines on stderr.
-
-    Raises:
-        RunError: it failed, with the last line on its stderr.
-    """
+    """Run a trainer command without GPUs, and pass its stderr to `progress`. Raises RunError with its last line."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     last = ""
     with subprocess.Popen(
@@ -94,21 +90,21 @@ def _run(argv: list[str], progress: Callable[[str], None] | None = None) -> None
 
 
 def convert(model: str, directory: Path, progress: Callable[[str], None] | None = None) -> Path:
-    """Write a model that is stored in INT4, MXFP4 or block-scale FP8 in bfloat16. It needs no GPU.
+    """Convert an INT4, MXFP4 or block-scale FP8 checkpoint to bfloat16. It needs no GPU.
 
-    Engines that start from what it writes take the policies of a run. An attempt that was killed is gone on with.
+    RL needs this because engines load bfloat16 weights. A conversion that was killed continues with the next file.
 
     Args:
-        model: a directory, or a hub id that the Hugging Face cache has.
-        directory: is created, with its parents. It must not exist.
-        progress: told how many files are done.
+        model: a directory, or a hub id in the Hugging Face cache.
+        directory: target directory, created with its parents. It must not exist.
+        progress: called with the number of finished files.
 
     Returns:
         The directory as an absolute path.
 
     Raises:
-        UsageError: there is no such model, it is not stored so, or the directory cannot be made.
-        RunError: the model's files are damaged, or there is no room for what is made of them.
+        UsageError: the model does not exist or has another format, or the directory cannot be created.
+        RunError: the model's files are damaged, or the disk is full.
     """
     target = expanded(directory).absolute()
     source = model_directory(model)

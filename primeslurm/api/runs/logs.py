@@ -1,4 +1,4 @@
-"""The logs of a run's processes: picking them, and reading them as they grow."""
+"""Logs of a run's processes: selection, and reading while they grow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.run.directory import Attempt
 
 BLOCK_BYTES = 64 * 1024
-"""Of the end of a log, at first; as much again until it has all lines that are wanted."""
+"""First block read from the end of a log. The size doubles until it contains enough lines."""
 
 
 def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
-    """Pick the logs of a role or process, or all of them.
-
-    Args:
-        attempt: whose logs.
-        role: a role or process; None: all.
-        run: the run's name, for what is said if there are none.
+    """Return the logs of a role or process, or all logs if `role` is None.
 
     Raises:
-        UsageError: there is no such log; names the nearest.
-        RunError: there is none at all.
+        UsageError: there is no such log; the text has the nearest name.
+        RunError: the attempt has no logs.
     """
     if picked := logs_of(attempt, role):
         return picked
@@ -39,17 +34,17 @@ def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
 
 
 def logs_of(attempt: Attempt, role: str | None) -> list[Path]:
-    """List the logs that there are of a role or process, or all of them."""
-    found = files.files_below(attempt.path / "logs", "*.log")
-    return [file for file in found if role is None or role in (file.stem, file.parent.name)]
+    """Return the existing logs of a role or process, or all logs if `role` is None."""
+    logs = files.files_below(attempt.path / "logs", "*.log")
+    return [file for file in logs if role is None or role in (file.stem, file.parent.name)]
 
 
 class Tail:
-    """Reads several logs piece by piece. A line that is not whole yet is kept for later.
+    """Reads new lines of several logs, without incomplete lines.
 
     Args:
-        pick: lists the logs. They may grow, new ones may come, and each may vanish.
-        lines: how many of the last lines of each come first.
+        pick: returns the logs. Logs may appear, grow and disappear.
+        lines: number of last lines of each log that `first` returns.
     """
 
     def __init__(self, pick: Callable[[], Iterable[Path]], lines: int) -> None:
@@ -57,7 +52,7 @@ class Tail:
         self._offsets: dict[Path, int] = {}
 
     def first(self) -> Iterator[tuple[Path, str]]:
-        """Yield log and line, of the last lines of each log."""
+        """Yield (log, line) for the last lines of each log."""
         for path in self._pick():
             with contextlib.suppress(OSError), path.open("rb") as handle:
                 end = handle.seek(0, os.SEEK_END)
@@ -68,11 +63,7 @@ class Tail:
                 yield from _decoded(path, lines)
 
     def more(self, ended: bool = False) -> Iterator[tuple[Path, str]]:
-        """Yield log and line, of what was written since.
-
-        Args:
-            ended: nothing more will be: also what is of no whole line.
-        """
+        """Yield (log, line) for lines written since the last call; with `ended`, also an incomplete last line."""
         for path in self._pick():
             offset = self._offsets.get(path, 0)
             with contextlib.suppress(OSError), path.open("rb") as handle:
@@ -83,7 +74,6 @@ class Tail:
                 yield from _decoded(path, read.splitlines())
 
     def _last_lines(self, handle: BinaryIO, end: int) -> list[bytes]:
-        """The last lines before a position, with their ends."""
         size = BLOCK_BYTES
         while True:
             begin = handle.seek(max(0, end - size))

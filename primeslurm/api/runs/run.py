@@ -1,4 +1,4 @@
-"""Runs that were submitted: finding them, their status, waiting for them, ending them."""
+"""`Run`: status, wait, cancel, resume, summary and diagnosis of a submitted run; and the search for runs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from primeslurm.run.status.summary import Summary
 
 CANCEL_GRACE_S = 45.0
-"""From the request to end in good order to scancel, if the head does not react. An agent gives its processes 15 s."""
+"""Seconds from the cancel request to scancel if the head does not react. An agent gives its processes 15 s."""
 CHECKPOINT_GRACE_S = 390.0
-"""The same if the head waits for a last checkpoint, for which it gives trainers 300 s."""
+"""The same while the head waits for a last checkpoint, which may take 300 s."""
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, by its directory. It is read anew with every call."""
+    """A run, identified by its directory. Every call reads the directory again."""
 
     path: Path
 
@@ -50,31 +50,30 @@ class Run:
         return RunDirectory(self.path)
 
     def plan(self) -> Plan:
-        """Read the plan of the newest attempt. Raises RunError."""
+        """Return the plan of the newest attempt. Raises RunError."""
         return self.directory.latest().plan()
 
     def attempt(self, number: int | None = None) -> Attempt:
-        """Find an attempt by its number, or the newest. Raises UsageError, or RunError if there is none."""
+        """Return an attempt by number, or the newest. Raises UsageError, or RunError if there is none."""
         newest = self.directory.latest()
         if number is None:
             return newest
-        known = {attempt.number: attempt for attempt in self.directory.attempts()}
-        if number not in known:
-            why = f"the attempts are {', '.join(map(str, known))}"
+        attempts = {attempt.number: attempt for attempt in self.directory.attempts()}
+        if number not in attempts:
+            why = f"does not exist; the attempts are {', '.join(map(str, attempts))}"
             raise UsageError([Violation("--attempt", str(number), why, f"nearest: {newest.number}")])
-        return known[number]
+        return attempts[number]
 
     def status(self, *, processes: bool = False, if_silent: OnNoAnswer | None = None) -> RunStatus:
-        """Say what the run is doing.
+        """Return the status of the run.
 
         Args:
-            processes: list every single process.
-            if_silent: called where Slurm has to be asked and gives no answer, in place of an error. Its job then counts
-                as unknown (`silent`).
+            processes: list every process.
+            if_silent: called instead of an error if Slurm does not answer. The phase may be `silent` then.
 
         Raises:
-            RunError: its records are damaged, or of another release.
-            ClusterError: Slurm has to be asked and gives no answer.
+            RunError: records of the run are damaged, or come from another release.
+            ClusterError: the status depends on Slurm, and Slurm does not answer.
         """
         with reading(self):
             state, find_causes, find_obstacles = queries(self.directory, if_silent)
@@ -83,14 +82,14 @@ class Run:
             )
 
     def watch(self, *, poll_s: float = 1.0, if_silent: OnNoAnswer | None = None) -> Iterator[RunStatus]:
-        """Yield the status again and again; the last one is of the run that has ended.
+        """Yield the status every `poll_s` seconds until the run has ended.
 
         Args:
-            poll_s: seconds between two looks.
-            if_silent: called when Slurm gives no answer, but for the first time: no job ends of that.
+            poll_s: seconds between two reads.
+            if_silent: called if Slurm does not answer after the first status.
 
         Raises:
-            RunError, ClusterError: as `status`; the latter only for the first look.
+            RunError, ClusterError: as `status`; ClusterError only for the first status.
         """
         current = self.status()
         yield current
@@ -98,7 +97,7 @@ class Run:
             time.sleep(poll_s)
             try:
                 current = self.status()
-            except ClusterError as error:  # its controller is busy, or starts again
+            except ClusterError as error:  # slurmctld is busy or restarting
                 if if_silent is not None:
                     if_silent(error)
                 continue
@@ -108,8 +107,8 @@ class Run:
         """Wait until the run has ended, and return its last status; `phase` says how it ended.
 
         Raises:
-            TimeoutError: it has not ended after `timeout_s` seconds, and goes on.
-            RunError, ClusterError: as `status`; the latter only for the first look.
+            TimeoutError: the run has not ended after `timeout_s` seconds. It continues.
+            RunError, ClusterError: as `status`; ClusterError only for the first status.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         status = self.status()
@@ -117,20 +116,20 @@ class Run:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name} is {status.phase} after {timeout_s:g} s")
             time.sleep(poll_s)
-            with contextlib.suppress(ClusterError):  # its controller is busy, or starts again: no job ends of that
+            with contextlib.suppress(ClusterError):  # slurmctld is busy or restarting; jobs continue
                 status = self.status()
         return status
 
     def cancel(self, *, now: bool = False, if_silent: OnNoAnswer | None = None) -> bool:
-        """Have the trainer write a last checkpoint, then end the run and its job. Returns whether it was not over.
+        """End the run and its job after a last checkpoint. Returns False if the run had already ended.
 
         Args:
-            now: do not wait for a last checkpoint. Committed checkpoints stay.
-            if_silent: as of `status`.
+            now: end without a last checkpoint. Committed checkpoints stay.
+            if_silent: as for `status`.
 
         Raises:
-            UsageError: the directory is a copy of a run, or was moved.
-            RunError, ClusterError: as `status`; ClusterError also if sbatch has not said yet which job it submits.
+            UsageError: the directory was copied or moved.
+            RunError, ClusterError: as `status`; ClusterError also if sbatch has not returned the job's id yet.
         """
         self._refuse_if_displaced()
         query = job_query(self.directory, if_silent)
@@ -151,37 +150,33 @@ class Run:
         return True
 
     def _job_to_end(self, attempt: Attempt, query: JobQuery) -> JobRecord | None:
-        """The job of an attempt, with its id once sbatch has answered. None if there is no job."""
+        # A submission may be in progress: wait for sbatch to return the job's id.
         deadline = time.monotonic() + CANCEL_GRACE_S
         while (job := attempt.job()) is not None and not job.job_id:
             state = query(job) or ""
             if not state.startswith((SUBMITTING, NO_ANSWER)):
                 return None
             if time.monotonic() > deadline:
-                raise ClusterError(f"the job of {self.name} cannot be ended yet: {state}. It ends when it starts")
+                raise ClusterError(
+                    f"the job of {self.name} cannot be cancelled yet: {state}. It ends as soon as it starts"
+                )
             time.sleep(_POLL_S)
             settle(self.directory)
         return job
 
     def resume(self) -> Run:
-        """Go on from the last committed step, as a new attempt. Returns the same run.
+        """Submit a new attempt that continues from the last committed step. Returns this run.
 
         Raises:
-            UsageError: it has not ended, has done all its steps, or is a copy of a run.
+            UsageError: the run is active or completed, or its directory was copied or moved.
             ClusterError: Slurm refused the job or did not answer.
-            RunError: its records are damaged.
+            RunError: records of the run are damaged.
         """
         self.start_again()
         return self
 
     def start_again(self) -> Submitted:
-        """Do the same as `resume`; return what was submitted.
-
-        Raises:
-            UsageError: the run is active, completed, a copy, or was moved.
-            RunError: its directory is damaged.
-            ClusterError: Slurm refuses.
-        """
+        """Resume as `resume` does, and return the submitted attempt."""
         from primeslurm.api import submission
 
         self._refuse_if_displaced()
@@ -193,12 +188,11 @@ class Run:
         return submission.resume(self.directory, self.directory.attempt(status.attempt))
 
     def _refuse_if_displaced(self) -> None:
-        """Raise UsageError if the plan's processes would use another directory than this one."""
         if problems := moved_or_copied(self.path, self.plan()):
             raise UsageError(problems)
 
     def summary(self) -> Summary:
-        """Sum up what the run achieved: reward, versions, staleness, mismatch, restarts. Raises RunError."""
+        """Return rewards, losses, throughput, staleness and failures of the run. Raises RunError."""
         from primeslurm.run.status.summary import summarise
 
         with reading(self):
@@ -207,12 +201,12 @@ class Run:
     def diagnose(
         self, attempt: int | None = None, *, max_kl: float | None = None, if_silent: OnNoAnswer | None = None
     ) -> Diagnosis:
-        """Name the first failure of an attempt, what followed from it, known causes, and whether the run is valid.
+        """Return the first failure of an attempt, later events, known causes, and whether the run is valid.
 
         Args:
-            attempt: its number; by default the newest.
-            max_kl: largest accepted KL between trainer and engines.
-            if_silent: as of `status`.
+            attempt: number of the attempt; the newest by default.
+            max_kl: largest valid KL between trainer and engines.
+            if_silent: as for `status`.
 
         Raises:
             UsageError: there is no such attempt.
@@ -228,7 +222,7 @@ class Run:
             return diagnose(self.directory, chosen, state, limit, find_causes, find_obstacles=find_obstacles)
 
     def report(self, *, if_silent: OnNoAnswer | None = None) -> str:
-        """Make one HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
+        """Return an HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
         from primeslurm.run.report.page import report
 
         with reading(self):
@@ -245,10 +239,10 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
 
     Args:
         name: the run's name, or its directory.
-        runs: directory of all runs. By default the site file's, then ./runs, where runs without a site file go.
+        runs: directory of all runs. By default, the site file's directory and ./runs are searched.
 
     Raises:
-        RunError: there is no such run, and the nearest name is given; or the run is damaged.
+        RunError: there is no such run (the text has the nearest name), or the run is damaged.
     """
     root = runs_directory(runs)
     roots = dict.fromkeys((root, root if runs is not None else Path("runs")))
@@ -264,20 +258,16 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
 
 
 def all_runs(runs: str | Path | None = None) -> list[Run]:
-    """List every run below a directory (by default the site file's, or ./runs), oldest first."""
-    root = runs_directory(runs)
-    found = [RunDirectory(path) for path in files.listing(root.absolute())]
-    known = sorted((run for run in found if run.exists()), key=lambda run: run.created_at)
-    return [Run(run.path) for run in known]
+    """Return all runs of a directory (by default the site file's, or ./runs), oldest first."""
+    directories = [RunDirectory(path) for path in files.listing(runs_directory(runs).absolute())]
+    existing = sorted((run for run in directories if run.exists()), key=lambda run: run.created_at)
+    return [Run(run.path) for run in existing]
 
 
 @contextlib.contextmanager
 def reading(run: Run) -> Iterator[None]:
-    """For what reads a run: its records are not validated as a whole, and may be damaged or of another release.
-
-    Raises:
-        RunError: something in them is not what it should be.
-    """
+    """Turn errors from damaged records of a run into RunError."""
+    # Records are read without full validation, so a damaged file, or one of another release, may raise any of these.
     try:
         yield
     except OSError as error:

@@ -195,7 +195,7 @@ def test_cancelled_components_of_a_refused_job_are_no_job(run: Run, slurm: FakeS
 def test_an_attempt_stays_as_long_as_nobody_knows_whether_there_is_a_job(run: Run, slurm: FakeSlurm) -> None:
     slurm.set("lost", "sbatch: error: Socket timed out on send/recv operation")
     slurm.set("down")
-    with pytest.raises(ClusterError, match="whether Slurm has the job is not known"):
+    with pytest.raises(ClusterError, match="it is unknown whether Slurm has the job"):
         run.start_again()
     slurm.unset("down")
     slurm.unset("lost")

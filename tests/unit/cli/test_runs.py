@@ -159,7 +159,7 @@ def test_following_ends_with_the_last_lines_and_sees_other_attempts(
 
 def test_logs_of_something_else_name_the_nearest(place: Path) -> None:
     result = primeslurm("logs", "older", "--attempt", "7", cwd=place)
-    assert (result.code, result.err) == (2, "error: --attempt = 7: the attempts are 1 (nearest: 1)\n")
+    assert (result.code, result.err) == (2, "error: --attempt = 7: does not exist; the attempts are 1 (nearest: 1)\n")
     result = primeslurm("logs", "older", "trainers", cwd=place)
     assert (result.code, result.err) == (2, "error: PROCESS = trainers: no such log (did you mean trainer?)\n")
 

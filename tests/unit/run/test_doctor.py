@@ -387,7 +387,7 @@ def test_the_verb_shows_it_and_exits_with_1(run: RunDirectory, tmp_path: Path) -
     found = json.loads(primeslurm("doctor", "r", "--json", cwd=tmp_path).out)
     assert found["first"]["failure"]["component"] == "trainer-rank-0"
     result = primeslurm("doctor", "r", "--attempt", "3", cwd=tmp_path)
-    assert (result.code, result.err) == (2, "error: --attempt = 3: the attempts are 1 (nearest: 1)\n")
+    assert (result.code, result.err) == (2, "error: --attempt = 3: does not exist; the attempts are 1 (nearest: 1)\n")
 
 
 def test_a_router_that_lost_workers_is_told_of(run: RunDirectory) -> None:
