@@ -276,9 +276,9 @@ def _load_emulated(
     where = draft_site(site_file) if site_file is not None else None
     if problems := [*asked.violations, *(where.violations if where else ())]:
         raise UsageError(problems)
-    recipe = emulation.for_emulation(asked.sound())
+    recipe = emulation.for_emulation(asked.valid_value())
     if where is not None:
-        return LoadedRecipe(recipe, with_python(where.sound()), source, False, None)
+        return LoadedRecipe(recipe, with_python(where.valid_value()), source, False, None)
     emulation.refuse_without_packages()
     spec = emulation.cluster_for(recipe)
     return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec)

@@ -20,7 +20,7 @@ from primeslurm.plan.placement.inference import served
 from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, make_emulated_plan, refusals, try_plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, independent, is_below
-from primeslurm.recipe.reading.repair import path_of
+from primeslurm.recipe.reading.valid_variants import path_of
 from primeslurm.recipe.site import NodeKind
 
 LEVELS = ("error", "blocked", "warning", "note")
@@ -177,7 +177,8 @@ def examine(
         errors = _causes(errors, lambda error: [each.errors for each in looks([error])])
         if not all(each.planned for each in first):
             plans_from = again
-    others = _common([each.others for each in plans_from], faulty)
+    others = as_findings((*recipe.deprecations, *site.deprecations), "warning")
+    others += _common([each.others for each in plans_from], faulty)
     tried = _try(first[0], faulty, local=local) if environments and first else _Tried()
     errors += [each for each in tried.errors if each not in errors]
     errors = [each for each in errors if not _said(each, tried.errors)]

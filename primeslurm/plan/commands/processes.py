@@ -101,7 +101,7 @@ def _compiles(recipe: Recipe, model_type: str | None, device: str) -> bool:
     cp_style = trainer.parallelism.cp_style if trainer.parallelism.cp > 1 else None
     asked = {"fp8": trainer.fp8, "lora": trainer.lora, "router_replay": trainer.router_replay}
     asked |= {"cp": cp_style == "ulysses", "all-gathered cp": cp_style == "allgather"}
-    asked |= {"one expert after the other": not trainer.grouped_products}
+    asked |= {"one expert after the other": not trainer.grouped_mm}
     return ran is not None and {mode for mode, on in asked.items() if on} <= ran
 
 

@@ -1,4 +1,4 @@
-"""Which example of an environment comes next."""
+"""Order of an environment's examples by difficulty."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ class EvaluationEnvironment(AnyEnvironment):
 
     @property
     def passes(self) -> tuple[int, ...]:
-        """Every k of pass@k: powers of two below the number of samples, and that number."""
+        """Values of k for pass@k: powers of two below the number of samples, and that number."""
         powers = (1 << i for i in range(self.samples.bit_length()))
         return tuple(sorted({*(k for k in powers if k < self.samples), self.samples}))
 
     @property
     def comparable(self) -> tuple[str, ...]:
-        """Names of the metrics of which more is better, by which a checkpoint may be kept."""
+        """Metrics of which a higher value is better, for `keep_best`."""
         return (REWARD_MEAN, *(f"pass@{k}" for k in self.passes))
 
 

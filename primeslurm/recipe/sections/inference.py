@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, Json, OptionName
+from primeslurm.recipe.fields.types import EnvironmentName, Json, OptionName
 from primeslurm.recipe.sections.kv_offload import KvOffload
 from primeslurm.recipe.sections.routers import Router, VllmRouter
 
@@ -38,7 +38,7 @@ class EngineParallel(Section):
 
 
 class EngineSettings(Section):
-    """Settings that may differ between prefill and decode engines.
+    """Settings that can differ between prefill and decode engines.
 
     An unset field keeps the value from `inference`, or else vLLM's default.
     """

@@ -51,7 +51,7 @@ def test_modes_that_have_run_are_compiled(modes: dict[str, Any]) -> None:
         (recipe(), None, "cuda"),
         (recipe("float32"), "qwen3_moe", "cuda"),
         (recipe(vlm={}), "qwen3_moe", "cuda"),
-        (recipe(grouped_products=False), "qwen3_moe", "cuda"),
+        (recipe(grouped_mm=False), "qwen3_moe", "cuda"),
         (recipe(router_replay=True), "qwen3_moe", "cuda"),
         (recipe(fp8=True, parallelism={"cp": 2}), "qwen3_moe", "cuda"),
         (recipe(parallelism={"ep": 2, "ep_backend": "deepep"}), "qwen3_moe", "cuda"),

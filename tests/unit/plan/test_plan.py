@@ -18,7 +18,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from tests.support.recipes import recipe_data, site
 

@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"-[\d.]+(e-?\d+)?", re.IGNORECASE)
 Path = tuple[str, ...]
 
 
-def text_problems(model: BaseModel) -> list[Violation]:
+def string_problems(model: BaseModel) -> list[Violation]:
     """Find every string and number of a recipe or site that cannot be carried, and every secret."""
     found = []
     for path, value in strings(model):

@@ -1,4 +1,7 @@
-"""Which harness goes with which runtime, and what a runtime can hold. Known without verifiers."""
+"""Rules for harnesses and runtimes: which of them work together, and which limits a runtime supports.
+
+The rules do not import verifiers, so `check` also works where it is not installed.
+"""
 
 from __future__ import annotations
 
@@ -32,57 +35,58 @@ HARNESSES = (
     "rlm",
     "terminus_2",
 )
-"""What verifiers 0.4 ships."""
+"""Harnesses of verifiers 0.4."""
 WITHOUT_CONTAINER = ("bash", "null")
-"""Harnesses that verifiers also lets run unprotected on the node."""
+"""Harnesses that verifiers also runs without any container or sandbox."""
 WITHOUT_INSTALLING = ("bash", "mini_swe_agent", "null", "terminus_2")
-"""Harnesses that are Python scripts, whose packages set-up can install. Others install programs in a container."""
+"""Harnesses that are Python scripts and need no installation. The others install programs into a container."""
 WITHOUT_TOOLS = ("chat", "null", "terminus_2")
-"""Harnesses that offer the model no tools of their own: `null` has those of the task, Terminus reads its text."""
+"""Harnesses that add no tools: `null` uses those of the task, and Terminus parses the model's text."""
 PROVIDER_KEYS = {
     "prime": ("PRIME_API_KEY",),
     "modal": ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"),
     "e2b": ("E2B_API_KEY",),
 }
-"""Hosted runtimes, and the variables with the keys of an account there."""
+"""Environment variables with the account keys of each hosted runtime."""
 _CONTAINER = "`runtime: {type: apptainer}`"
 ENV_KEY = "env"
 """Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""
 
 
 def violations(environments: Sequence[AnyEnvironment], field: str = "environments") -> list[Violation]:
-    """Find harnesses and runtimes that do not go together, or that are said twice, in the environments of a field."""
+    """Return contradictions between harness, runtime and limits of each environment."""
     return [
-        Violation(f"{field}.{index}.{found.field}", found.value, found.why, found.fix)
+        Violation(f"{field}.{index}.{problem.field}", problem.value, problem.why, problem.fix)
         for index, environment in enumerate(environments)
-        for found in (*_raw(environment), *_harness(environment), *_runtime(environment))
+        for problem in (*_agent_options(environment), *_harness(environment), *_runtime(environment))
     ]
 
 
 def tunnel_violations(environments: Mapping[str, AnyEnvironment]) -> list[Violation]:
-    """Find workers that would share a custom tunnel: its URL leads to one port, where one of them can listen.
+    """Return environments whose workers would share the port of a custom tunnel. Only one worker can listen on it.
 
     Args:
-        environments: all that have workers, by their field.
+        environments: all environments that have workers, by their field.
     """
-    found, takers = [], dict[object, str]()
+    problems, field_by_port = [], dict[object, str]()
     for field, environment in environments.items():
         port = _tunnel_port(environment)
         if port is None:
             continue
         if environment.workers > 1:
-            why = f"a custom tunnel leads to one port, where one of {environment.workers} workers can listen"
-            found.append(Violation(f"{field}.workers", str(environment.workers), why, "1"))
-        if port in takers:
-            why = f"the tunnel of {takers[port]} has it, and their workers may be on one node"
+            why = "a custom tunnel leads to one port, on which only one worker can listen"
+            problems.append(Violation(f"{field}.workers", str(environment.workers), why, "use workers: 1"))
+        if port in field_by_port:
+            why = f"is also the port of {field_by_port[port]}, and workers of both may run on one node"
             where = f"{field}.args.{ENV_KEY}.interception.tunnel.port"
-            found.append(Violation(where, str(port), why, "another port, with a URL of its own"))
-        takers.setdefault(port, field)
-    return found
+            problems.append(Violation(where, str(port), why, "use another port and another URL"))
+        field_by_port.setdefault(port, field)
+    return problems
 
 
 def _tunnel_port(environment: AnyEnvironment) -> object:
-    """The node's port of a custom tunnel; None if the environment has none. What is no such option, verifiers says."""
+    """Return the port of a custom tunnel on the node; None if there is no tunnel, or its options are invalid."""
+    # verifiers reports invalid options.
     options: object = environment.args.get(ENV_KEY)
     for key in ("interception", "tunnel"):
         options = options.get(key) if isinstance(options, Mapping) else None
@@ -91,54 +95,56 @@ def _tunnel_port(environment: AnyEnvironment) -> object:
 
 
 def module_name(harness: str) -> str:
-    """The module that verifiers imports for a harness."""
+    """Return the name of the module that verifiers imports for a harness."""
     return harness.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
 def offers_tools(harness: str) -> bool:
-    """Tell whether a harness that is known offers the model tools of its own."""
+    """Return whether a harness of verifiers adds tools for the model."""
     name = module_name(harness)
     return name in ("shell", *HARNESSES) and name not in WITHOUT_TOOLS
 
 
-def _raw(environment: AnyEnvironment) -> Iterator[Violation]:
-    """What `args.env` says of agents beside the typed fields."""
-    raw = environment.args.get(ENV_KEY)
-    for role, options in (raw if isinstance(raw, Mapping) else {}).items():
+def _agent_options(environment: AnyEnvironment) -> Iterator[Violation]:
+    """Check the options of agents in `args.env`."""
+    agents = environment.args.get(ENV_KEY)
+    for role, options in (agents if isinstance(agents, Mapping) else {}).items():
         if not isinstance(options, Mapping):
             continue
         field = f"args.{ENV_KEY}.{role}"
         harness = options.get("harness")
         if isinstance(harness, Mapping) and "id" in harness and harness["id"] is None:
-            why = "YAML reads null without quotes as nothing, and verifiers then takes bash"
-            yield Violation(f"{field}.harness.id", "null", why, '`harness: {id: "null"}`')
+            why = "YAML reads null without quotes as no value, and verifiers then uses bash"
+            yield Violation(f"{field}.harness.id", "null", why, 'write `harness: {id: "null"}`')
         for name in ("harness", "runtime"):
             if name in options and getattr(environment, name) is not None:
-                why = f"`{name}` of the environment says it, too"
+                why = f"`{name}` of the environment sets the same"
                 yield Violation(f"{field}.{name}", role, why, "keep one of them")
 
 
 def _harness(environment: AnyEnvironment) -> Iterator[Violation]:
     if environment.harness is None:
         return
-    given, runtime = environment.harness.id, environment.runtime
-    name = module_name(given)
+    harness, runtime = environment.harness.id, environment.runtime
+    name = module_name(harness)
     if name not in HARNESSES:
         close = difflib.get_close_matches(name, HARNESSES, n=1, cutoff=0.7)
         if close and not _installed(name):
-            yield Violation("harness.id", given, "no such harness", f"did you mean {close[0]}?")
+            yield Violation("harness.id", harness, "no such harness", f"did you mean {close[0]}?")
         return
     if sees_packages(runtime) and name not in WITHOUT_INSTALLING:
-        why = f"{given} is no Python script, and must be installed into its container"
-        yield Violation("runtime.install", "false", why, f"true, or one of {', '.join(WITHOUT_INSTALLING)}")
+        why = f"{harness} is not a Python script and must be installed into its container"
+        fix = f"use install: true, or one of {', '.join(WITHOUT_INSTALLING)}"
+        yield Violation("runtime.install", "false", why, fix)
     if not isinstance(runtime, SubprocessRuntime):
         return
     if name not in WITHOUT_INSTALLING:
-        why = "installs programs into its container, which a subprocess has not"
-        yield Violation("harness.id", given, why, f"{_CONTAINER}, or one of {', '.join(WITHOUT_INSTALLING)}")
+        why = "installs programs into its container, and a subprocess has no container"
+        fix = f"use {_CONTAINER}, or one of {', '.join(WITHOUT_INSTALLING)}"
+        yield Violation("harness.id", harness, why, fix)
     elif runtime.trusted and name not in WITHOUT_CONTAINER:
-        why = "drives programs that must not see the node, and `trusted` takes the sandbox away"
-        yield Violation("harness.id", given, why, f"runtime without `trusted`, or {_CONTAINER}")
+        why = "runs programs that need a sandbox, and `trusted` removes the sandbox"
+        yield Violation("harness.id", harness, why, f"leave `trusted` out, or use {_CONTAINER}")
 
 
 def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
@@ -148,43 +154,44 @@ def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
     limits, network = runtime.limits, runtime.limits.network
     field = "runtime.limits"
     if isinstance(network, tuple) and runtime.type in ("subprocess", "apptainer"):
-        why = f"{runtime.type} cannot let some hosts through and not others"
-        yield Violation(f"{field}.network", ", ".join(network), why, "none, open, or runtime docker or a hosted one")
+        why = f"{runtime.type} cannot allow only some hosts"
+        fix = "use none or open, or runtime docker, podman or a hosted one"
+        yield Violation(f"{field}.network", ", ".join(network), why, fix)
     if network == "none" and isinstance(runtime, ApptainerRuntime) and runtime.install:
-        why = "no harness could be installed into its container, which has no network from its start"
-        yield Violation(f"{field}.network", network, why, "`install: false` in the runtime, or open")
+        why = "the container never has a network, so no harness could be installed into it"
+        yield Violation(f"{field}.network", network, why, "use `install: false` in the runtime, or network: open")
     if limits.processes is not None and not isinstance(runtime, SubprocessRuntime):
-        why = f"verifiers gives {runtime.type} no such limit"
+        why = f"verifiers has no such limit for {runtime.type}"
         yield Violation(f"{field}.processes", str(limits.processes), why, "leave it out")
     if limits.disk_gb is not None and runtime.type not in ("subprocess", "apptainer", "prime"):
-        why = f"{runtime.type} has no such limit, and would not hold it"
+        why = f"verifiers does not enforce this limit with {runtime.type}"
         yield Violation(f"{field}.disk_gb", f"{limits.disk_gb:g}", why, "leave it out")
     if isinstance(runtime, PrimeRuntime) and runtime.checkpoint is not None:
         for where, value in (("runtime.image", runtime.image), (f"{field}.disk_gb", limits.disk_gb)):
             if value is not None:
-                yield Violation(where, str(value), "`checkpoint` of the runtime has its own", "keep one of them")
+                yield Violation(where, str(value), "`checkpoint` of the runtime already sets it", "keep one of them")
     if isinstance(runtime, E2BRuntime):
-        yield from _sizes_at_e2b(limits, field)
+        yield from _e2b_sizes(limits, field)
     if isinstance(runtime, SubprocessRuntime) and runtime.trusted:
         for name, value in limits.model_dump(exclude_none=True, exclude={"wall_time_s"}).items():
             if value != "open":
-                why = "is held by the sandbox, which `trusted` takes away"
+                why = "is enforced by the sandbox, and `trusted` removes the sandbox"
                 yield Violation(f"{field}.{name}", str(value), why, "leave one of them out")
         if runtime.visible:
-            why = "without a sandbox programs see everything"
+            why = "without a sandbox, programs see all directories"
             yield Violation("runtime.visible", ", ".join(runtime.visible), why, "leave it out")
 
 
-def _sizes_at_e2b(limits: Limits, field: str) -> Iterator[Violation]:
-    """E2B has sizes of sandboxes of its own, and says so only when a rollout asks for one."""
+def _e2b_sizes(limits: Limits, field: str) -> Iterator[Violation]:
+    # E2B refuses other sizes only when the first rollout creates its sandbox.
     cpus, memory_gb = limits.cpus, limits.memory_gb
     if cpus is not None and cpus != 1 and cpus % 2:
-        near = max(1, 2 * round(cpus / 2))
-        yield Violation(f"{field}.cpus", f"{cpus:g}", "e2b has 1 core or an even number of them", f"{near}")
+        nearest = max(1, 2 * round(cpus / 2))
+        yield Violation(f"{field}.cpus", f"{cpus:g}", "must be 1 or even at e2b", f"nearest: {nearest}")
     if memory_gb is not None and (memory_gb < 0.125 or memory_gb * 512 % 1):
-        enough = max(0.125, round(memory_gb * 512) / 512)
-        why = "e2b has an even number of MiB, of 128 at least"
-        yield Violation(f"{field}.memory_gb", f"{memory_gb:g}", why, f"{enough:g}")
+        nearest_gb = max(0.125, round(memory_gb * 512) / 512)
+        why = "must be an even number of MiB and at least 128 MiB at e2b"
+        yield Violation(f"{field}.memory_gb", f"{memory_gb:g}", why, f"nearest: {nearest_gb:g}")
 
 
 def _installed(module: str) -> bool:
