@@ -1,6 +1,6 @@
-"""What every string and whole number of a recipe or site must be, so that it reaches processes as it was written.
+"""Rules for all strings and whole numbers of a recipe or site file, so that processes receive them unchanged.
 
-Syntax of single fields is in `syntax.py`. These rules are the same for all of them, and so a new field has them too.
+The rules apply to every field, also to new ones. The syntax of single fields is in `types.py`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pydantic import BaseModel
 from primeslurm.base.errors import Violation
 
 MAX_LENGTH = 1024
-"""Slurm refuses longer values of an option."""
+"""Longest string. Slurm refuses longer values of an option."""
 MAX_VALUE_LENGTH = 8192
-"""Of environment variables and of options of vLLM."""
+"""Longest value of an environment variable or an option of vLLM."""
 MAX_INTEGER = 2**63 - 1
-"""MessagePack and numpy have no larger integers."""
+"""Largest integer of MessagePack and numpy."""
 
+# Mappings whose values are passed to processes unchanged. The values may begin with a dash.
 _VALUES = ("env", "prefill_env", "decode_env", "vllm_extra")
-"""Mappings whose values go to processes as they are: they may begin with a dash, and be long."""
+# Lists of complete options.
 _OPTIONS = ("extra", "options")
-"""Lists of whole options."""
 _SECRET_NAME = re.compile(r"(^|[_-])(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)($|[_-])", re.IGNORECASE)
 _NUMBER = re.compile(r"-[\d.]+(e-?\d+)?", re.IGNORECASE)
 
@@ -30,34 +30,23 @@ Path = tuple[str, ...]
 
 
 def string_problems(model: BaseModel) -> list[Violation]:
-    """Find every string and number of a recipe or site that cannot be carried, and every secret."""
-    found = []
-    for path, value in strings(model):
-        why, fix = _problem(path, value)
-        if why:
-            shown = repr(value)
-            found.append(Violation(".".join(path), shown if len(shown) <= 60 else shown[:57] + "...", why, fix))
-    return found + _too_large(model) + _secrets(model, ())
-
-
-def _too_large(model: BaseModel) -> list[Violation]:
-    """Find every whole number that messages between processes cannot carry."""
-    numbers = [(path, value) for path, value in leaves(model) if isinstance(value, int) and abs(value) > MAX_INTEGER]
-    return [
-        Violation(
-            ".".join(path), f"{value:.3g}", "is too large", f"nearest: {MAX_INTEGER if value > 0 else -MAX_INTEGER}"
-        )
-        for path, value in numbers
-    ]
-
-
-def strings(value: object) -> Iterator[tuple[Path, str]]:
-    """List every string below a model, keys of mappings included, with the path as the user writes it."""
-    return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, str))
+    """Return all strings and numbers that would not reach processes unchanged, and all secrets."""
+    problems, too_large = [], []
+    for path, value in leaves(model):
+        if isinstance(value, str):
+            why, fix = _problem(path, value)
+            if why:
+                shown = repr(value)
+                shown = shown if len(shown) <= 60 else shown[:57] + "..."
+                problems.append(Violation(".".join(path), shown, why, fix))
+        elif abs(value) > MAX_INTEGER:
+            fix = f"nearest: {MAX_INTEGER if value > 0 else -MAX_INTEGER}"
+            too_large.append(Violation(".".join(path), f"{value:.3g}", "is too large", fix))
+    return problems + too_large + _secrets(model, ())
 
 
 def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, str | int]]:
-    """List every string and whole number below a model, keys of mappings included, with the path as it is written."""
+    """List all strings and whole numbers below a model, including keys of mappings, with the path in the file."""
     if isinstance(value, str | int):
         yield path, value
     elif isinstance(value, BaseModel):
@@ -73,25 +62,27 @@ def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, str | int]]:
 
 
 def _problem(path: Path, value: str) -> tuple[str, str]:
-    """Why this string cannot stand there and what to do; empty if it can."""
-    if "args" in path:  # handed to the environment as JSON, never to a shell or a command line
+    """Return why the string is invalid and how to fix it; empty texts if it is valid."""
+    if "args" in path:
+        # The environment receives it as JSON, never through a shell or a command line.
         return ("", "") if _encodable(value) else ("is not valid Unicode", "")
-    as_value = any(name in path[:-1] for name in _VALUES)
+    max_length = MAX_VALUE_LENGTH if any(name in path[:-1] for name in _VALUES) else MAX_LENGTH
     if not value.isprintable():
         return "must be one line of printable text", "leave out control and invisible characters"
-    if len(value) > (MAX_VALUE_LENGTH if as_value else MAX_LENGTH):
-        return f"is longer than {MAX_VALUE_LENGTH if as_value else MAX_LENGTH} characters", ""
-    if "prologue" in path:  # shell, by definition
+    if len(value) > max_length:
+        return f"is longer than {max_length} characters", ""
+    if "prologue" in path:  # lines of a shell script
         return "", ""
     if "${" in value:
         return "${...} is not expanded here", "write the value itself, or set it in the site's prologue"
     if value.startswith("-") and not _may_begin_with_dash(path, value):
-        return "would be taken for an option", "it must not begin with a dash"
+        return "would be read as an option", "it must not begin with a dash"
     return "", ""
 
 
 def _may_begin_with_dash(path: Path, value: str) -> bool:
-    if "vllm_extra" in path:  # a word of a command line, unless it is nested: then it is part of a JSON text
+    if "vllm_extra" in path:
+        # A top-level value is a word of vLLM's command line. Nested values are part of a JSON text.
         below = path[path.index("vllm_extra") + 1 :]
         in_json = any(not part.isdigit() for part in below[1:])
         return in_json or bool(_NUMBER.fullmatch(value))
@@ -107,21 +98,23 @@ def _encodable(value: str) -> bool:
 
 
 def _secrets(value: object, path: Path) -> list[Violation]:
-    """Values of variables whose names say that they are secret: they would stand in the plan, for all to read."""
-    found = []
+    """Return values of environment variables whose names suggest a secret. Others could read them in the plan."""
+    problems = []
     if isinstance(value, BaseModel):
         for name, info in type(value).model_fields.items():
             below = (*path, info.alias or name)
             item = getattr(value, name)
             if name in _VALUES and isinstance(item, Mapping):
-                given = [key for key, text in item.items() if isinstance(text, str) and text]
-                found += [_secret((*below, key)) for key in given if _SECRET_NAME.search(key)]
+                for key, text in item.items():
+                    if isinstance(text, str) and text and _SECRET_NAME.search(key):
+                        problems.append(_secret((*below, key)))
             else:
-                found += _secrets(item, below)
-    return found
+                problems += _secrets(item, below)
+    return problems
 
 
 def _secret(path: Path) -> Violation:
     name = path[-1]
     fix = f"`pass_env: [{name}]`, and export {name} where you submit"
-    return Violation(".".join(path), "", "looks like a secret, which would be written into plan and script", fix)
+    why = "looks like a secret, which would be written to the plan and the batch script"
+    return Violation(".".join(path), "", why, fix)

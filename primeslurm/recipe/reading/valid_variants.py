@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from primeslurm.base.errors import Violation
-from primeslurm.recipe.reading.validation_errors import InputFault, faults, field_type, members
+from primeslurm.recipe.fields.section import field_type, members
+from primeslurm.recipe.reading.validation_errors import InputFault, faults
 
 M = TypeVar("M", bound=BaseModel)
 KeyPath = tuple[str, ...]
