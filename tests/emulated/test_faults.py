@@ -31,7 +31,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 LISTEN = {"router/http", "router/metrics", "router/health", "prefill/http", "decode/http"}
 LISTEN |= {"orchestrator/wire", "orchestrator/envs"}
-REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "ZMTP", "ZMTP PLAIN", "ZMTP PLAIN ERROR"}
+REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "ZMTP", "ZMTP CURVE", "ZMTP CURVE ERROR"}
 OPEN = {"router/metrics"}
 """Ports that answer without a secret: a router's metrics (see docs/explanation/security.md)."""
 
@@ -51,7 +51,7 @@ def test_stranger_at_every_port_learns_and_stops_nothing(deployment: Deployment)
     assert asked.succeeded, asked.trace
     answers = [Response(*each) for each in asked.value]
     assert len(answers) == len(found) * len(MESSAGES)
-    assert {each.description for each in answers} >= {"HTTP 400", "HTTP 401", "HTTP 404", "ZMTP PLAIN"}, "who answered?"
+    assert {each.description for each in answers} >= {"HTTP 400", "HTTP 401", "HTTP 404", "ZMTP CURVE"}, "who answered?"
     assert [each for each in answers if each.description not in REFUSALS and role(each.port) not in OPEN] == []
     shown = "".join(each.text for each in answers)
     assert secret.read(run.path) not in shown and str(run.path) not in shown

@@ -98,7 +98,7 @@ def half_open(found: list[Port]) -> int:
 
 
 def describe(answer: bytes) -> str:
-    """Describe a response: `HTTP 401`, `ZMTP PLAIN`, `64 bytes`, `nothing`."""
+    """Describe a response: `HTTP 401`, `ZMTP CURVE`, `64 bytes`, `nothing`."""
     if not answer:
         return "nothing"
     if answer.startswith(b"HTTP/1."):
@@ -176,6 +176,11 @@ def _ready() -> bytes:
     return _short(b"READY", b"Socket-Type") + struct.pack(">I", 6) + b"DEALER"
 
 
+def _hello() -> bytes:
+    """Return CURVE's HELLO with a box that no server can open: version, padding, client key, nonce and box."""
+    return _short(b"HELLO") + b"\x01\x00" + bytes(72) + random.Random(12).randbytes(32 + 8 + 80)
+
+
 def _store() -> bytes:
     """Return the bytes of torch's store client: VALIDATE, SET, GETNUMKEYS."""
     key, value = b"/theirs", b"theirs"
@@ -189,7 +194,7 @@ MESSAGES = {
     "garbage": random.Random(11).randbytes(4096),
     "a store's client": _store(),
     "a client of ZMQ": _zmtp(b"NULL", _ready()),
-    "one with a wrong password": _zmtp(b"PLAIN", _short(b"HELLO", b"primeslurm", WRONG.encode())),
+    "one with a wrong key": _zmtp(b"CURVE", _hello()),
     "a request for tokens": _http("POST", "/v1/completions", _TOKENS),
     "one with a wrong secret": _http("POST", "/inference/v1/generate", _TOKENS, WRONG),
     "another policy": _http("POST", "/update_weights", {"update_info": {"version": 9, "path": "/tmp"}}, WRONG),

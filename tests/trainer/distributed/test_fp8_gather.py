@@ -75,7 +75,7 @@ def test_views_of_a_placeholder_have_its_contents(view: Callable[[torch.Tensor],
 
 def test_slice_of_a_placeholder_is_rejected() -> None:
     tensor, _ = stood_in(matrix(2, 256, 128))
-    with pytest.raises(AssertionError, match="a part of a weight"):
+    with pytest.raises(AssertionError, match="a slice of a placeholder"):
         quantize(tensor[0], BLOCKS)
 
 
@@ -88,5 +88,5 @@ def test_other_tensors_have_no_contents() -> None:
     assert all(other.untyped_storage()._cdata != address and placeholder_tensor.lookup(other) is None for other in kept)
     another, _ = stood_in(matrix(2, 256, 128))
     assert placeholder_tensor.lookup(another) is not None and not any(
-        known.expired() for known, _ in placeholder_tensor._behind.values()
+        known.expired() for known, _ in placeholder_tensor._contents.values()
     )

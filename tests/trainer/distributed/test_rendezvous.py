@@ -123,7 +123,7 @@ def test_connection_before_the_gate_opened_is_detected() -> None:
     listening.listen()
     at = listening.getsockname()
     with listening, socket.create_connection(at), socket.create_connection(at):
-        refused = pytest.raises(rendezvous.RendezvousError, match="somebody else is connected")
+        refused = pytest.raises(rendezvous.RendezvousError, match="another process is connected")
         with refused:
             rendezvous.open_gate("127.0.0.1", free_port(), listening)
 

