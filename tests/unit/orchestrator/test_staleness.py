@@ -323,11 +323,11 @@ def test_batch_trains_no_old_token(rule: str) -> None:
     assert batch is not None and batch.info.loss_tokens == 1, "each rollout has two tokens, and the first has no loss"
 
 
-def test_at_least_above_the_group_size_is_refused() -> None:
+def test_min_rollouts_above_the_group_size_is_refused() -> None:
     fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "min_rollouts": 5}}
     data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
     (violation,) = violations(Recipe.model_validate(data))
-    assert (violation.field, violation.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
+    assert (violation.field, violation.fix) == ("orchestrator.staleness.min_rollouts", "nearest: 4")
     fields["staleness"] = {"rule": "drop", "min_rollouts": 5}
     assert not violations(Recipe.model_validate(data))
 
