@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from primeslurm.recipe import Recipe
 
+# Limit of long phases [s], in addition to the time for reading and writing.
 LONG_S = 7200
-"""Limit of long phases [s], in addition to the time for reading and writing."""
 
 
 @dataclass(frozen=True)

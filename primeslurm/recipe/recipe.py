@@ -40,9 +40,9 @@ class Recipe(Section):
     trainer: Trainer = Trainer()
     """Optimizer, loss, parallelism and memory of the trainer."""
     weights: Weights = Weights()
-    """How new weights reach the engines."""
+    """Transport of new weights to the engines."""
     checkpoint: Checkpoint = Checkpoint()
-    """How often checkpoints are written and how many are kept."""
+    """Interval of checkpoints, and number of checkpoints to keep."""
     environments: tuple[Environment, ...] = ()
     """Environments that the policy is trained on, for example `[{id: math-problems, args: {path: train.jsonl}}]`. RL
     needs at least one."""
@@ -58,7 +58,7 @@ class Recipe(Section):
     sft: Sft | None = None
     """Data and batch size of supervised fine-tuning. Needed for `task: sft`."""
     deployment: Deployment = Deployment()
-    """How many nodes and GPUs each role gets."""
+    """Number of nodes and GPUs of each role."""
     slurm: Slurm = Slurm()
     """Slurm options of the job, such as time limit, account and partition per role."""
     monitor: Monitor = Monitor()
@@ -69,12 +69,12 @@ class Recipe(Section):
 
     @property
     def samples(self) -> bool:
-        """Whether the task samples rollouts."""
+        """True if the task samples rollouts."""
         return self.task in ("rl", "eval")
 
     @property
     def colocated(self) -> bool:
-        """Whether trainer and engines share GPUs. This needs a task that has both."""
+        """True if trainer and engines share GPUs. Only `task: rl` has both."""
         return self.task == "rl" and self.deployment.colocated
 
     @property

@@ -24,7 +24,7 @@ class NodeKind(ComponentOptions):
     gres: Name = "gpu"
     """Name of the generic resource in Slurm, for example `gpu` or `gpu:h200`."""
     request_gpus: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How the job asks for GPUs: with `--gres`, with `--gpus-per-node`, or not at all, for clusters on which Slurm does
+    """Option with which the job asks for GPUs: `--gres`, `--gpus-per-node`, or none for clusters on which Slurm does
     not count GPUs. With `none` the job takes whole nodes, unless `exclusive` is false."""
     gpu: str | None = None
     """GPU type: a100, l40s, h100, h200, b200 or b300. Default: the type in `gres`. If it is unknown, `plan` gives no
@@ -51,7 +51,7 @@ class NodeKind(ComponentOptions):
 
 
 class Network(Section):
-    """How nodes reach one another."""
+    """Network between the nodes."""
 
     interface: str | None = None
     """Network interface whose address is used, for example `ib0`. Default: the address that the host name resolves
@@ -107,7 +107,7 @@ class Site(Section):
     """Directories put first on LD_LIBRARY_PATH, for example the `lib` of a UCX built for the cluster's network. A UCX
     in third_party/ucx of the checkout is found automatically."""
     network: Network = Network()
-    """How nodes reach one another."""
+    """Network between the nodes."""
     node_silent_s: PositiveInt = 90
     """Seconds without a heartbeat after which a node counts as lost. Network file systems may show old files for up to
     a minute."""

@@ -12,12 +12,12 @@ from pydantic import BaseModel
 
 from primeslurm.base.errors import Violation
 
+# Longest string. Slurm refuses longer values of an option.
 MAX_LENGTH = 1024
-"""Longest string. Slurm refuses longer values of an option."""
+# Longest value of an environment variable or an option of vLLM.
 MAX_VALUE_LENGTH = 8192
-"""Longest value of an environment variable or an option of vLLM."""
+# Largest integer of MessagePack and numpy.
 MAX_INTEGER = 2**63 - 1
-"""Largest integer of MessagePack and numpy."""
 
 # Mappings whose values are passed to processes unchanged. The values may begin with a dash.
 _VALUES = ("env", "prefill_env", "decode_env", "vllm_extra")

@@ -31,6 +31,7 @@ _OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(?:=.*)?")
 _MOUNT = re.compile(r"(/[^:,]*)(?::(/[^:,]*))?(?::[\w+-]+)?")
 _DEPENDENCIES = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok")
 
+# Options of sbatch that the plan sets, and the field to use instead; empty if there is none.
 RESERVED = {
     "job-name": "name",
     "partition": "partition of a component",
@@ -85,7 +86,6 @@ RESERVED = {
     "usage": "",
     "version": "",
 }
-"""Options of sbatch that the plan sets, and the field to use instead; empty if there is none."""
 
 
 def minutes(value: str) -> int:

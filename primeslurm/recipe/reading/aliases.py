@@ -31,13 +31,13 @@ class Alias:
     """Dotted path in a recipe, or in a site file. `[]` stands for each entry of a list."""
     of_site: bool
     note: str
-    """What the field means or how it differs, in one phrase."""
+    """Meaning of the field, or the difference to the other tools, in one phrase."""
     keys: Mapping[str, tuple[str, ...]]
     """Keys by tool, with dots between sections and without leading dashes."""
 
     @property
     def advice(self) -> str:
-        """What to write instead, for the end of a message."""
+        """Advice to use the field or value, for the end of a message."""
         return f"use {self.field}{' of the site file' if self.of_site else ''}: {self.note}"
 
 
@@ -52,7 +52,7 @@ class ValueAlias:
 
     @property
     def advice(self) -> str:
-        """What to write instead, for the end of a message."""
+        """Advice to use the field or value, for the end of a message."""
         return f"use {self.ours}: {self.note}"
 
 
@@ -100,8 +100,8 @@ def find_alias(path: str, min_parts: int = 1) -> Alias | None:
     """Return the alias whose key agrees with the most parts at the end of an unknown key.
 
     Args:
-        path: the key as the user wrote it, with dots between sections.
-        min_parts: number of parts that must agree at least.
+        path: dotted path of the key as the user wrote it.
+        min_parts: smallest number of parts that must agree.
     """
     parts = _normal(path)
     best: tuple[int, Alias | None] = min_parts - 1, None

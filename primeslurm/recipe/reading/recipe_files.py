@@ -83,12 +83,12 @@ class Draft(Generic[M]):
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Draft[Recipe]:
-    """Read a recipe, merge it into the recipe that it extends, apply `a.b=value` overrides, and validate it.
+    """Read a recipe, merge it into the recipe that it extends, apply overrides, and validate it.
 
     Args:
-        path: the recipe.
-        overrides: values of `--set`.
-        name: replaces the name of the run.
+        path: file of the recipe.
+        overrides: texts of the form `a.b=value`, where the value is YAML.
+        name: name of the run, in place of the name in the recipe.
     """
     try:
         data = _read_extended(path, seen=())

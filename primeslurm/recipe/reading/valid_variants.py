@@ -49,8 +49,8 @@ _PLACEHOLDERS: dict[KeyPath, Any] = {
 _NEAREST = re.compile(r"nearest: ([^,;(]+)")
 # In place of a value: remove the field, so that it has its default.
 _DROP = object()
+# Values to set, by path.
 Correction = list[tuple[KeyPath, Any]]
-"""Values to set, by path."""
 
 
 def path_of(field: str) -> KeyPath:
@@ -64,10 +64,10 @@ def valid_variants(
     """Make valid variants of faulty input.
 
     Args:
-        model: the model that validates the input.
-        data: the input.
-        input_faults: all faults of the input.
-        rules: returns the contradictions in validated input.
+        model: `Recipe` or `Site`.
+        data: the input, as parsed from YAML.
+        input_faults: all faults of the input. Faults without a path are ignored.
+        rules: a function that returns the contradictions in validated input.
 
     Returns:
         At most `MAX_VARIANTS` different variants; none if the faults cannot be corrected.
@@ -147,7 +147,7 @@ def _drop_invalid(model: type[M], data: Any, rules: Rules[M]) -> M | None:
             if not paths:
                 return value
         for path in paths:
-            # The field is gone already, so its section must be the cause.
+            # The field has been dropped already, so its section must be the cause.
             while times_dropped[path] > 1:
                 path = path[:-1]
             if not path:

@@ -70,8 +70,8 @@ def faults(model: type[BaseModel], details: Any, source: str, other: OtherFile |
     """Translate one error of pydantic.
 
     Args:
-        model: the model that refused the input.
-        details: an entry of `ValidationError.errors()`.
+        model: the model that refused the input, which is `Recipe` or `Site`.
+        details: one entry of the list that `ValidationError.errors()` returns.
         source: name of the file, for messages about missing fields.
         other: the file that an unknown key may belong in.
 
@@ -265,7 +265,7 @@ def _element(options: Sequence[Any]) -> Any:
 
 
 def _tag(member: Any) -> str | None:
-    """Return the value of `type` by which a union is told which of its sections is meant."""
+    """Return the value of `type` that selects this section of a union; None if it has no `type`."""
     if isinstance(member, type) and issubclass(member, BaseModel) and "type" in member.model_fields:
         values = get_args(member.model_fields["type"].annotation)
         return str(values[0]) if values else None

@@ -16,13 +16,15 @@ from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import ENV_KEY
 from primeslurm.recipe.sections.orchestrator import Environment
 
+# Parameters that never change the distribution: they end a sequence, label it, or are read before sampling.
 EXACT = frozenset(
     {
         *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"),
         *("cache_salt", "chat_template_kwargs", "reasoning_effort", "logprobs", "skip_special_tokens"),
     }
 )
-"""Parameters that never change the distribution: they end a sequence, label it, or are read before sampling."""
+# Values that turn a parameter off. Other parameters are off if they are 0, false or empty. `thinking_token_budget` has
+# no such value: a budget of 0 makes the engine end the thinking block at once.
 OFF: Mapping[str, tuple[float, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -30,8 +32,6 @@ OFF: Mapping[str, tuple[float, ...]] = {
     "n": (1,),
     "thinking_token_budget": (),
 }
-"""Values that turn a parameter off. Other parameters are off if they are 0, false or empty. `thinking_token_budget` has
-no such value: a budget of 0 makes the engine end the thinking block at once."""
 _WHY = "the trainer scores tokens over the whole vocabulary, so importance ratios would be wrong"
 _FIX = "leave it out; evaluation may use it"
 

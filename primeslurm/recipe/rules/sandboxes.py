@@ -20,6 +20,7 @@ from primeslurm.recipe.sections.sandboxes import (
     sees_packages,
 )
 
+# Harnesses of verifiers 0.4.
 HARNESSES = (
     "bash",
     "browser_use",
@@ -35,22 +36,21 @@ HARNESSES = (
     "rlm",
     "terminus_2",
 )
-"""Harnesses of verifiers 0.4."""
+# Harnesses that verifiers also runs without any container or sandbox.
 WITHOUT_CONTAINER = ("bash", "null")
-"""Harnesses that verifiers also runs without any container or sandbox."""
+# Harnesses that are Python scripts and need no installation. The others install programs into a container.
 WITHOUT_INSTALLING = ("bash", "mini_swe_agent", "null", "terminus_2")
-"""Harnesses that are Python scripts and need no installation. The others install programs into a container."""
+# Harnesses that add no tools: `null` uses those of the task, and Terminus parses the model's text.
 WITHOUT_TOOLS = ("chat", "null", "terminus_2")
-"""Harnesses that add no tools: `null` uses those of the task, and Terminus parses the model's text."""
+# Environment variables with the account keys of each hosted runtime.
 PROVIDER_KEYS = {
     "prime": ("PRIME_API_KEY",),
     "modal": ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"),
     "e2b": ("E2B_API_KEY",),
 }
-"""Environment variables with the account keys of each hosted runtime."""
 _CONTAINER = "`runtime: {type: apptainer}`"
+# Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts).
 ENV_KEY = "env"
-"""Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""
 
 
 def violations(environments: Sequence[AnyEnvironment], field: str = "environments") -> list[Violation]:

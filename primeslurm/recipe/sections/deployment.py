@@ -124,7 +124,7 @@ class Spares(Section):
 
 
 class Deployment(Section):
-    """How many nodes and GPUs each role gets. `plan` and `check` print the totals."""
+    """Number of nodes and GPUs of each role. `plan` and `check` print the totals."""
 
     layout: Literal["het", "single", "one_node"] = "het"
     """het: one Slurm component per role. single: one allocation of equal nodes, and each role has its own nodes.

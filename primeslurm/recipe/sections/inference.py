@@ -11,6 +11,7 @@ from primeslurm.recipe.fields.types import EnvironmentName, Json, OptionName
 from primeslurm.recipe.sections.kv_offload import KvOffload
 from primeslurm.recipe.sections.routers import Router, VllmRouter
 
+# vLLM's ways to move tokens between expert-parallel ranks.
 All2All = Literal[
     "allgather_reducescatter",
     "deepep_high_throughput",
@@ -22,7 +23,6 @@ All2All = Literal[
     "flashinfer_nvlink_one_sided",
     "flashinfer_nvlink_two_sided",
 ]
-"""vLLM's ways to move tokens between expert-parallel ranks."""
 
 CudaGraphs = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
@@ -44,8 +44,9 @@ class EngineSettings(Section):
     """
 
     all2all: All2All | None = None
-    """How tokens reach their experts. Default with `expert_parallel`: deepep_high_throughput for prefill engines,
-    deepep_low_latency for decode engines, allgather_reducescatter for engines that do both and always on CPUs."""
+    """Method that sends tokens to their experts. Default with `expert_parallel`: deepep_high_throughput for prefill
+    engines, deepep_low_latency for decode engines, allgather_reducescatter for engines that do both and always on
+    CPUs."""
     cuda_graphs: CudaGraphs | None = None
     """CUDA graph mode of vLLM. Default: FULL_DECODE_ONLY for decode engines, vLLM's default for others."""
     dbo: bool | None = None

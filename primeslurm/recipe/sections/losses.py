@@ -24,7 +24,7 @@ class PolicyGradient(Section):
     advantage_coef: PositiveFloat = 1.0
     """Factor that multiplies every advantage."""
     average: Average = "tokens"
-    """How a batch of N trained tokens from n rollouts is averaged. tokens: each token counts 1 / N (DAPO). rollouts:
+    """Average over a batch of N trained tokens from n rollouts. tokens: each token counts 1 / N (DAPO). rollouts:
     each rollout counts 1 / n, shared by its tokens (GRPO, GSPO). seq_len: each token counts 1 / (n * seq_len) (Dr.
     GRPO)."""
     kl_tau: float = 1e-3
@@ -101,7 +101,7 @@ class GspoLoss(CappedPolicyGradient):
 
     type: Literal["gspo"] = "gspo"
     average: Average = "rollouts"
-    """How the batch is averaged, as for `grpo_clip`. Default: rollouts, as in the paper."""
+    """Average over the batch, as for `grpo_clip`. Default: rollouts, as in the paper."""
     kl_tau: NonNegativeFloat = 0.0
     """Factor of d^2 on every token, as for `dppo`. Default 0, as in the paper."""
     clip_low: float = Field(3e-4, gt=0, lt=1)

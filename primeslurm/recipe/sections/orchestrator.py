@@ -16,10 +16,10 @@ from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 from primeslurm.recipe.sections.staleness import Staleness
 
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
+# Range of temperatures. vLLM raises lower ones to 0.01, while the trainer would divide by the recipe's value.
 COLDEST, HOTTEST = 0.01, 2.0
-"""Range of temperatures. vLLM raises lower ones to 0.01, while the trainer would divide by the recipe's value."""
+# Default of SPIRAL (arXiv 2506.24119).
 RAE_DECAY = 0.95
-"""Default of SPIRAL (arXiv 2506.24119)."""
 
 
 class SamplingChanges(Section):
@@ -74,7 +74,7 @@ class Environment(AnyEnvironment):
     group_size: PositiveInt | None = None
     """Rollouts of one prompt of this environment. Default: `orchestrator.group_size`."""
     advantages: AdvantageRule | None = None
-    """How rewards of this environment become advantages. Default: `orchestrator.advantages`, or
+    """Rule that computes advantages from rewards of this environment. Default: `orchestrator.advantages`, or
     `orchestrator.algorithm`."""
     weight: NonNegativeFloat = 1.0
     """Factor of this environment's advantages and cross-entropy. 0: rollouts are sampled and measured, but not
@@ -132,10 +132,10 @@ class Orchestrator(Section):
     group_size: PositiveInt = 8
     """Rollouts of one prompt. Advantages compare the rollouts of a group."""
     advantages: AdvantageRule = "grpo"
-    """How rewards become advantages. grpo: reward minus the group's mean. max_rl: the same divided by the mean, which
-    favours rare success; rewards must not be negative. opd: on-policy distillation, the teacher's log-probability minus
-    the engine's, per token. rae: reward minus a running mean of the same agent, for self-play. hierarchical_grpo: as
-    grpo, but agents in `within_rollout` are compared within each rollout."""
+    """Rule that computes advantages from rewards. grpo: reward minus the group's mean. max_rl: the same divided by the
+    mean, which favours rare success; rewards must not be negative. opd: on-policy distillation, the teacher's
+    log-probability minus the engine's, per token. rae: reward minus a running mean of the same agent, for self-play.
+    hierarchical_grpo: as grpo, but agents in `within_rollout` are compared within each rollout."""
     opd_reward: NonNegativeFloat = 0.0
     """With `advantages: opd`, also add the reward minus the group's mean, times this factor. 0: rewards are only
     reported."""
@@ -164,10 +164,10 @@ class Orchestrator(Section):
     """Staleness limit. A batch for step s holds only rollouts whose group started at version s - 1 -
     max_off_policy_steps or later. 0: on-policy."""
     rollout_transport: Literal["zmq", "filesystem"] = "zmq"
-    """How batches reach the trainer. zmq: over the network. filesystem: each rank reads its rows from the run
+    """Transport of batches to the trainer. zmq: over the network. filesystem: each rank reads its rows from the run
     directory, for clusters whose file system is faster than the network between nodes."""
     staleness: Staleness = Staleness()
-    """How to handle groups older than `max_off_policy_steps`, and groups with a straggler."""
+    """Handling of groups older than `max_off_policy_steps`, and of groups with a straggler."""
     sampling: Sampling = Sampling()
     """Sampling parameters of training rollouts."""
     request_timeout_s: PositiveInt = 1800

@@ -10,12 +10,12 @@ from pydantic_core import PydanticCustomError
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import EnvironmentName, Json
 
+# Default limits of a sandbox on the node. Its files are held in memory, so the disk limit is small.
 SUBPROCESS_MEMORY_GB = 4.0
 SUBPROCESS_DISK_GB = 1.0
-"""Default limits of a sandbox on the node. Its files are held in memory."""
 
+# Stages of a rollout with programs. Each may take `limits.wall_time_s`.
 STAGES = ("setup", "rollout", "finalize", "scoring")
-"""Stages of a rollout with programs. Each may take `limits.wall_time_s`."""
 
 
 class Harness(Section):
@@ -138,8 +138,8 @@ class PodmanRuntime(NodeContainerRuntime):
     type: Literal["podman"] = "podman"
 
 
+# GPU type, and the number of GPUs if there are several: A100, A100:2.
 Gpu = Annotated[str, Field(pattern=r"^[A-Za-z][^:\s]*(:[1-9][0-9]*)?$")]
-"""GPU type, and the number of GPUs if there are several: A100, A100:2."""
 
 
 class PrimeRuntime(ContainerRuntime):
@@ -185,8 +185,8 @@ class E2BRuntime(ContainerRuntime):
     """Sandboxes that all workers of a node may create per second. null: no limit."""
 
 
+# Runtimes of hosted providers.
 HostedRuntime = PrimeRuntime | ModalRuntime | E2BRuntime
-"""Runtimes of hosted providers."""
 
 Runtime = Annotated[
     SubprocessRuntime | ApptainerRuntime | DockerRuntime | PodmanRuntime | PrimeRuntime | ModalRuntime | E2BRuntime,

@@ -1,4 +1,4 @@
-"""How to handle rollouts older than `max_off_policy_steps`, and stragglers."""
+"""Handling of rollouts older than `max_off_policy_steps`, and of stragglers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SurplusRule = Literal["cancel", "carry"]
 
 
 class Staleness(Section):
-    """How to handle groups older than `max_off_policy_steps`, and groups with a straggler."""
+    """Handling of groups older than `max_off_policy_steps`, and of groups with a straggler."""
 
     renamed = {"at_least": "min_rollouts"}
 
@@ -28,10 +28,10 @@ class Staleness(Section):
     """Rollouts that each group starts beyond `group_size`. The first ones to finish form the group, so stragglers do
     not delay it."""
     surplus: SurplusRule = "cancel"
-    """What to do with the rollouts beyond `group_size`. cancel: stop them. carry: move them to another group of the
+    """Handling of unfinished rollouts beyond `group_size`. cancel: stop them. carry: move them to another group of the
     same example."""
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the age of each token counts, instead of the age of its group."""
+        """True if the age of each token counts, instead of the age of its group."""
         return self.rule in ("mask", "carry")

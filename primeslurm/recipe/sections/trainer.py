@@ -11,14 +11,14 @@ from primeslurm.recipe.fields.types import Json, SearchPath
 from primeslurm.recipe.sections.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
+# Memory of a trainer GPU for the CUDA context and NCCL communicators. Torch does not report it as reserved.
 CONTEXT_BYTES = 2 * 2**30
-"""Memory of a trainer GPU for the CUDA context and NCCL communicators. Torch does not report it as reserved."""
+# Memory of an engine outside its fraction of a GPU: vLLM creates its CUDA context before it measures free memory.
 ENGINE_CONTEXT_BYTES = 2**30
-"""Memory of an engine outside its fraction of a GPU: vLLM creates its CUDA context before it measures free memory."""
+# Size of the shards that one update covers with `optimizer_state_offload`. A single larger shard is not split.
 STATE_CHUNK_BYTES = 128 << 20
-"""Size of the shards that one update covers with `optimizer_state_offload`. A single larger shard is not split."""
+# One buffer each for arriving, updated and departing state, because PCIe transfers in both directions at once.
 STATE_BUFFERS = 3
-"""One buffer each for arriving, updated and departing state, because PCIe transfers in both directions at once."""
 
 
 def micro_batch_rows(tokens: int, cp: int, seq_len: int) -> int:
@@ -66,7 +66,7 @@ class Model(Section):
 
     @property
     def trains_encoder(self) -> bool:
-        """Whether the vision encoder is trained."""
+        """True if the vision encoder is trained."""
         return self.vlm is not None and not self.vlm.freeze_vision_encoder
 
 
@@ -102,7 +102,7 @@ class Optimizer(Section):
 
 
 class Parallelism(Section):
-    """How the trainer's GPUs are arranged.
+    """Arrangement of the trainer's GPUs.
 
     FSDP shards over all GPUs that `dp_replicate` leaves; `ep` and `cp` reuse those ranks.
     """
@@ -113,15 +113,15 @@ class Parallelism(Section):
     cp: PositiveInt = 1
     """Context parallelism: number of ranks that share each row of tokens. Must divide `seq_len`."""
     cp_style: Literal["ulysses", "allgather"] = "ulysses"
-    """How attention sees the tokens of the other ranks. ulysses: ranks exchange heads for tokens; `cp` must divide the
+    """Exchange of tokens between ranks for attention. ulysses: ranks exchange heads for tokens; `cp` must divide the
     number of heads. allgather: each rank gathers all keys and values (often called ring attention); not for models with
     recurrent layers."""
     ep: PositiveInt = 1
     """Expert parallelism: number of ranks that share the experts of a layer. Must divide the number of experts. 1:
     every rank gathers all experts."""
     ep_backend: Literal["torch", "deepep"] = "torch"
-    """How tokens travel to their experts. torch: all-to-all of NCCL. deepep: DeepEP, made for several nodes; it needs
-    the package `deep_ep`."""
+    """Method that sends tokens to their experts. torch: all-to-all of NCCL. deepep: DeepEP, made for several nodes; it
+    needs the package `deep_ep`."""
     deepep_num_sms: PositiveInt | None = None
     """Streaming multiprocessors that DeepEP's kernels use; expert computation cannot use these. Default: DeepEP's own
     estimate."""
@@ -193,7 +193,7 @@ class Trainer(Section):
     loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
     """The RL loss. Default: `{type: dppo}`."""
     parallelism: Parallelism = Parallelism()
-    """How parameters, experts and sequences are split over the trainer's GPUs."""
+    """Split of parameters, experts and sequences over the trainer's GPUs."""
     memory: Memory = Memory()
     """Options that save GPU memory and cost speed."""
     lora: Lora | None = None
@@ -251,7 +251,7 @@ class Checkpoint(Section):
 
 
 class Weights(Section):
-    """How new weights reach the engines."""
+    """Transport of new weights to the engines."""
 
     transport: Literal["filesystem", "nccl"] = "filesystem"
     """filesystem: trainer ranks write the weights in parallel and engines read them. nccl: trainer ranks send the
