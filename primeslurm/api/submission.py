@@ -24,8 +24,8 @@ from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import Planned, refusals, refuse
 from primeslurm.recipe import Site
+from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.recipe.reading.recipe_files import independent
-from primeslurm.recipe.reading.validation_errors import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.claims import claim_attempt, new_word, owner
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use

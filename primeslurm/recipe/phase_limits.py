@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from primeslurm.recipe import Recipe
 
 # Limit of long phases [s], in addition to the time for reading and writing.
-LONG_S = 7200
+LONG_PHASE_S = 7200
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PhaseLimits:
         """Return the limits of a recipe."""
         trainer = recipe.trainer
         step_s = float(trainer.hang_timeout_s)
-        long_s = max(float(trainer.long_phase_timeout_s or LONG_S), step_s)
+        long_s = max(float(trainer.long_phase_timeout_s or LONG_PHASE_S), step_s)
         return cls(step_s, recipe.weights.timeout_s + step_s, trainer.batch_timeout_s + step_s, long_s)
 
     def of_phase(self, phase: str, *, first_step: bool) -> float:

@@ -10,8 +10,8 @@ from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.paths import is_dir, shipped
 from primeslurm.plan.planner import derive
+from primeslurm.recipe.fields.suggestions import closest_ready_recipes
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, ready_recipes
-from primeslurm.recipe.reading.validation_errors import closest_ready_recipes
 
 _END_OF_PURPOSE = re.compile(r": |\. |\.$")
 

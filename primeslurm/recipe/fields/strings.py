@@ -5,6 +5,7 @@ The rules apply to every field, also to new ones. The syntax of single fields is
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 
@@ -32,33 +33,37 @@ Path = tuple[str, ...]
 def string_problems(model: BaseModel) -> list[Violation]:
     """Return all strings and numbers that would not reach processes unchanged, and all secrets."""
     problems, too_large = [], []
-    for path, value in leaves(model):
+    for path, value in _leaves(model):
         if isinstance(value, str):
             why, fix = _problem(path, value)
             if why:
-                shown = repr(value)
-                shown = shown if len(shown) <= 60 else shown[:57] + "..."
-                problems.append(Violation(".".join(path), shown, why, fix))
+                problems.append(Violation(".".join(path), shown(value), why, fix))
         elif abs(value) > MAX_INTEGER:
             fix = f"nearest: {MAX_INTEGER if value > 0 else -MAX_INTEGER}"
             too_large.append(Violation(".".join(path), f"{value:.3g}", "is too large", fix))
     return problems + too_large + _secrets(model, ())
 
 
-def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, str | int]]:
+def shown(value: object) -> str:
+    """Return a value of the input as text for a message, at most 60 characters long."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, str | int]]:
     """List all strings and whole numbers below a model, including keys of mappings, with the path in the file."""
     if isinstance(value, str | int):
         yield path, value
     elif isinstance(value, BaseModel):
         for name, info in type(value).model_fields.items():
-            yield from leaves(getattr(value, name), (*path, info.alias or name))
+            yield from _leaves(getattr(value, name), (*path, info.alias or name))
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield (*path, str(key)), str(key)
-            yield from leaves(item, (*path, str(key)))
+            yield from _leaves(item, (*path, str(key)))
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from leaves(item, (*path, str(i)))
+            yield from _leaves(item, (*path, str(i)))
 
 
 def _problem(path: Path, value: str) -> tuple[str, str]:

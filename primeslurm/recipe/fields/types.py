@@ -6,13 +6,14 @@ paths only obey the rules for all strings (`strings.py`).
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
+
+from primeslurm.recipe.fields.suggestions import suggestion
 
 _INVALID_TIME = "must be HH:MM:SS or D-HH:MM:SS, in quotes"
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
@@ -32,59 +33,37 @@ _MOUNT = re.compile(r"(/[^:,]*)(?::(/[^:,]*))?(?::[\w+-]+)?")
 _DEPENDENCIES = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok")
 
 # Options of sbatch that the plan sets, and the field to use instead; empty if there is none.
-RESERVED = {
+_RESERVED = {
     "job-name": "name",
-    "partition": "partition of a component",
-    "nodes": "deployment",
-    "ntasks": "deployment",
-    "ntasks-per-node": "deployment",
-    "cpus-per-task": "cpus_per_task of a component",
-    "gres": "gpus_per_node under deployment",
-    "gpus": "gpus_per_node under deployment",
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "deployment"),
+    **dict.fromkeys(("gres", "gpus", "gpus-per-socket", "gpus-per-task"), "gpus_per_node under deployment"),
     "gpus-per-node": "gpus_per_node under deployment, and request_gpus of the site's nodes",
-    "gpus-per-socket": "gpus_per_node under deployment",
-    "gpus-per-task": "gpus_per_node under deployment",
-    "mem": "mem of a component",
-    "mem-per-gpu": "mem_per_gpu of a component",
-    "mem-per-cpu": "mem_per_cpu of a component",
-    "constraint": "constraint of a component",
-    "nodelist": "nodelist of a component",
-    "switches": "switches of a component",
-    "exclusive": "exclusive of a component",
-    "time": "time",
-    "time-min": "time_min",
-    "account": "account",
-    "qos": "qos",
-    "reservation": "reservation",
-    "exclude": "exclude",
-    "comment": "comment",
-    "dependency": "dependency",
+    **{
+        option: f"{option.replace('-', '_')} of a component"
+        for option in (
+            *("partition", "cpus-per-task", "mem", "mem-per-gpu", "mem-per-cpu"),
+            *("constraint", "nodelist", "switches", "exclusive"),
+        )
+    },
+    **{
+        option: option.replace("-", "_")
+        for option in (
+            *("time", "time-min", "account", "qos", "reservation", "exclude", "comment", "dependency"),
+            *("licenses", "nice", "priority", "requeue"),
+        )
+    },
+    "no-requeue": "requeue",
     "mail-user": "mail.user",
     "mail-type": "mail.types",
-    "licenses": "licenses",
-    "nice": "nice",
-    "priority": "priority",
     "signal": "checkpoint_signal_s",
-    "requeue": "requeue",
-    "no-requeue": "requeue",
-    "output": "",
-    "error": "",
-    "open-mode": "",
-    "chdir": "",
-    "input": "",
-    "array": "",
-    "wrap": "",
     "wait": "`submit --wait`",
     "test-only": "`submit --dry-run`",
     "parsable": "`submit --json`",
-    "no-kill": "",
-    "export": "env of the site file",
-    "export-file": "env of the site file",
+    **dict.fromkeys(("export", "export-file"), "env of the site file"),
     "het-group": "deployment.layout",
     "clusters": "slurm_conf of the site file",
-    "help": "",
-    "usage": "",
-    "version": "",
+    **dict.fromkeys(("output", "error", "open-mode", "chdir", "input", "array", "wrap", "no-kill"), ""),
+    **dict.fromkeys(("help", "usage", "version"), ""),
 }
 
 
@@ -185,9 +164,8 @@ def _dependency(value: str) -> str:
         if part == "singleton":
             continue
         if kind not in _DEPENDENCIES:
-            near = difflib.get_close_matches(kind.lower(), (*_DEPENDENCIES, "singleton"), n=1, cutoff=0.5)
-            valid = f"did you mean {near[0]}?" if near else f"valid: {', '.join(_DEPENDENCIES)}, singleton"
-            raise syntax_error(f"{kind!r} is not a kind of dependency", valid)
+            fix = suggestion(kind.lower(), (*_DEPENDENCIES, "singleton"))
+            raise syntax_error(f"{kind!r} is not a kind of dependency", fix)
         if not jobs or not all(_JOB.fullmatch(job) for job in jobs):
             raise syntax_error(f"{kind} needs job ids", f"for example {kind}:123 or {kind}:123:456")
     return value
@@ -205,9 +183,9 @@ def _option(value: str) -> str:
     if match is None:
         raise syntax_error("must be one long option of sbatch", "for example --wckey=x")
     # sbatch accepts every unambiguous prefix of an option's name.
-    reserved = match[1] if match[1] in RESERVED else next((n for n in RESERVED if n.startswith(match[1])), None)
+    reserved = match[1] if match[1] in _RESERVED else next((n for n in _RESERVED if n.startswith(match[1])), None)
     if reserved is not None:
-        field = RESERVED[reserved]
+        field = _RESERVED[reserved]
         raise syntax_error(f"--{reserved} is set by the plan", f"use {field}" if field else "leave it out")
     return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,9 @@ from primeslurm.base.errors import UsageError, Violation, signature
 from primeslurm.base.paths import exists, is_file, shipped
 from primeslurm.recipe.fields.section import deprecated_keys
 from primeslurm.recipe.fields.strings import string_problems
+from primeslurm.recipe.fields.suggestions import closest_ready_recipes, nearest, suggestion
 from primeslurm.recipe.reading.valid_variants import Rules, path_of, valid_variants
-from primeslurm.recipe.reading.validation_errors import (
-    RECIPE,
-    SITE_FILE,
-    InputFault,
-    OtherFile,
-    closest_ready_recipes,
-    faults,
-    suggestion,
-)
+from primeslurm.recipe.reading.validation_errors import RECIPE, SITE_FILE, InputFault, OtherFile, faults
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.site import Site
@@ -135,8 +127,8 @@ def find_recipe(path: Path) -> Path:
     recipe = file_or_ready(path)
     if recipe.parent == Path() and recipe.name and not exists(recipe):
         why = "no such file, and no ready recipe has this name"
-        near = difflib.get_close_matches(path.name, _recipes_beside(path), n=1, cutoff=0.5)
-        fix = f"did you mean {near[0]}?" if near else closest_ready_recipes(path.name, list(ready_recipes()))
+        near = nearest(path.name, _recipes_beside(path))
+        fix = f"did you mean {near}?" if near else closest_ready_recipes(path.name, list(ready_recipes()))
         raise UsageError([Violation("RECIPE", str(path), why, fix)])
     return recipe
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -12,6 +11,8 @@ from pydantic import BaseModel
 
 from primeslurm.base.errors import Violation
 from primeslurm.recipe.fields.section import field_type, members
+from primeslurm.recipe.fields.strings import shown
+from primeslurm.recipe.fields.suggestions import nearest, suggestion
 
 if TYPE_CHECKING:
     from primeslurm.recipe.reading.aliases import Alias
@@ -41,7 +42,6 @@ _BOUNDS = {
 _MAX_SUGGESTIONS = 3
 # Above this similarity, a key is a misspelt field and not a name from another tool.
 _TYPO_CUTOFF = 0.8
-_NEAR_CUTOFF = 0.5
 
 RECIPE, SITE_FILE = "recipe", "site file"
 
@@ -103,8 +103,8 @@ def faults(model: type[BaseModel], details: Any, source: str, other: OtherFile |
         field = ".".join(path)
         alias = find_value(field, str(given))
         fix = alias.advice if alias else suggestion(str(given), valid)
-        return [InputFault(Violation(field, _show(given), "is not a valid choice", fix), path)]
-    return [InputFault(Violation(field, _show(value), *_reason_and_fix(kind, context, details["msg"], value)), path)]
+        return [InputFault(Violation(field, shown(given), "is not a valid choice", fix), path)]
+    return [InputFault(Violation(field, shown(value), *_reason_and_fix(kind, context, details["msg"], value)), path)]
 
 
 def _unknown_key(
@@ -138,20 +138,20 @@ def _unknown_key(
     meant = ""
     if is_elsewhere:
         fix, meant = f"did you mean {' or '.join(same_name)}?", same_name[0] if len(same_name) == 1 else ""
-    elif near := _nearest(path[-1], names):
+    elif near := nearest(path[-1], names):
         fix, meant = f"did you mean {near}?", ".".join((*path[:-1], near))
     else:
         fix = suggestion(path[-1], names)
     if isinstance(value, Mapping) and value:
         return [_unknown_section(path, [leaf for leaf, _ in _leaves(value, path)], fix, meant)]
-    return [InputFault(Violation(".".join(path), _show(value), "no such key", fix), path, meant)]
+    return [InputFault(Violation(".".join(path), shown(value), "no such key", fix), path, meant)]
 
 
 def _unknown_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str, meant: str = "") -> InputFault:
     above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
-    shown = ", ".join(".".join(key) for key in keys[:_MAX_SUGGESTIONS])
-    shown += f" and {len(keys) - _MAX_SUGGESTIONS} more" if len(keys) > _MAX_SUGGESTIONS else ""
-    return InputFault(Violation(shown, "", f"there is no section {path[-1]}{above}", fix), path, meant)
+    fields = ", ".join(".".join(key) for key in keys[:_MAX_SUGGESTIONS])
+    fields += f" and {len(keys) - _MAX_SUGGESTIONS} more" if len(keys) > _MAX_SUGGESTIONS else ""
+    return InputFault(Violation(fields, "", f"there is no section {path[-1]}{above}", fix), path, meant)
 
 
 def _belongs_in(model: type[BaseModel], key: str, value: object) -> bool:
@@ -165,11 +165,11 @@ def _belongs_in(model: type[BaseModel], key: str, value: object) -> bool:
 
 
 def _alias_fault(other: OtherFile | None, path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
-    shown = "" if isinstance(value, Mapping) else _show(value)
+    given = "" if isinstance(value, Mapping) else shown(value)
     is_in_other_file = alias.of_site != (other is not None and other.name == RECIPE)
     meant = "" if is_in_other_file or "[]" in alias.field else alias.field
     advice = f"in the recipe, {alias.advice}" if is_in_other_file and not alias.of_site else alias.advice
-    return InputFault(Violation(".".join(path), shown, "no such key", advice), path, meant)
+    return InputFault(Violation(".".join(path), given, "no such key", advice), path, meant)
 
 
 def _leaves(value: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -200,24 +200,6 @@ def _reason_and_fix(kind: str, context: Mapping[str, Any], message: str, value: 
     return _REASONS.get(kind) or why[0].lower() + why[1:], ""
 
 
-def suggestion(given: str, valid: Sequence[str]) -> str:
-    """Suggest the nearest choice ("did you mean X?"), or list all choices if none is near."""
-    near = _nearest(given, valid)
-    if near:
-        return f"did you mean {near}?"
-    return f"valid: {', '.join(sorted(valid))}" if valid else ""
-
-
-def closest_ready_recipes(name: str, ready: Sequence[str]) -> str:
-    """Suggest up to three ready recipes with a similar name, and the command that lists all of them."""
-    near = difflib.get_close_matches(name.removesuffix(".yaml"), ready, n=3, cutoff=_NEAR_CUTOFF)
-    return (f"did you mean {', '.join(near)}? " if near else "") + "`primeslurm recipes` lists the ready ones"
-
-
-def _nearest(given: str, valid: Sequence[str]) -> str:
-    return next(iter(difflib.get_close_matches(given, valid, n=1, cutoff=_NEAR_CUTOFF)), "")
-
-
 def fields_named(section: type[BaseModel], key: str, above: str = "") -> list[str]:
     """List the dotted paths of all fields with a name, in a section and in the sections below it.
 
@@ -232,11 +214,6 @@ def fields_named(section: type[BaseModel], key: str, above: str = "") -> list[st
             if isinstance(member, type) and issubclass(member, BaseModel):
                 paths += fields_named(member, key, f"{path}.")
     return list(dict.fromkeys(paths))
-
-
-def _show(value: object) -> str:
-    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[tuple[str, ...], type[BaseModel] | None]:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import EnvironmentName, Json
 
-# Default limits of a sandbox on the node. Its files are held in memory, so the disk limit is small.
+# Default limits of a sandbox on the node. Its files are held in memory as well.
 SUBPROCESS_MEMORY_GB = 4.0
 SUBPROCESS_DISK_GB = 1.0
 
