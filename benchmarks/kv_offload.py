@@ -38,7 +38,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
-from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.gpus import GIB
 from primeslurm.recipe import Recipe
 
 CELLS = ("offloaded", "dropped", "kept")

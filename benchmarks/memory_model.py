@@ -18,8 +18,8 @@ from pathlib import Path
 
 from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
+from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import EngineLayout, kv_bytes_per_token, prompt_logit_bytes
-from primeslurm.plan.memory.gpus import GIB
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import TrainerLayout, lora_parameters, trainer_memory
 

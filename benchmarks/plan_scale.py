@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.api.planning import look_at_files
-from primeslurm.plan.checks import advise, review
+from primeslurm.plan.checks import check_plan, check_run
 from primeslurm.plan.model import Plan
 from primeslurm.plan.plan_file import from_file, plain, to_file
 from primeslurm.plan.planner import derive, requests_of
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
-from primeslurm.run.status.placement import PlacedProcess, RunPlacement
+from primeslurm.run.status.placement import RunPlacement
 from primeslurm.slurm.render import render
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,17 +60,16 @@ def measure(nodes: int) -> dict[str, object]:
     recipe = load_recipe(RECIPE, overrides)
     plan = derive(recipe, site, Path("/shared/run"))
     files, (requests, _) = look_at_files(recipe), requests_of(recipe, site, local=False)
-    file, text = to_file(plan).encode(), plan.to_json()
-    fields = PlacedProcess.__struct_fields__
+    file, text = to_file(plan), plan.to_json()
     parts: dict[str, Callable[[], object]] = {
         "load": lambda: load_recipe(RECIPE, overrides),
-        "check": lambda: (review(recipe, site, requests, files.model, files.teacher), advise(recipe, plan)),
+        "check": lambda: (check_run(recipe, site, requests, files.model, files.teacher), check_plan(recipe, plan)),
         "plan": lambda: derive(recipe, site, Path("/shared/run")),
         "render": lambda: render(plan),
         "json": plan.to_json,
         "write_file": lambda: to_file(plan),
         "read_file": lambda: from_file(file),
-        "read_file_to_watch": lambda: msgspec.convert(plain(file, fields), RunPlacement),
+        "read_file_to_watch": lambda: msgspec.convert(plain(file), RunPlacement),
         "read_json": lambda: Plan.model_validate_json(text),
     }
     seconds = {name: best(part) for name, part in parts.items()}

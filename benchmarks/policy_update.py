@@ -35,7 +35,7 @@ from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
-from primeslurm.plan.memory.gpus import ALLOC_CONF
+from primeslurm.plan.gpus import ALLOC_CONF
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.base.interrupt import SIGNAL

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primeslurm.plan.commands.command import GIN_OFF
-from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE, alloc_conf
+from primeslurm.plan.gpus import ALLOC_CONF, EXPANDABLE, alloc_conf
 
 if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World

@@ -20,7 +20,7 @@ from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, SUBMITTING, JobQuery, WhyWaiting
 from primeslurm.run.status.signs_of_life import WhySilent
-from primeslurm.slurm import waiting
+from primeslurm.slurm import pending_reasons
 from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
 from primeslurm.slurm.launch_failures import ended_tasks
 
@@ -102,12 +102,12 @@ def _obstacles(run: RunDirectory, client: SlurmClient, job_id: str) -> list[Obst
     if job is None or job.state != "PENDING":
         return []
     maintenance = []
-    if waiting.is_reserved(job):
+    if pending_reasons.is_reserved(job):
         nodes = {node for component in job.components for node in client.nodes_of(component.partition)}
         reserved = [each for each in client.reservations() if each.maintenance]
         maintenance = [each for each in reserved if not each.nodes or nodes & set(expand(each.nodes))]
-    rivals = client.rivals(job) if waiting.depends_on_others(job) else ()
-    return waiting.obstacles(job, _component_names(run), maintenance, rivals)
+    rivals = client.rivals(job) if pending_reasons.depends_on_others(job) else ()
+    return pending_reasons.obstacles(job, _component_names(run), maintenance, rivals)
 
 
 def _component_names(run: RunDirectory) -> dict[int, str]:
@@ -211,6 +211,6 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
         return None
     if state.state != "PENDING":
         return state.state
-    reasons = waiting.reasons(state, _component_names(run))
+    reasons = pending_reasons.reasons(state, _component_names(run))
     words = [reasons] * bool(reasons) + [BROKEN_UP] * state.broken_up
     return f"PENDING ({', '.join(words)})" if words else "PENDING"

@@ -13,7 +13,7 @@ from pathlib import Path
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.hostlists import compress
 from primeslurm.base.paths import expanded, is_file
-from primeslurm.plan.memory.gpus import GPUS
+from primeslurm.plan.gpus import GPUS
 from primeslurm.recipe import Site
 from primeslurm.recipe.fields.strings import string_problems
 from primeslurm.recipe.reading.recipe_files import Draft, read_site

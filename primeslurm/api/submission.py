@@ -34,9 +34,9 @@ from primeslurm.run.ledger import BadNode, Ledger, avoiding
 from primeslurm.run.ownership import unsafe
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.cluster_fit import cluster_facts, cluster_fit_problems
 from primeslurm.slurm.held_signals import HeldSignals, signals_held
 from primeslurm.slurm.inventory import InstalledDifference, Parts
-from primeslurm.slurm.placement import cluster_facts, placement_problems
 from primeslurm.slurm.render import render
 from primeslurm.wire.transport import secret
 
@@ -180,7 +180,7 @@ def _script(plan: Plan) -> str:
 
 
 def _placement(plan: Plan, slurm_conf: str | None) -> list[Violation]:
-    return placement_problems(plan, cluster_facts(SlurmClient(slurm_conf)))
+    return cluster_fit_problems(plan, cluster_facts(SlurmClient(slurm_conf)))
 
 
 def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = True) -> SlurmAnswer:
@@ -194,7 +194,7 @@ def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = Tr
     client = SlurmClient(slurm_conf, ANSWER_S)
     try:
         facts = cluster_facts(client)
-        problems = independent([placement_problems(plan, facts) for plan in plans], ())
+        problems = independent([cluster_fit_problems(plan, facts) for plan in plans], ())
         if whole and not problems and (words := client.refusal(render(plans[0]))):
             problems.append(Violation("slurm", "", f"sbatch would refuse the job: {words}"))
         return SlurmAnswer(tuple(problems))

@@ -1,4 +1,4 @@
-"""What Slurm is asked for: components, options of the batch job, and the environment of everything in it. Pure."""
+"""The components, options and environment of the batch job. Pure."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ from primeslurm.recipe.sections.slurm import (
 from primeslurm.wire.transport import secret
 
 _MEMORY = ("mem", "mem_per_gpu", "mem_per_cpu")
-"""Options that say how much memory a component gets."""
+"""Options that set the memory of a component."""
 _REPLACED = ("%j", "%t", "%A", "%a")
-"""What submitit replaces anywhere in the path of its folder. Slurm's own patterns are escaped (`slurm.render`)."""
+"""Patterns that submitit replaces in the path of its folder. Slurm's own patterns are escaped (`slurm.render`)."""
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
-    """Find options that contradict one another, and host lists that are none."""
-    found = [*_host_problems(recipe, site), *_time_problems(recipe, site), *_runs_problems(recipe, site)]
+    """Return problems of host lists, time limits, directories, and options that contradict each other."""
+    problems = [*_host_problems(recipe, site), *_time_problems(recipe, site), *_runs_problems(recipe, site)]
     for field, options in _component_options(recipe, site):
-        said = [(name, value) for name in _MEMORY if (value := getattr(options, name))]
-        why = f"contradicts {said[0][0]}" if said else ""
-        found += [Violation(f"{field}.{name}", value, why, "keep one of them") for name, value in said[1:]]
-    return found + _said_twice(recipe)
+        memory_options = [(name, value) for name in _MEMORY if (value := getattr(options, name))]
+        why = f"contradicts {memory_options[0][0]}" if memory_options else ""
+        problems += [Violation(f"{field}.{name}", value, why, "keep one of them") for name, value in memory_options[1:]]
+    return problems + _said_twice(recipe)
 
 
 def _said_twice(recipe: Recipe) -> list[Violation]:
-    """How much of each environment node the job gets, in two places."""
     nodes, slurm = recipe.deployment.environments, recipe.slurm.environments
     if nodes is None:
         return []
     pairs: list[tuple[str, object, str, object]] = [("cpus", nodes.cpus, "cpus_per_task", slurm.cpus_per_task)]
     pairs += [("memory", nodes.memory, name, getattr(slurm, name)) for name in _MEMORY]
     return [
-        Violation(f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one")
-        for name, value, other, there in pairs
-        if value is not None and there is not None
+        Violation(
+            f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one of them"
+        )
+        for name, value, other, slurm_value in pairs
+        if value is not None and slurm_value is not None
     ]
 
 
 def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, ...]:
-    """List the job's components in order: one per role, or one for all of them."""
+    """Return the job's components in order: one per role, or a single one."""
     if recipe.deployment.layout == "one_node":
         request = together(requests)
         return (_group(0, "all", 1, 0, request, recipe.slurm.train),)
@@ -72,7 +73,7 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
 
 
 def _with_memory_alike(groups: tuple[HetGroup, ...]) -> tuple[HetGroup, ...]:
-    """Ask for memory per node in all components if one does: srun refuses --mem beside --mem-per-cpu of another."""
+    # srun refuses --mem beside --mem-per-cpu of another component, so all components use memory per node if one does.
     if not any(group.mem for group in groups):
         return groups
     return tuple(
@@ -84,7 +85,7 @@ def _with_memory_alike(groups: tuple[HetGroup, ...]) -> tuple[HetGroup, ...]:
 
 
 def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
-    """Count the CPU cores that a trainer rank has for itself, at least one."""
+    """Return the CPU cores per trainer rank, at least one."""
     train = next((request for request in requests if request.role == "train"), None)
     if train is None or not train.gpus:
         return 1
@@ -93,35 +94,35 @@ def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
 
 
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
-    """Take the options of the job as a whole from the recipe, and from the site what the recipe does not say."""
-    slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)
+    """Return the options of the whole job. The recipe's options take precedence over the site's."""
+    slurm, submission = recipe.slurm, recipe.slurm.over(site.slurm)
     return JobOptions(
         name=recipe.name,
-        time=asked.time or DEFAULT_TIME,
-        time_min=asked.time_min,
-        account=asked.account,
-        qos=asked.qos,
-        reservation=asked.reservation,
-        comment=asked.comment,
-        exclude=asked.exclude,
-        dependency=asked.dependency,
-        mail_user=asked.mail.user if asked.mail else None,
-        mail_types=asked.mail.types if asked.mail else (),
-        licenses=asked.licenses,
-        nice=asked.nice,
-        priority=asked.priority,
+        time=submission.time or DEFAULT_TIME,
+        time_min=submission.time_min,
+        account=submission.account,
+        qos=submission.qos,
+        reservation=submission.reservation,
+        comment=submission.comment,
+        exclude=submission.exclude,
+        dependency=submission.dependency,
+        mail_user=submission.mail.user if submission.mail else None,
+        mail_types=submission.mail.types if submission.mail else (),
+        licenses=submission.licenses,
+        nice=submission.nice,
+        priority=submission.priority,
         requeue=slurm.requeue,
         signal_s=slurm.checkpoint_signal_s,
-        extra=asked.extra,
+        extra=submission.extra,
         modules=site.modules,
         prologue=site.prologue,
-        srun=_pyxis(asked.container, run_dir) if isinstance(asked.container, Pyxis) else (),
-        launcher=_apptainer(asked.container, site, run_dir) if isinstance(asked.container, Apptainer) else (),
+        srun=_pyxis(submission.container, run_dir) if isinstance(submission.container, Pyxis) else (),
+        launcher=_apptainer(submission.container, site, run_dir) if isinstance(submission.container, Apptainer) else (),
     )
 
 
 def environment(site: Site) -> dict[str, str]:
-    """Make the environment of every process on every node, with placeholders."""
+    """Return the environment of every process on every node, with placeholders."""
     env = {
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": "${tmp}",
@@ -139,13 +140,13 @@ def environment(site: Site) -> dict[str, str]:
 
 
 def _component(recipe: Recipe, role: NodeRole) -> Component:
-    """What the recipe asks of Slurm for one role; for environments, `deployment` may say how much of each node."""
-    asked: Component = getattr(recipe.slurm, role)
+    """Return the Slurm options of a role. `deployment.environments` may set the size of its nodes."""
+    component: Component = getattr(recipe.slurm, role)
     nodes = recipe.deployment.environments
     if role != "environments" or nodes is None:
-        return asked
-    return asked.model_copy(
-        update={"cpus_per_task": nodes.cpus or asked.cpus_per_task, "mem": nodes.memory or asked.mem}
+        return component
+    return component.model_copy(
+        update={"cpus_per_task": nodes.cpus or component.cpus_per_task, "mem": nodes.memory or component.mem}
     )
 
 
@@ -173,28 +174,23 @@ def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequ
 
 
 def _exclusive(component: Component, request: ResourceRequest) -> bool:
-    """Whether a component shares no node with other jobs. If Slurm does not count GPUs, only that keeps jobs apart."""
-    asked = request.kind.exclusive if component.exclusive is None else component.exclusive
-    return request.kind.request_gpus == "none" and request.gpus > 0 if asked is None else asked
+    """Return whether a component shares no node with other jobs."""
+    # If Slurm does not count GPUs, only exclusive nodes keep jobs apart.
+    exclusive = request.kind.exclusive if component.exclusive is None else component.exclusive
+    return request.kind.request_gpus == "none" and request.gpus > 0 if exclusive is None else exclusive
 
 
 def node_memory(recipe: Recipe, request: ResourceRequest) -> int | None:
-    """Bytes of a role's node that the job may use: as many as it asks for, or all that the site says there are.
-
-    Returns:
-        None if nobody says.
-    """
-    asked = _memory(_component(recipe, request.role), request)
-    if asked is not None and (size := bytes_of(asked)):  # 0 is all that there is
+    """Return the memory of a role's node that the job may use [bytes]; None if neither recipe nor site says."""
+    memory = _memory(_component(recipe, request.role), request)
+    if memory is not None and (size := bytes_of(memory)):  # 0 is all that there is
         return size
     return None if request.kind.memory_gib is None else int(request.kind.memory_gib * 2**30)
 
 
 def _memory(component: Component, request: ResourceRequest) -> str | None:
-    """Memory per node that is asked for: the recipe's, in whichever unit, before the site's.
-
-    Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here.
-    """
+    """Return the memory per node to request. The recipe's option takes precedence over the site's."""
+    # Slurm refuses --mem-per-gpu beside --mem of another component, so it is converted here.
     options = component if any(getattr(component, name) for name in _MEMORY) else request.kind
     if options.mem_per_cpu is not None:
         return times(options.mem_per_cpu, component.cpus_per_task or request.kind.cpus)
@@ -252,12 +248,12 @@ def _runs_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
 
 
 def _time_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
-    asked = recipe.slurm.over(site.slurm)
-    limit = asked.time or DEFAULT_TIME
-    if asked.time_min and minutes(asked.time_min) > minutes(limit):
-        yield Violation("slurm.time_min", asked.time_min, f"is longer than time = {limit}", f'nearest: "{limit}"')
+    submission = recipe.slurm.over(site.slurm)
+    limit = submission.time or DEFAULT_TIME
+    if submission.time_min and minutes(submission.time_min) > minutes(limit):
+        yield Violation("slurm.time_min", submission.time_min, f"is longer than time = {limit}", f'nearest: "{limit}"')
     lead = recipe.slurm.checkpoint_signal_s
-    shortest = 60 * minutes(asked.time_min or limit)
+    shortest = 60 * minutes(submission.time_min or limit)
     if lead >= shortest:
         fix = f"nearest: {max(shortest // 2, 0)}"
         yield Violation("slurm.checkpoint_signal_s", str(lead), f"the job only runs for {duration(shortest)}", fix)

@@ -1,4 +1,4 @@
-"""A Plan whose engines, stores, trainer ranks and environments are replaced by light stand-ins; all else stays."""
+"""Replace engines, stores, trainer ranks and environments of a Plan by lightweight emulated processes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ STAND_INS: dict[Role, str] = {
     "store": "primeslurm.testbed.emulated.store",
     "teacher": "primeslurm.testbed.emulated.engine",
 }
-"""Module that is started in place of a role's own, with the same arguments."""
+"""Module that replaces the role's own module. It takes the same arguments."""
 
 NODE_MIB = 30
-"""Memory of a node of an embedded cluster: its agent (28, without its plan), slurmd, the job's steps."""
+"""Memory of a node of an embedded cluster [MiB]: agent (28, without the plan), slurmd and job steps."""
 PLANNED_KIB = 5
-"""Memory that a process takes in the plan of each agent."""
+"""Memory per process of the plan that each agent holds [KiB]."""
 PROCESS_MIB: dict[Role, int] = {"trainer": 7, "router": 50, "orchestrator": 70, "environment": 45}
-"""Memory of a stand-in, or of what runs as it is; Python's share that none of them has for itself is not in it."""
+"""Memory of an emulated or real process by role [MiB], without the pages of Python that all processes share."""
 USUAL_MIB = 16
-"""Of an engine, a teacher, a store."""
+"""Memory of an emulated engine, teacher or store [MiB]."""
 MERGED_SHARE = 0.5
-"""What is left of all that where the kernel merges equal pages, which takes it a while."""
+"""Memory that remains after the kernel has merged equal pages (KSM). Merging takes a while."""
 
 
 def memory_mib(plan: Plan, *, merged: bool = False) -> int:
-    """Estimate what all of an emulated run takes on the one machine that it runs on, in MiB.
+    """Estimate the memory of an emulated run on its one machine [MiB].
 
     Args:
-        plan: of the run.
-        merged: the kernel merges equal pages of its processes.
+        merged: whether the kernel merges equal pages of its processes.
     """
     processes = [PROCESS_MIB.get(process.role, USUAL_MIB) for process in plan.processes()]
     agent = NODE_MIB + PLANNED_KIB * len(processes) / 1024
@@ -42,7 +41,7 @@ def memory_mib(plan: Plan, *, merged: bool = False) -> int:
 
 
 def emulate(plan: Plan) -> Plan:
-    """Put stand-ins into a Plan: only the modules of some commands differ, and the Plan says so."""
+    """Return a Plan with the modules of `STAND_INS`. Everything else stays the same."""
     nodes = tuple(
         node.model_copy(update={"processes": tuple(_replaced(process) for process in node.processes)})
         for node in plan.nodes

@@ -1,14 +1,17 @@
-"""The Plan: the one frozen object that decides placement, ports, environment and commands.
+"""The Plan: one frozen object with the placement, ports, environment and command of every process.
 
-Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.agent.node_context`:
-`${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
-NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
-`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), `${key}` (a random word of the node's
-agent, which makes names on its disk unknown to others), and of the node's network `${interface}`, `${hcas}`,
-`${nccl_interface}`, `${hca_ports}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's
-GPUs). A variable of the environment that comes out empty is not set. Only in `env` also `${secret}` and
-`${generate_token}` (`wire.transport.secret`): such variables are handed over, and are not in the environment that a
-process is started with. A host name or a secret never appears in a Plan.
+`argv`, `env` and `files` may hold placeholders that `node.agent.node_context` fills in on the node:
+
+- `${host}`: own address. `${port:http}`: own port. `${port:nixl-3}`: own port minus three.
+- `${host:NAME}`, `${port:NAME:http}`, `${addr:NAME:http}`: address, port and `host:port` of process NAME.
+- `${run_dir}`, `${run_id}`, `${attempt}`, `${attempt_dir}`, `${python}`, `${tmp}`, `${node}` (own index).
+- `${key}`: a random word of the node agent. It makes names on the node's disk unpredictable for others.
+- `${interface}`, `${hcas}`, `${nccl_interface}`, `${hca_ports}`, `${nccl_hcas}`, `${ucx_devices}`,
+  `${ucx_devices_near}` (near the process's GPUs): the node's network.
+- Only in `env`: `${secret}` and `${generate_token}` (`wire.transport.secret`). The agent hands these over after the
+  start, so they are not in the environment of a process.
+
+A variable whose value is empty after that is not set. A Plan never holds a host name or a secret.
 """
 
 from __future__ import annotations
@@ -17,42 +20,42 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from primeslurm.plan.memory.forecast import Estimate
+from primeslurm.plan.forecast import Estimate
 from primeslurm.recipe.fields.section import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]
 Restart = Literal["in_place", "unit", "attempt"]
 VLLM_ROLES: tuple[Role, ...] = ("engine", "prefill", "decode", "teacher")
-"""Roles whose processes are vLLM's servers."""
+"""Roles that run a vLLM server."""
 Level = Literal["error", "blocked", "warning", "note"]
 NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher", "environments"]
 
 JOB_OUTPUT = "slurm-{}.out"
-"""What the batch script, srun and the agents of a job of Slurm print, by the job's id; in the run directory."""
+"""File in the run directory with the output of a job's batch script, srun and agents, by Slurm's job id."""
 
 MAX_RESTARTS = 5
-"""Restarts before a process or restart group is given up. Not configurable: a process that ran for five minutes gets a
-new budget (`node.agent.supervision`)."""
+"""Restarts before a process or restart group is given up. A process that ran for five minutes gets a new budget
+(`node.agent.supervision`)."""
 
 
 class Health(Section):
-    """How a process shows that it is ready: HTTP 200 on `path` of port `port`."""
+    """Readiness check of a process: HTTP 200 on `path` of port `port`."""
 
     port: str
     path: str = "/health"
     start_timeout_s: int = 1800
-    """Longest time from start to the first 200."""
+    """Longest time from the start to the first 200 [s]."""
     hang_timeout_s: int = 60
-    """A process that was ready and gives no HTTP answer at all for this long hangs, and is restarted."""
+    """A ready process that gives no HTTP answer for this long [s] is restarted."""
 
 
 class HeartbeatLimits(Section):
     """Timeouts of the heartbeats that a process's main loop sends (`records.heartbeats`)."""
 
     start_timeout_s: int = 1800
-    """Longest time from start to the first heartbeat."""
+    """Longest time from the start to the first heartbeat [s]."""
     hang_timeout_s: int = 300
-    """Longest time between two heartbeats, unless the process has announced a longer phase."""
+    """Longest time between two heartbeats [s], unless the process has announced a longer phase."""
 
 
 class Process(Section):
@@ -69,35 +72,34 @@ class Process(Section):
     argv: tuple[str, ...]
     env: dict[str, str] = {}
     log: str
-    """Log file relative to the attempt directory."""
+    """Log file, relative to the attempt directory."""
     ports: dict[str, int] = {}
-    """Port name to preferred number; the agent probes and publishes the number really used."""
+    """Preferred number of each port, by name. The agent probes it and publishes the number in use."""
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
     restart: Restart = "in_place"
-    """in_place: restarted by its agent with back-off. unit: together with its restart group, `unit`. attempt: its
-    death ends the attempt."""
+    """in_place: its agent restarts it with back-off. unit: its restart group, `unit`, restarts. attempt: the attempt
+    ends."""
     unit: str | None = None
-    """Name of its restart group, if it has one: processes that only work together, such as ranks of an expert-parallel
-    group or of the trainer."""
+    """Restart group: processes that only work together, such as the ranks of the trainer. None: it restarts alone."""
     max_restarts: int = MAX_RESTARTS
     health: Health | None = None
     heartbeats: HeartbeatLimits | None = Field(None, alias="beats")
-    """None: it sends no heartbeats."""
+    """None: the process sends no heartbeats."""
     files: dict[str, str] = {}
-    """Files written before it starts: name under `${tmp}` to text, with placeholders."""
+    """Text of files to write before the start, with placeholders, by name under `${tmp}`."""
     scratch: tuple[str, ...] = ()
-    """Directories on the node's own disk: made empty when the attempt begins, removed when it ends."""
+    """Directories on the node's disk that are created empty for the attempt and removed when it ends."""
     imports: tuple[str, ...] = ()
-    """Modules that all processes of a node import which name the same ones: an agent may import them once, and fork."""
+    """Modules that the agent may import once and share by fork, if several processes of the node name them."""
     after: tuple[str, ...] = ()
-    """Processes whose addresses must be known and live (where they have `health`) before this starts."""
+    """Processes that must have an address, and be ready if they have `health`, before this one starts."""
 
 
 class Node(Section):
-    """A node's part in the run. Which of the allocated nodes plays it is decided when the job runs (`records.fleet`).
+    """A node's role in the run. The head assigns an allocated node to it when the job runs (`records.fleet`).
 
-    Node 0 is the head; it is always played by the job's first node.
+    Node 0 is the head. It is always the job's first node.
     """
 
     index: int
@@ -114,19 +116,19 @@ class HetGroup(Section):
     index: int
     name: str
     nodes: int
-    """Nodes that Slurm is asked for, spares included."""
+    """Nodes requested from Slurm, including spares."""
     spares: int = 0
-    """How many of them wait for another of the group to fail."""
+    """Nodes that replace failed ones of the component."""
     partition: str
     gres: str | None
-    """For example gpu:8; None asks for none."""
+    """Generic resources per node, for example gpu:8. None: none are requested."""
     gpus_per_node: str | None = None
-    """For example 8 or h200:8, in place of `gres`."""
+    """GPUs per node in place of `gres`, for example 8 or h200:8."""
     cpus_per_task: int
     mem: str | None = None
-    """Per node."""
+    """Memory per node."""
     mem_per_cpu: str | None = None
-    """Per core, in place of `mem`."""
+    """Memory per core, in place of `mem`."""
     constraint: str | None = None
     nodelist: str | None = None
     switches: str | None = None
@@ -134,7 +136,7 @@ class HetGroup(Section):
 
     @property
     def asked_gres(self) -> str | None:
-        """GPUs per node that Slurm is asked for, as a generic resource: gpu:8."""
+        """Return the GPUs per node that the job requests, as a generic resource such as gpu:8."""
         return self.gres or (f"gpu:{self.gpus_per_node}" if self.gpus_per_node else None)
 
 
@@ -159,7 +161,7 @@ class JobOptions(Section):
     comment: str | None = None
     exclude: str | None = None
     avoid: tuple[str, ...] = ()
-    """Nodes that failed lately, excluded as well."""
+    """Nodes that failed recently. They are excluded, too."""
     dependency: str | None = None
     mail_user: str | None = None
     mail_types: tuple[str, ...] = ()
@@ -169,25 +171,25 @@ class JobOptions(Section):
     requeue: bool = True
     signal_s: int = 120
     extra: tuple[str, ...] = ()
-    """Options of sbatch that are none of the above, on every component."""
+    """Other sbatch options, set on every component."""
     modules: tuple[str, ...] = ()
     prologue: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
-    """More options of the job's one srun."""
+    """Additional options of the job's srun."""
     launcher: tuple[str, ...] = ()
-    """Words before the agent's own command: how a container is entered."""
+    """Command prefix that enters a container."""
 
     @property
     def excluded(self) -> str | None:
-        """All nodes that the job must not get, as one host list."""
+        """Return all excluded nodes as one host list."""
         return ",".join([*([self.exclude] if self.exclude else []), *self.avoid]) or None
 
 
 class Totals(Section):
-    """Derived sums, always printed."""
+    """Sums that are always printed."""
 
     nodes: int
-    """Nodes that work; spares come on top."""
+    """Working nodes, without spares."""
     spares: int = 0
     gpus: int
     trainer_gpus: int
@@ -200,15 +202,15 @@ class Totals(Section):
 
 
 class Finding(Section):
-    """Something a check has to say about the Plan."""
+    """A result of a check of the Plan."""
 
     level: Level
-    """error: refused. blocked: sound, but a real submit is refused here and now. warning, note: advice."""
+    """error: refused. blocked: valid, but a real submit is refused here and now. warning, note: advice."""
     field: str
     text: str
     fix: str = ""
     value: str = ""
-    """What the field has; empty where the text says it, or nothing is given."""
+    """Value of the field. Empty if the text names it or the field is not set."""
 
     def __str__(self) -> str:
         given = f" = {self.value}" if self.value else ""
@@ -216,7 +218,7 @@ class Finding(Section):
 
 
 class Plan(Section):
-    """Recipe + Site, worked out. Same input, same bytes."""
+    """A recipe and a site with every decision made. The same input gives the same bytes."""
 
     schema_: Literal[1] = Field(1, alias="schema")
     run: str
@@ -225,7 +227,7 @@ class Plan(Section):
     layout: Literal["het", "single", "one_node"]
     executor: Literal["slurm", "local"]
     emulated: bool = False
-    """Stand-ins run in place of engines, trainer ranks and environments: nothing needs the model's files."""
+    """Emulated processes replace engines, trainer ranks and environments, so no model files are needed."""
     device: Literal["cuda", "cpu"]
     python: str
     job: JobOptions
@@ -236,68 +238,66 @@ class Plan(Section):
     env: dict[str, str]
     """Environment of every process on every node."""
     library_path: tuple[str, ...] = ()
-    """Directories put first on LD_LIBRARY_PATH of everything."""
+    """Directories at the front of every LD_LIBRARY_PATH."""
     interface: str | None = None
     hcas: tuple[str, ...] = ()
-    """HCAs to use, from the site file. Empty: what each node finds active."""
+    """HCAs from the site file. Empty: each node uses its active ones."""
     addresses: dict[str, str] = {}
-    """Node name to address, from the site file."""
+    """Address of each node by name, from the site file."""
     pass_env: tuple[str, ...] = ()
-    """Variables that whoever submits must have set. Slurm and the agents hand them on; their values are in no file."""
+    """Variables that must be set at submission. Slurm and the agents pass them on. No file holds their values."""
     stall_timeout_s: int
     max_attempts: int
     node_silent_s: int = 90
-    """A node that has not been heard of for this long is lost."""
+    """A node without a heartbeat for this long [s] is lost."""
     node_start_s: int = 300
-    """Longest time between the first agent's start and another's, the head's included: nodes may first pull images."""
+    """Longest time between the starts of the first and any other agent [s]. Nodes may have to pull images first."""
     bad_node_hours: int = 24
-    """How long later jobs keep away from a node that failed."""
+    """Hours for which later jobs avoid a failed node."""
     findings: tuple[Finding, ...] = ()
     estimate: Estimate | None = None
-    """None if the shape of the model is not known."""
+    """None if the model's shape is unknown."""
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted by definition order, two-space indent, trailing newline."""
+        """Return canonical JSON: fields in definition order, two-space indent, trailing newline."""
         return self.model_dump_json(indent=2, by_alias=True) + "\n"
 
     def processes(self) -> tuple[Process, ...]:
-        """All processes, in node order."""
+        """Return all processes in node order."""
         return tuple(process for node in self.nodes for process in node.processes)
 
     @property
     def allocated(self) -> int:
-        """Nodes of the job, spares included: one agent runs on each."""
+        """Return the number of nodes of the job, including spares. One agent runs on each."""
         return sum(group.nodes for group in self.groups)
 
     @property
     def heartbeat_s(self) -> float:
-        """Longest time between two signs of life of the head and of an agent that have no news."""
+        """Return the longest time between two heartbeats of the head and of an agent [s]."""
         return max(1.0, self.node_silent_s / 90)
 
     @property
     def survives_nodes(self) -> bool:
-        """Whether the job goes on without a node, for the head to judge (`--no-kill`).
-
-        Slurm counts a lost node against every component of a heterogeneous job, and cannot take it away from one that
-        has a single node (left): it requeues that component alone, and the job falls apart. The head then requeues the
-        whole job. Without --no-kill Slurm requeues the whole job at once.
-        """
+        """Return whether the job keeps running after it loses a node (`--no-kill`)."""
+        # Slurm counts a lost node against every component of a heterogeneous job. If a component has a single node
+        # left, Slurm requeues that component alone and the job falls apart. Without --no-kill, it requeues the whole
+        # job at once.
         return all(group.nodes > 1 for group in self.groups)
 
     def ranks(self, group: int) -> range:
-        """Task ranks of the agents of one group: groups in order, one task a node."""
+        """Return the task ranks of a group's agents. Groups are in order, with one task per node."""
         first = sum(g.nodes for g in self.groups[:group])
         return range(first, first + self.groups[group].nodes)
 
     def group_of_rank(self, rank: int) -> HetGroup:
-        """The group that an agent's node belongs to. Raises KeyError if the job has no such rank."""
+        """Return the group that an agent's node belongs to. Raises KeyError if the job has no such rank."""
         for group in self.groups:
             if rank in self.ranks(group.index):
                 return group
         raise KeyError(rank)
 
     def process(self, name: str) -> Process:
-        """One process by name. Raises KeyError."""
+        """Return a process by name. Raises KeyError."""
         for process in self.processes():
             if process.name == name:
                 return process

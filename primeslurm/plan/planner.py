@@ -1,6 +1,6 @@
-"""Recipe + Site + what is known of the recipe's files -> Plan with findings and estimate. Pure and deterministic.
+"""Turn a recipe, a site and the recipe's files into a Plan with findings and an estimate. Pure and deterministic.
 
-`derive` is the placement alone: which node does what, with which ports, GPUs and commands.
+`derive` does the placement alone: nodes, ports, GPUs and commands, without checks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Literal
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
+from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
-from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
-from primeslurm.plan.commands.processes import decided, environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.checks.run_checks import check_plan, check_run
+from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
-from primeslurm.plan.memory.forecast import Amount, Estimate
+from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Finding, HeartbeatLimits, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
@@ -32,50 +33,43 @@ from primeslurm.recipe.sections.teacher import ServedTeacher
 
 @dataclass(frozen=True)
 class RecipeFiles:
-    """What is known of the files that a recipe names."""
+    """What is known about the files that a recipe names."""
 
     located: Recipe
-    """The recipe with its models and data as absolute paths, where they are there."""
+    """The recipe with absolute paths of the models and data that exist here."""
     model: ModelFiles
     teacher: ModelFiles | None
     """None if the run serves no teacher."""
     problems: tuple[Violation, ...] = ()
     """Why the files cannot be used."""
     absent: tuple[Finding, ...] = ()
-    """Files that are to be there when the job runs."""
+    """Files that must exist when the job runs."""
 
     @property
     def blocked(self) -> bool:
-        """Whether a submission would be refused here for a file that is not here."""
+        """Return whether a submission is refused here because a file is missing."""
         models = [files.absent for files in (self.model, self.teacher) if files is not None]
         return bool(self.absent or any(models))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What was worked out of a recipe."""
+    """A Plan and the recipe that its processes read."""
 
     plan: Plan
     recipe: Recipe
-    """What the processes of the plan read: the recipe with its files where they lie, and all that it left open."""
+    """The recipe with absolute paths and without open fields."""
 
     def listening_at(self, addresses: dict[str, str]) -> Planned:
-        """The same on nodes whose addresses were not known yet: by name, as in `Site.network`."""
+        """Return this plan with node addresses that were unknown when it was made, as in `Site.network.addresses`."""
         return replace(self, plan=self.plan.model_copy(update={"addresses": addresses}))
 
 
 def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False) -> Planned:
-    """Work out a whole run, with all findings and the estimate. Files that cannot be used block it.
-
-    Args:
-        recipe: what is asked for.
-        site: where it is to run.
-        run_dir: where the run will be.
-        files: what is known of the files that the recipe names.
-        local: without Slurm, all nodes are agents on this one machine and share its GPUs.
+    """Return the plan of a whole run with all findings and the estimate. Unusable files block it (`blocked`).
 
     Raises:
-        UsageError: the recipe cannot be placed on this site; every reason at once, contradictions of the recipe too.
+        UsageError: the recipe cannot be placed on this site, or a check found errors. Lists every reason.
     """
     problems, findings, planned = try_plan(recipe, site, run_dir, files, local=local)
     if planned is None:
@@ -86,65 +80,47 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
 def try_plan(
     recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False
 ) -> tuple[list[Violation], list[Finding], Planned | None]:
-    """Work out a whole run as `make_plan` does, or say everything that is known of a recipe that cannot be placed.
+    """Plan a run as `make_plan` does, but return problems instead of raising them.
 
     Returns:
-        Why the recipe cannot be placed on this site, all findings, and the run if there are no such reasons.
+        The reasons why the recipe cannot be placed on this site, all findings, and the plan if there are no such
+        reasons.
     """
-    recipe = decided(recipe, files.model.model_type, site.device)
+    recipe = resolve_auto_fields(recipe, files.model.model_type, site.device)
     requests, problems = requests_of(recipe, site, local=local)
-    findings, estimate = review(recipe, site, requests, files.model, files.teacher)
+    findings, estimate = check_run(recipe, site, requests, files.model, files.teacher)
     about_files = [*files.absent, *as_findings(files.problems, "blocked")]
     if problems:
         return problems, [*findings, *about_files], None
     located, limits = _settled(site, requests, files)
-    located = _with_kv_cache(located, estimate)
+    located = with_kv_cache_size(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     plan = place(located, site, run_dir, requests, local=local)
-    findings += [*advise(located, plan), *about_files]
+    findings += [*check_plan(located, plan), *about_files]
     plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
     return [], findings, Planned(plan, located)
 
 
-def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Amount]]:
-    """Time limits that follow bytes, and whether layers are compiled; with what to say of the limits."""
+def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
+    """Return the recipe with time limits and `trainer.compile` filled in, and the time limits as quantities."""
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
-    return decided(recipe, files.model.model_type, site.device), limits
-
-
-def _with_kv_cache(recipe: Recipe, estimate: Estimate | None) -> Recipe:
-    """Set the KV cache of engines that share GPUs with the trainer, if the estimate knows its size.
-
-    vLLM otherwise measures how much memory of the whole GPU disappears while it profiles. An engine that restarts
-    beside a working trainer would count the trainer's memory as its own.
-    """
-    role = next((role for role in estimate.roles if role.role == "inference"), None) if estimate else None
-    if not recipe.colocated or recipe.inference.kv_cache_bytes or role is None or not role.kv_tokens:
-        return recipe
-    size = role.kv_tokens * role.kv_bytes_per_token
-    return recipe.model_copy(update={"inference": recipe.inference.model_copy(update={"kv_cache_bytes": size})})
+    return resolve_auto_fields(recipe, files.model.model_type, site.device), limits
 
 
 def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Planned:
-    """Work out a run of stand-ins, with what is known to go wrong with what they stand for. It needs no files.
-
-    Args:
-        recipe: what is asked for.
-        site: where it is to run.
-        run_dir: where the run will be.
-        shape: the model's, where it is known.
+    """Return the plan of an emulated run, with the findings for the real run. Needs no model files.
 
     Raises:
-        UsageError: the recipe cannot be placed on this site; every reason at once.
+        UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
-    recipe = decided(recipe, None, site.device)  # stand-ins compile nothing
+    recipe = resolve_auto_fields(recipe, None, site.device)  # stand-ins compile nothing
     requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
-    findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *advise(recipe, plan))
+    findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *check_plan(recipe, plan))
     return Planned(plan.model_copy(update={"findings": findings}), recipe)
 
 
@@ -155,26 +131,23 @@ def refuse(plan: Plan, *levels: str) -> None:
 
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
-    """Take findings of these levels as violations."""
+    """Return findings of these levels as violations."""
     return [Violation(f.field, f.value, f.text, f.fix) for f in findings if f.level in levels]
 
 
 def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked", "warning"]) -> list[Finding]:
-    """Take violations as findings of this level."""
+    """Return violations as findings of this level."""
     return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
-    """Work out the whole run.
+    """Return the Plan of a run without findings and estimate.
 
     Args:
-        recipe: what is asked for.
-        site: where it is to run.
-        run_dir: where the run will be.
-        local: without Slurm, all nodes are agents on this one machine and share its GPUs.
+        local: run without Slurm. All agents run on this machine and share its GPUs.
 
     Raises:
-        UsageError: the recipe cannot be placed on this site; every reason at once.
+        UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
     requests, problems = requests_of(recipe, site, local=local)
     if problems:
@@ -183,15 +156,9 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
 
 
 def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
-    """Work out what each role asks of the site.
+    """Return the resources that each role requests from the site, and every reason why the recipe cannot be placed.
 
-    Args:
-        recipe: what is asked for.
-        site: where it is to run.
-        local: as of `derive`.
-
-    Returns:
-        The requests (none, if the site cannot give them), and every reason why the recipe cannot be placed.
+    The requests are empty if the site cannot provide them. `local` is as in `derive`.
     """
     problems, requests = batch_job.problems(recipe, site), []
     try:
@@ -202,15 +169,7 @@ def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Resour
 
 
 def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
-    """Put all processes of a run on the nodes that each role gets.
-
-    Args:
-        recipe: what is asked for, with models and data where they lie.
-        site: where it is to run.
-        run_dir: where the run will be.
-        requests: what each role gets, as `requests_of` says.
-        local: as of `derive`.
-    """
+    """Return a Plan with all processes of a run on the nodes of `requests`. `local` is as in `derive`."""
     builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
@@ -304,11 +263,9 @@ def _control(recipe: Recipe, head: NodeBuilder, replicas: list[Replica], teacher
 
 
 def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -> None:
-    """Deal out every environment's workers over the nodes for environments in turn; without any, all are on the head.
-
-    Workers of one environment are on as many nodes as there are: they and what their rollouts start load all nodes
-    alike, and the loss of a node leaves each environment its share.
-    """
+    """Assign environment workers to the environment nodes in turn, or to the head if there are none."""
+    # Workers of one environment are spread over all nodes. Nodes are loaded alike, and an environment keeps most of its
+    # workers when a node is lost.
     nodes = [builder for builder in builders if builder.role == "environments"] or builders[:1]
     kind = site.kind(nodes[0].role)
     workers = [(each.label, worker) for each in recipe.all_environments for worker in range(each.workers)]
@@ -323,13 +280,13 @@ def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -
 
 
 def _key(recipe: Recipe) -> tuple[str, ...]:
-    """The variable that holds the key of a teacher served elsewhere."""
+    """Return the variable with the API key of a teacher that is served elsewhere."""
     teacher = recipe.teacher
     return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
 
 
 def _secrets(recipe: Recipe) -> tuple[str, ...]:
-    """The variables that programs of rollouts get."""
+    """Return the variables with secrets for programs of rollouts."""
     return tuple(name for each in recipe.all_environments if each.runtime is not None for name in each.runtime.secrets)
 
 

@@ -1,1 +1,1 @@
-"""Slurm: the batch script of a Plan, its submission, Slurm's commands, and clusters embedded in one machine."""
+"""Slurm: the batch script of a Plan, its submission, and typed wrappers of Slurm's commands."""

@@ -1,6 +1,6 @@
-"""Accounts, QOS and their limits, as far as this user may read them; parsed from sacctmgr and scontrol. Pure.
+"""Accounts, QOS and their limits, parsed from sacctmgr and scontrol. Pure.
 
-Slurm does not distinguish upper and lower case in the names of accounts and QOS. They are in lower case here.
+Slurm ignores case in names of accounts and QOS. Here they are in lower case.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ ASSOCIATION_FORMAT = "account,partition,qos,defaultqos,maxwall,maxtres,maxtrespe
 QOS_FORMAT = "name,flags,maxwall,maxtres,maxtrespernode,maxtresperuser,grptres,mintres,maxjobsperuser,grpjobs"
 _MIB = 2**20
 _SUBACCOUNTS = 23
-"""First part of the version of Slurm from which on a partition's lists of accounts may include subaccounts."""
+"""First major version of Slurm whose partitions may list subaccounts implicitly."""
 
 
 @dataclass(frozen=True)
 class TresLimits:
-    """TresLimits of a QOS or an association. Amounts are by TRES: cpu, node, mem [MiB], gres/gpu, gres/gpu:h100."""
+    """Limits of a QOS or an association. Amounts are by TRES: cpu, node, mem [MiB], gres/gpu, gres/gpu:h100."""
 
     minutes: int | None = None
     per_job: Mapping[str, int] = field(default_factory=dict)
     per_node: Mapping[str, int] = field(default_factory=dict)
     per_user: Mapping[str, int] = field(default_factory=dict)
     total: Mapping[str, int] = field(default_factory=dict)
-    """Of all jobs of the QOS or association together."""
+    """Limit for all jobs of the QOS or association together."""
     least: Mapping[str, int] = field(default_factory=dict)
-    """Least that a job must ask for."""
+    """Smallest amount that a job must request."""
     jobs: int | None = None
-    """Jobs that run at a time; each component of a heterogeneous job is one."""
+    """Jobs that may run at a time. Each component of a heterogeneous job counts."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Qos:
 
 @dataclass(frozen=True)
 class Association:
-    """A user's membership in an account, maybe for one partition only."""
+    """Membership of the user in an account, for all partitions or one."""
 
     account: str
     partition: str
-    """Empty: all."""
+    """Empty: all partitions."""
     qos_names: frozenset[str]
     default_qos: str
     limits: TresLimits = TresLimits()
@@ -58,28 +58,28 @@ class Association:
 
 @dataclass(frozen=True)
 class Accounting:
-    """What the accounting enforces on this user."""
+    """What the accounting enforces for this user."""
 
     enforced: frozenset[str] = frozenset()
-    """Of AccountingStorageEnforce: associations, limits, qos ... Empty: nothing."""
+    """Words of AccountingStorageEnforce: associations, limits, qos, ... Empty: nothing."""
     default_account: str = ""
     associations: tuple[Association, ...] = ()
     qos: Mapping[str, Qos] = field(default_factory=dict)
     subaccounts: bool = False
-    """Whether a partition's lists of accounts hold for the accounts below those, too. Only Slurm knows these."""
+    """Whether a partition's account lists include subaccounts. Only Slurm knows those."""
 
     def association(self, account: str | None, partition: str) -> Association | None:
-        """Find the association of a job; one for its partition comes first."""
+        """Return the association of a job. One for its partition takes precedence."""
         account = (account or self.default_account).lower()
-        mine = [each for each in self.associations if each.account == account and each.partition in ("", partition)]
-        return max(mine, key=lambda each: each.partition, default=None)
+        matching = [each for each in self.associations if each.account == account and each.partition in ("", partition)]
+        return max(matching, key=lambda each: each.partition, default=None)
 
 
 NO_ACCOUNTING = Accounting()
 
 
 def parse_enforced(config: str) -> frozenset[str]:
-    """Find what the accounting enforces in `scontrol show config`."""
+    """Return what the accounting enforces, from `scontrol show config`."""
     words = frozenset(config_value(config, "AccountingStorageEnforce").lower().split(",")) - {"", "none", "(null)"}
     if "all" in words:
         words |= {"associations", "limits", "qos"}
@@ -89,23 +89,21 @@ def parse_enforced(config: str) -> frozenset[str]:
 
 
 def lists_subaccounts(config: str) -> bool:
-    """Tell from `scontrol show config` whether a partition's lists of accounts include subaccounts.
-
-    They do in later releases than 22.05. Which was the first is not documented, so 23.02 counts as one that does.
-    """
+    """Return whether a partition's account lists include subaccounts, from `scontrol show config`."""
+    # They do in releases after 22.05. The first such release is not documented; 23.02 is assumed.
     version = re.match(r"(\d+)\.", config_value(config, "SLURM_VERSION"))
     return version is None or int(version[1]) >= _SUBACCOUNTS
 
 
 def config_value(config: str, name: str) -> str:
-    """Find a value in `scontrol show config`; empty if it is not there."""
-    found = re.search(rf"^{name}\s*=\s*(\S+)", config, re.MULTILINE)
-    return found[1] if found else ""
+    """Return a value of `scontrol show config`; empty if it is missing."""
+    match = re.search(rf"^{name}\s*=\s*(\S+)", config, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]:
     """Parse rows of `ASSOCIATION_FORMAT`."""
-    found = []
+    associations = []
     for account, partition, qos, default_qos, wall, per_job, per_node, total, max_jobs, group_jobs in rows:
         limits = TresLimits(
             minutes=parse_minutes(wall),
@@ -115,13 +113,13 @@ def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]
             jobs=_least(max_jobs, group_jobs),
         )
         names = frozenset(qos.lower().split(",")) - {""}
-        found.append(Association(account.lower(), partition, names, default_qos.lower(), limits))
-    return tuple(found)
+        associations.append(Association(account.lower(), partition, names, default_qos.lower(), limits))
+    return tuple(associations)
 
 
 def parse_qos(rows: Iterable[Sequence[str]]) -> dict[str, Qos]:
     """Parse rows of `QOS_FORMAT`."""
-    found = {}
+    qos_by_name = {}
     for name, flags, wall, per_job, per_node, per_user, total, least, jobs_per_user, group_jobs in rows:
         limits = TresLimits(
             minutes=parse_minutes(wall),
@@ -132,13 +130,13 @@ def parse_qos(rows: Iterable[Sequence[str]]) -> dict[str, Qos]:
             least=parse_tres(least),
             jobs=_least(jobs_per_user, group_jobs),
         )
-        found[name.lower()] = Qos(name, limits, frozenset(flags.split(",")) - {""})
-    return found
+        qos_by_name[name.lower()] = Qos(name, limits, frozenset(flags.split(",")) - {""})
+    return qos_by_name
 
 
 def parse_tres(text: str) -> dict[str, int]:
     """Parse amounts such as cpu=16,gres/gpu=4,mem=1.50T."""
-    found = {}
+    amounts = {}
     for entry in text.split(","):
         name, _, value = entry.partition("=")
         if (match := re.fullmatch(r"(\d+)(\.\d+)?([KMGTP]?)", value)) and name:
@@ -147,8 +145,8 @@ def parse_tres(text: str) -> dict[str, int]:
                 unit = match[3] or "M"
                 size = bytes_of("1T") * 1024 if unit == "P" else bytes_of(f"1{unit}")
                 number = number * size / _MIB
-            found[name] = int(number)
-    return found
+            amounts[name] = int(number)
+    return amounts
 
 
 def _least(*numbers: str) -> int | None:

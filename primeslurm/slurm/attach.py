@@ -1,4 +1,4 @@
-"""The command that runs something on one node of a running job, beside what runs there."""
+"""Build the command that runs a program on a node of a running job."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from primeslurm.slurm.client import JobState
 def step_command(
     job: JobState, group: int, host: str, argv: Sequence[str], *, more: Sequence[str] = (), terminal: bool
 ) -> list[str]:
-    """`srun` of a step that shares everything with the steps that run on `host`.
+    """Return an `srun` command for a step that shares all resources with the other steps on `host`.
 
     Args:
-        job: as Slurm knows it.
-        group: of the plan; in a heterogeneous job, the component that the host belongs to.
-        host: name of the node.
-        argv: the command.
-        more: options of the plan's own srun, which may name a container.
-        terminal: give the step a terminal, for a shell.
+        group: index of the plan's group that the host belongs to.
+        more: additional srun options of the plan, for example a container's.
+        terminal: whether the step gets a terminal, as a shell needs.
 
     Raises:
-        RunError: the job does not run there.
+        RunError: the job does not run on this host.
     """
     het = len(job.components) > 1
     component = next((c for c in job.components if c.offset == (group if het else 0)), None)

@@ -1,4 +1,4 @@
-"""Slurm's command-line tools, typed: what is there, what a job does, and a few orders."""
+"""Typed wrappers of Slurm's commands: queries about nodes and jobs, and a few actions."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _TRANSIENT = (
     *("Unable to contact", "Socket timed out", "Requested partition configuration not available now"),
     *("Zero Bytes", "temporarily"),
 )
-"""Refusals of `sbatch --test-only` that say something about now. `placement` finds what nodes never have."""
+"""Refusals of `sbatch --test-only` that may pass. `cluster_fit` finds resources that nodes never have."""
 TIMEOUT_S = 60.0
-"""For the answer to a command, in seconds."""
+"""Longest wait for the answer of a command [s]."""
 KILL_WAIT_S = 30.0
-"""Slurm's default for KillWait, in seconds."""
+"""Slurm's default for KillWait [s]."""
 _ENDED = frozenset(
     [
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
@@ -65,82 +65,77 @@ Shared = Literal["user", "account", "qos"]
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node."""
+    """A node and its state."""
 
     name: str
     state: str
     """Slurm's short word: idle, alloc, mix, down, drain ..."""
     responding: bool
-    """False while the controller waits to hear from the node's daemon."""
+    """Whether the node's daemon answers the controller."""
     reason: str
 
 
 @dataclass(frozen=True)
 class JobComponent:
-    """One component of a job; a job that is not heterogeneous has one."""
+    """One component of a job. Jobs that are not heterogeneous have one."""
 
     job_id: str
     offset: int
     partition: str
     state: str
     nodes: str
-    """Host list in Slurm's notation, empty while pending."""
+    """Host list in Slurm's notation. Empty while the job is pending."""
     reason: str = ""
-    """Why it waits; empty for none."""
+    """Why the component is pending. Empty: no reason."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job. `source` is sacct when the controller has forgotten it."""
+    """State of a job. `source` is sacct if the controller no longer knows the job."""
 
     job_id: str
     state: str
-    """Of the leading component, for example PENDING."""
+    """State of the leading component, for example PENDING."""
     reason: str
-    """Why it waits or ended; empty for none."""
+    """Why the job is pending or ended. Empty: no reason."""
     restarts: int
     start: str
-    """Start, or expected start of a waiting job; ISO time, or Unknown."""
+    """Start or expected start in ISO format, or Unknown."""
     exit_code: int | None
     components: tuple[JobComponent, ...]
     source: Literal["scontrol", "sacct"]
     size: int = 1
-    """Components that it was submitted with; Slurm forgets those that ended some minutes ago."""
+    """Number of components at submission. Slurm forgets components some minutes after their end."""
     shares: tuple[str, ...] = ()
-    """User, account and QOS, whose limits hold for all jobs together; empty words where there is none."""
+    """User, account and QOS, whose limits count all of their jobs together. Empty words for none."""
     preempted_at: float | None = None
-    """When Slurm began to preempt it, in Unix seconds; None if it did not."""
+    """Start of a preemption [Unix s]. None: the job was not preempted."""
     ends_at: float | None = None
-    """When Slurm ends it: at its time limit, or after the grace time of a preemption. Unix seconds; None: unknown."""
+    """When Slurm ends the job: at its time limit, or after the grace time of a preemption [Unix s]. None: unknown."""
 
     @property
     def active(self) -> bool:
-        """Whether it runs or may still run."""
+        """Return whether the job runs or may still run."""
         return self.state not in _ENDED
 
     @property
     def broken_up(self) -> bool:
-        """Whether its leading component goes on, or waits, and others have ended.
-
-        Slurm requeues that component alone if it has a single node left when a node of any component fails. It never
-        starts without the others.
-        """
+        """Return whether the leading component is active although other components have ended."""
+        # If a node fails and its component has a single node left, Slurm requeues that component alone. It never starts
+        # without
+        # the others.
         left = [component for component in self.components if component.state not in _ENDED]
         return self.active and len(left) < self.size
 
 
 def require_conf(slurm_conf: str | None) -> None:
-    """Refuse a cluster whose slurm.conf is gone: Slurm's commands would look for another one for a minute.
-
-    Raises:
-        ClusterError: the file is not there.
-    """
+    """Raise ClusterError if slurm.conf is missing. Slurm's commands would search for another one for a minute."""
     if slurm_conf is not None and not Path(slurm_conf).is_file():
         raise ClusterError(f"{slurm_conf} does not exist; is the cluster up?")
 
 
 class SlurmClient:
-    """Commands against one Slurm cluster. Every method raises ClusterError with what the command printed."""
+    """Commands for one Slurm cluster. Every method raises ClusterError with the output of a command that failed."""
 
     def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
@@ -149,37 +144,40 @@ class SlurmClient:
         self._environment = {**clean(os.environ, slurm_conf), "SLURM_TIME_FORMAT": "standard"}
 
     def ping(self) -> bool:
-        """Whether the controller answers."""
+        """Return whether the controller answers."""
         try:
             return " UP" in self._run("scontrol", "ping")
         except ClusterError:
             return False
 
     def partitions(self) -> dict[str, Partition]:
-        """Return all partitions by name, those that are hidden from this user, too."""
+        """Return all partitions by name, including those that are hidden from this user."""
         nodes = self._nodes(NODE_FORMAT)
         return parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"), nodes)
 
     def nodes(self) -> list[NodeState]:
-        """Return all nodes, once each."""
-        found: dict[str, NodeState] = {}
+        """Return all nodes, each one once."""
+        states: dict[str, NodeState] = {}
         for name, state, reason in self._nodes("%N|%t|%E"):
-            found[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
-        return list(found.values())
+            states[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
+        return list(states.values())
 
     def nodes_of(self, partition: str, reservation: str | None = None) -> dict[str, str]:
-        """Return the nodes of a partition and their states, in sinfo's short words.
+        """Return the nodes of a partition and their states in sinfo's short words.
 
         Args:
-            partition: its name.
-            reservation: name, or names with commas, of reservations; then nodes outside of them are left out.
+            reservation: names of reservations, separated by commas. If set, only their nodes are returned.
         """
         reserved = self._reserved(reservation)
         rows = self._nodes("%N|%R|%t")
-        return {name: state for name, there, state in rows if there == partition and (not reserved or name in reserved)}
+        return {
+            name: state
+            for name, node_partition, state in rows
+            if node_partition == partition and (not reserved or name in reserved)
+        }
 
     def nodes_by_partition(self, names: Iterable[str], reservation: str | None = None) -> dict[str, dict[str, bool]]:
-        """Return the nodes of some partitions, and whether each runs jobs now or soon; arguments as of `nodes_of`."""
+        """Return the nodes of partitions, and whether each runs jobs now or soon. Arguments as in `nodes_of`."""
         return {
             name: {
                 node: is_usable(state, reserved=reservation is not None)
@@ -203,19 +201,21 @@ class SlurmClient:
 
     def _reserved(self, names: str | None) -> set[str]:
         wanted = (names or "").split(",")
-        found = [each.nodes for each in (self.reservations() if names else ()) if each.name in wanted and each.nodes]
-        return {node for hostlist in found for node in expand(hostlist)}
+        hostlists = [
+            each.nodes for each in (self.reservations() if names else ()) if each.name in wanted and each.nodes
+        ]
+        return {node for hostlist in hostlists for node in expand(hostlist)}
 
     def accounting(self) -> Accounting:
-        """Return the accounts, QOS and limits of this user; nothing if the accounting enforces nothing or is away."""
+        """Return accounts, QOS and limits of this user. Empty if the accounting enforces nothing or does not answer."""
         config = self._run("scontrol", "show", "config")
         enforced = parse_enforced(config)
         if not enforced:
             return NO_ACCOUNTING
         try:
             user = pwd.getpwuid(os.geteuid()).pw_name
-            mine = ("where", f"user={user}", f"cluster={config_value(config, 'ClusterName')}")
-            associations = self._sacctmgr("associations", *mine, columns=ASSOCIATION_FORMAT)
+            condition = ("where", f"user={user}", f"cluster={config_value(config, 'ClusterName')}")
+            associations = self._sacctmgr("associations", *condition, columns=ASSOCIATION_FORMAT)
             default = self._sacctmgr("user", "where", f"name={user}", columns="user,defaultaccount")
             qos = self._sacctmgr("qos", columns=QOS_FORMAT)
         except (ClusterError, KeyError):
@@ -230,9 +230,9 @@ class SlurmClient:
         return [row for row in rows if len(row) == columns.count(",") + 1]
 
     def refusal(self, script: str) -> str:
-        """Return the words with which sbatch would refuse a batch script; empty if it would not.
+        """Return the message with which sbatch would refuse a batch script; empty if it would accept it.
 
-        A refusal that may be over in a while is none: nodes that are down or have not reported yet.
+        Refusals that may pass do not count, for example because nodes are down or have not reported yet.
         """
         unset = {name: value for name, value in self._environment.items() if name not in inherited_by_jobs([name])}
         done = self._call(["sbatch", "--test-only"], input=script, env=unset)
@@ -245,31 +245,22 @@ class SlurmClient:
     def run_on(self, site: Site, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
         """Run a command once on each of some nodes, under the site's account, QOS and reservation.
 
-        Nodes that are busy to the last core are waited for, up to the time-out of a command.
-
-        Args:
-            site: whose options of jobs count.
-            partition: of the nodes.
-            nodes: their names.
-            argv: the command.
+        Waits for busy nodes up to the timeout of a command.
 
         Returns:
-            What they print, all together.
-
-        Raises:
-            ClusterError: srun failed, or took too long.
+            The output of all nodes.
         """
         where = (f"--partition={partition}", f"--nodelist={compress(nodes)}", f"--nodes={len(nodes)}")
         per_cpu = any(kind.mem_per_cpu for kind in site.nodes.values() if kind.partition == partition)
         size = ("--ntasks-per-node=1", "--cpus-per-task=1", "--time=00:02:00")
         memory = "--mem-per-cpu=256M" if per_cpu else "--mem=256M"
-        said = {"account": site.slurm.account, "qos": site.slurm.qos, "reservation": site.slurm.reservation}
-        whose = [f"--{name}={value}" for name, value in said.items() if value]
+        options_of_site = {"account": site.slurm.account, "qos": site.slurm.qos, "reservation": site.slurm.reservation}
+        whose = [f"--{name}={value}" for name, value in options_of_site.items() if value]
         options = (*where, *size, memory, *whose, *site.slurm.extra)
         return self._run("srun", "--job-name=primeslurm-doctor", *options, *argv)
 
     def job(self, job_id: str) -> JobState | None:
-        """Find a job with all its components, or None if neither the controller nor the accounting knows it."""
+        """Return a job with all its components; None if neither the controller nor the accounting knows it."""
         try:
             return parse_job(self._run("scontrol", "--oneliner", "show", "job", job_id))
         except ClusterError as error:
@@ -281,14 +272,11 @@ class SlurmClient:
             return None  # no accounting on this cluster
 
     def find(self, word: str, since: float) -> str | None:
-        """Find the job whose script was submitted with a word as argument or comment, by asking for all jobs.
+        """Return the id of the job that was submitted with `word` as argument or comment; None if there is none.
 
         Args:
-            word: that no other job has.
-            since: Unix seconds; the accounting is asked for jobs that were there after that.
-
-        Returns:
-            The leader's id; None if neither the controller nor the accounting, where there is one, knows such a job.
+            word: word that no other job has.
+            since: the accounting is searched for jobs after this time [Unix s].
         """
         format_ = "--format=%i|%T|%o|%k"
         rows = [line.split("|", 2) for line in self._run(*_SQUEUE_ALL, format_).splitlines() if word in line]
@@ -310,48 +298,53 @@ class SlurmClient:
                 lines = self._run(*argv).splitlines()
             except ClusterError:
                 continue  # no accounting on this cluster, or it is older
-            found = [line.partition("|")[0].partition("+")[0] for line in lines if word in line]
-            return found[0] if found else None
+            job_ids = [line.partition("|")[0].partition("+")[0] for line in lines if word in line]
+            return job_ids[0] if job_ids else None
         return None
 
     def kill_wait_s(self) -> float:
-        """Return how long Slurm waits between SIGTERM and SIGKILL when it ends a job, in seconds."""
-        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config"), re.MULTILINE)
-        return float(found[1]) if found else KILL_WAIT_S
+        """Return Slurm's KillWait: the seconds between SIGTERM and SIGKILL when it ends a job."""
+        match = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config"), re.MULTILINE)
+        return float(match[1]) if match else KILL_WAIT_S
 
     def job_ids(self) -> list[str]:
-        """Ids of all jobs that wait or run, one per heterogeneous job."""
+        """Return the ids of all pending and running jobs, one per heterogeneous job."""
         lines = self._run("squeue", "--noheader", "--format=%i").splitlines()
         return list(dict.fromkeys(line.partition("+")[0] for line in lines))
 
     def rivals(self, job: JobState) -> set[Shared]:
-        """Say what other jobs that run share with a job: their limits count all of these jobs together."""
+        """Return what other running jobs share with `job`: limits count all of them together."""
         names: tuple[Shared, ...] = ("user", "account", "qos")
-        own = dict(zip(names, (word.partition("(")[0] for word in job.shares), strict=False))
-        mine = {component.job_id for component in job.components}
+        names_of_job = dict(zip(names, (word.partition("(")[0] for word in job.shares), strict=False))
+        own_ids = {component.job_id for component in job.components}
         rows = self._table("squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING", "--format=%A|%u|%a|%q")
-        others = [dict(zip(names, row, strict=True)) for job_id, *row in rows if job_id not in mine]
-        return {name for name in own for other in others if own[name] and own[name] == other[name]}
+        others = [dict(zip(names, row, strict=True)) for job_id, *row in rows if job_id not in own_ids]
+        return {
+            name
+            for name in names_of_job
+            for other in others
+            if names_of_job[name] and names_of_job[name] == other[name]
+        }
 
     def cancel(self, job_id: str) -> None:
-        """End a job with all its components."""
+        """Cancel a job with all its components."""
         self._run("scancel", job_id)
 
     def cancel_all(self) -> None:
-        """End every job of the cluster that the caller may end."""
+        """Cancel every job of the cluster that the caller may cancel."""
         for job_id in self.job_ids():
             self.cancel(job_id)
 
     def requeue(self, job_id: str) -> None:
-        """Put a job back into the queue; `job_id` is the leader's."""
+        """Requeue a job, given the id of its leading component."""
         self._run("scontrol", "requeue", job_id)
 
     def exclude(self, job_id: str, hostlist: str) -> None:
-        """Keep a waiting job, with all its components, away from nodes; in place of those that it kept away from."""
+        """Replace the nodes that a pending job, with all its components, must not get."""
         self._run("scontrol", "update", f"jobid={job_id}", f"ExcNodeList={hostlist}")
 
     def _table(self, *argv: str) -> list[list[str]]:
-        """The rows of an answer whose columns, named by the last word of the command, are parted by |."""
+        """Return the rows of an answer with columns separated by |. The last word of the command names the columns."""
         parted = argv[-1].count("|")
         rows = [line.split("|", parted) for line in self._run(*argv).splitlines()]
         if strange := [row for row in rows if len(row) != parted + 1]:
@@ -421,7 +414,7 @@ def parse_job(text: str) -> JobState:
 
 
 def _unix_seconds(text: str) -> float | None:
-    """Convert Slurm's local time; None for its words for no time: None, Unknown, N/A."""
+    """Convert Slurm's local time; None for its words for no time (None, Unknown, N/A)."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -439,7 +432,7 @@ def _known(value: Mapping[str, str], name: str) -> str:
 
 _SQUEUE_ALL = ("squeue", "--noheader", "--all", "--states=all")
 _CLOCKS_S = 3600.0
-"""By which clocks of this host and the accounting may differ."""
+"""Largest difference between the clocks of this host and the accounting [s]."""
 _SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")
 
 

@@ -1,4 +1,4 @@
-"""Submission to Slurm: the rendered script goes to sbatch, and submitit starts the pickled agent on the nodes."""
+"""Submit a Plan: sbatch gets the rendered script, and the pickled agent of submitit starts on the nodes."""
 
 from __future__ import annotations
 
@@ -20,37 +20,34 @@ from primeslurm.slurm.environment import inherited_by_jobs
 from primeslurm.slurm.render import submitit_folder
 
 UNLIMITED = 2**31
-"""submitit counts timeouts and attempts, and stops requeueing at a limit. The head decides when to stop."""
+"""submitit limits timeouts and attempts. Here the head decides when to stop."""
 Agent = Callable[[], object]
-"""What runs once per node. With a `checkpoint()` method it is requeued on USR2 to its first task."""
+"""Callable that runs once per node. If it has `checkpoint()`, USR2 to its first task requeues the job."""
 SBATCH_S = 600.0
-"""Longest wait for sbatch, which itself tries for minutes while the controller is busy."""
+"""Longest wait for sbatch [s]. sbatch itself retries for minutes while the controller is busy."""
 _JOB = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
-"""The second form is that of a wrapper with `--parsable`."""
+"""The second form is the output of a wrapper that adds `--parsable`."""
 _UNCERTAIN = re.compile(r"(?i)timed? ?out|unable to contact|communication|connection|socket|zero bytes|transmitted")
-"""sbatch says so where the request, or its answer, was lost: Slurm may have the job."""
+"""Messages of sbatch if a request or its answer was lost, so Slurm may have the job."""
 
 
 class UncertainSubmissionError(ClusterError):
-    """sbatch has failed in a way that does not say whether Slurm has the job."""
+    """sbatch failed without saying whether Slurm has the job."""
 
 
 def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, submission: str) -> str:
-    """Submit the rendered script of a Plan. The pickled agent is on disk before.
+    """Submit the rendered script of a Plan, after its pickled agent is on disk.
 
     Args:
-        plan: of the job.
-        agent: what each node of the job runs.
-        script_path: the rendered script.
-        slurm_conf: path of the cluster's slurm.conf; None for the one that Slurm finds.
-        submission: unique word, by which `SlurmClient.find` finds the job.
+        slurm_conf: path of the cluster's slurm.conf. None: the one that Slurm finds.
+        submission: unique word by which `SlurmClient.find` finds the job.
 
     Returns:
-        The job id (the leader's, for a heterogeneous job).
+        The job id, for a heterogeneous job that of the leading component.
 
     Raises:
-        UncertainSubmissionError: sbatch has failed, and Slurm may have the job nevertheless.
-        ClusterError: sbatch refused, with its own words, or the cluster's slurm.conf is gone.
+        UncertainSubmissionError: sbatch failed, but Slurm may have the job.
+        ClusterError: sbatch refused the job, or the cluster's slurm.conf is missing.
     """
     require_conf(slurm_conf)
     write_pickle(plan, agent, submission)
@@ -71,7 +68,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, 
     words = done.stderr.strip()
     if done.returncode == 0 and (job := _JOB.search(done.stdout)):
         return job[1] or job[2]
-    refused = f"sbatch refused the job: {words or 'it did not say why'}"
+    refused = f"sbatch refused the job: {words or 'it gave no reason'}"
     if done.returncode > 0 and not _UNCERTAIN.search(words):
         raise ClusterError(refused)
     answer = words or done.stdout.strip() or f"exit code {done.returncode}"
@@ -79,7 +76,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, 
 
 
 def write_pickle(plan: Plan, agent: Agent, submission: str) -> None:
-    """Write the pickled agent of a submission; it is on disk when this returns."""
+    """Write the pickled agent of a submission. On return it is on disk."""
     folder = submitit_folder(plan)
     durable.make_directory(folder)
     delayed = DelayedSubmission(agent)
@@ -99,5 +96,5 @@ def _sbatch(plan: Plan, slurm_conf: str | None) -> list[str]:
 
 
 def _comment(plan: Plan, submission: str) -> list[str]:
-    """The submission's word as the job's comment. A recipe's own comment stays: sites may read it."""
+    """Return the option that makes the submission's word the comment, unless the recipe has a comment."""
     return [] if plan.job.comment else [f"--comment=primeslurm {submission}"]

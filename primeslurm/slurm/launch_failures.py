@@ -1,4 +1,4 @@
-"""Tasks that could not be started: what the job's output tells of them, and the step without their nodes."""
+"""Find tasks that could not start in the job's output, and build the step without their nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.job_output import MARK, of_start
 
 START = "PRIMESLURM_START"
-"""Variable with a unique word for this start of the job. Slurm's count of restarts may be inherited from the shell that
+"""Variable with a unique word for this start of the job. Slurm's restart count may be inherited from the shell that
 submits."""
 AGAIN = "primeslurm: again without some nodes"
-"""A line of the job's output: the step before ended all its tasks, and they are started again."""
+"""Line of the job's output: the previous step ended all its tasks, and they start again."""
 NODES = "PRIMESLURM_NODES"
-"""Variable of a step that does without some nodes: the names of all nodes of the job, by rank."""
+"""Variable of a step without some nodes: names of all nodes of the job, by rank."""
 _LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.MULTILINE)
 _KILL = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Killed|Out Of Memory)$", re.MULTILINE)
 _FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
@@ -27,34 +27,34 @@ _END = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Tell how often Slurm has requeued the job that this process belongs to."""
+    """Return how often Slurm has requeued this process's job."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the job's nodes, in order of rank; empty outside a job of Slurm."""
+    """Return the names of the job's nodes by rank; empty outside a Slurm job."""
     if NODES in environ:
         return tuple(environ[NODES].split(","))
     single = len(plan.groups) == 1
     names = ("SLURM_JOB_NODELIST" if single else f"SLURM_JOB_NODELIST_HET_GROUP_{g.index}" for g in plan.groups)
-    found = [name for variable in names for name in expand(environ.get(variable, ""))]
-    return tuple(found) if len(found) == plan.allocated else ()
+    node_list = [name for variable in names for name in expand(environ.get(variable, ""))]
+    return tuple(node_list) if len(node_list) == plan.allocated else ()
 
 
 class JobOutput:
-    """The output of a job since one of its starts, read on from where it was left.
+    """Incremental reader of a job's output since one of its starts.
 
-    That of earlier starts stands before it in the same file, which grows, and whose file system may be slow.
+    Output of earlier starts precedes it in the same file. The file grows, and its file system may be slow.
 
     Args:
-        path: the file, which is only ever appended to.
-        start: word of the start.
+        path: file that is only appended to.
+        start: word of the start (`START`).
     """
 
     def __init__(self, path: Path, start: str) -> None:
         self._path, self._start = path, start
         self._read = 0
-        """Bytes, whole lines only."""
+        """Offset after the last whole line [bytes]."""
         self._begun = False
 
     def _rest(self, handle: BinaryIO) -> bytes:
@@ -62,10 +62,10 @@ class JobOutput:
         return handle.read()
 
     def news(self) -> str:
-        """Read the whole lines of this start that were not there the last time.
+        """Return the new whole lines of this start.
 
         Raises:
-            OSError: the file cannot be read, or is not there yet.
+            OSError: the file does not exist yet or cannot be read.
         """
         # Opened each time: that is what makes a network file system ask its server.
         lines, end, _ = files.reading(self._path, self._rest).rpartition(b"\n")
@@ -79,40 +79,33 @@ class JobOutput:
 
 
 def launch_failures(output: str) -> dict[str, str]:
-    """Find nodes that srun could not reach, and why, in the output of one start. It then ends all other tasks."""
+    """Return nodes that srun could not reach, and why, from the output of one start. srun then ends all other tasks."""
     return dict(_LAUNCH.findall(output))
 
 
 def early_exits(output: str) -> dict[str, str]:
-    """Find nodes whose task has ended badly by itself, and how, in the output of one start."""
+    """Return nodes whose task exited with an error, and how, from the output of one start."""
     return {name: how for hostlist, how in _EXIT.findall(output) for name in expand(hostlist)}
 
 
 def ended_tasks(output: str) -> dict[str, str]:
-    """Find nodes whose task has ended, by a signal, too, and how, in the whole output of a job: of its last start."""
+    """Return nodes whose task ended, also by a signal, and how, in the last start of a job's whole output."""
     _, _, last = output.rpartition(f"{MARK} ")
     return {name: how for hostlist, how in _END.findall(last) for name in expand(hostlist)}
 
 
 def kills(output: str) -> dict[str, str]:
-    """Find nodes whose task was killed, and how, and nodes that failed, in the output of one start.
-
-    What srun killed, as it could not start all tasks, does not count: it is started again. Nodes fail when Slurm says
-    so, which then takes them from the job.
-    """
+    """Return nodes that failed or whose task was killed, and how, from the output of one start."""
+    # srun kills all tasks if some cannot start. Those are started again, so they do not count. A node failure means
+    # that
+    # Slurm takes the node from the job.
     _, _, last = output.rpartition(f"{AGAIN}\n")
     failed = {name: "node failure" for hostlist in _FAILURE.findall(last) for name in expand(hostlist)}
     return failed | {name: how for hostlist, how in _KILL.findall(last) for name in expand(hostlist)}
 
 
 def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:
-    """Whether the job can begin without some of its nodes: not without the head's, and only if others do their work.
-
-    Args:
-        plan: of the job.
-        names: of the job's nodes, by rank.
-        lost: names of those that it would do without.
-    """
+    """Return whether the job can start without `lost` nodes: only with enough spares, and not without the head."""
     if not names or names[0] in lost or not plan.survives_nodes:
         return False
     needed = {group.index: sum(node.group == group.index for node in plan.nodes) for group in plan.groups}
@@ -120,12 +113,10 @@ def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> b
 
 
 def step_without(plan: Plan, names: Sequence[str], lost: Collection[str], step: Sequence[str]) -> list[str]:
-    """Change the command line of a step so that it runs on all nodes but those that are lost.
+    """Return the command of a step that runs on all nodes except `lost` ones.
 
     Args:
-        plan: of the job.
-        names: of the job's nodes, by rank.
-        lost: names of those that it does without.
+        names: names of the job's nodes by rank.
         step: srun, its options, and its command.
     """
     program, *words = [word for word in step if not word.startswith("--het-group=")]

@@ -1,4 +1,4 @@
-"""What Slurm says of partitions, nodes and reservations, parsed: states, limits and resources. Pure."""
+"""Parse Slurm's reports on partitions, nodes and reservations: states, limits and resources. Pure."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass
 from primeslurm.recipe.fields.types import minutes
 
 NODE_FORMAT = "%N|%R|%t|%c|%m|%G|%f"
-"""Of sinfo: name, partition, state, cores, memory [MiB], generic resources, features."""
+"""sinfo format: name, partition, state, cores, memory [MiB], generic resources, features."""
 _BROKEN = ("down", "drain", "drng", "fail", "err", "inval", "futr", "npc", "block")
-"""States that end when somebody repairs the node."""
+"""States that last until somebody repairs the node."""
 _AWAY = ("resv", "maint", "boot", "rebo", "unk")
-"""States that end by themselves: a reservation, maintenance, a reboot, a daemon that has not reported yet."""
+"""States that end without a repair: a reservation, maintenance, a reboot, or a daemon that has not reported yet."""
 _COUNT = re.compile(r"\d+[KMGTPkmgtp]?")
 _SUFFIXES = "*~#!%$@^-+"
 _UNLIMITED = frozenset({"", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "n/a"})
 
 
 def plain_state(state: str) -> str:
-    """Return sinfo's short word for a state without the signs after it, for example idle of idle~."""
+    """Return sinfo's short word for a state without the signs after it, for example idle for idle~."""
     return state.rstrip(_SUFFIXES)
 
 
 def is_broken(state: str) -> bool:
-    """Whether a node in this state, in sinfo's short word, needs a repair before it runs jobs."""
+    """Return whether a node in this state (sinfo's short word) needs a repair before it runs jobs."""
     return state.startswith(_BROKEN)
 
 
 def is_usable(state: str, *, reserved: bool = False) -> bool:
-    """Whether a node in this state runs jobs now or when its present job ends.
+    """Return whether a node in this state runs jobs now or after its current job.
 
     Args:
-        state: sinfo's short word, with the signs after it. `*` means that the node does not respond, `$` that it is in
+        state: sinfo's short word with the signs after it. `*` means that the node does not respond, `$` that it is in
             maintenance, `^` that it reboots. Planned (`plnd`, `-`) and powered-down (`~`) nodes start jobs.
-        reserved: the job runs in a reservation that the node belongs to.
+        reserved: whether the job runs in a reservation that includes the node.
     """
     if is_broken(state) or "*" in state or "^" in state:
         return False
@@ -52,13 +52,13 @@ class PartitionNode:
     cpus: int
     memory_mib: int
     gres: str
-    """As sinfo prints it, for example gpu:h100:8(S:0-1); empty for none."""
+    """sinfo's text, for example gpu:h100:8(S:0-1). Empty: none."""
     features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition, with everything that decides whether a job may start in it. None: no limit, or everybody."""
+    """A partition and its rules for jobs. None: no limit, or everybody."""
 
     name: str
     state: str
@@ -74,7 +74,7 @@ class Partition:
     accounts: frozenset[str] | None = None
     denied_accounts: frozenset[str] = frozenset()
     qos_names: frozenset[str] | None = None
-    """QOS that jobs may have."""
+    """QOS that jobs may use."""
     denied_qos: frozenset[str] = frozenset()
     qos: str = ""
     """QOS whose limits hold for all jobs of the partition."""
@@ -97,11 +97,11 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Gres:
-    """One kind of generic resource of a node, or what a job asks for per node."""
+    """A generic resource of a node or of a request."""
 
     name: str
     type: str
-    """Empty: any."""
+    """Empty: any type."""
     count: int
 
 
@@ -110,34 +110,34 @@ def parse_gres(text: str) -> list[Gres]:
 
     Counts with a unit, such as bandwidth:4G, are left out: nothing here asks for them.
     """
-    found = []
+    resources = []
     for entry in re.sub(r"\([^)]*\)", "", text).split(","):
         name, *rest = [part for part in entry.strip().split(":") if part not in ("no_consume", "null")]
         count = rest.pop() if rest and _COUNT.fullmatch(rest[-1]) else "1"  # 1g.5gb is the type of a slice of a GPU
         if name and count.isdigit():
-            found.append(Gres(name, ":".join(rest), int(count)))
-    return found
+            resources.append(Gres(name, ":".join(rest), int(count)))
+    return resources
 
 
 def count_of(gres: str, wanted: Gres) -> int:
-    """Count how many of a generic resource a node has: of the wanted type, or of all types if none is wanted."""
+    """Return how many of a generic resource a node has, of the wanted type if one is given."""
     return sum(each.count for each in parse_gres(gres) if each.name == wanted.name and wanted.type in ("", each.type))
 
 
 def parse_partitions(text: str, rows: Iterable[Sequence[str]]) -> dict[str, Partition]:
-    """Parse `scontrol --all --oneliner show partition`, and rows of sinfo's `NODE_FORMAT`."""
+    """Parse `scontrol --all --oneliner show partition` and rows of sinfo's `NODE_FORMAT`."""
     nodes: dict[str, dict[str, PartitionNode]] = {}
     for name, partition, state, cpus, memory, gres, features in rows:
         node = PartitionNode(
             name, state, _number(cpus) or 0, _number(memory) or 0, _words(gres), _names(features) or frozenset()
         )
         nodes.setdefault(partition, {})[name] = node
-    found = {}
+    partitions = {}
     for value in map(fields, text.splitlines()):
         if "PartitionName" in value:
             name = value["PartitionName"]
-            found[name] = _partition(name, value, tuple(nodes.get(name, {}).values()))
-    return found
+            partitions[name] = _partition(name, value, tuple(nodes.get(name, {}).values()))
+    return partitions
 
 
 def _partition(name: str, value: Mapping[str, str], nodes: tuple[PartitionNode, ...]) -> Partition:
@@ -163,26 +163,24 @@ def _partition(name: str, value: Mapping[str, str], nodes: tuple[PartitionNode, 
 
 def parse_reservations(text: str) -> list[Reservation]:
     """Parse `scontrol --all --oneliner show reservation`."""
-    found = []
+    reservations = []
     for line in text.splitlines():
         value = fields(line)
         if name := value.get("ReservationName"):
             nodes, flags = _words(value.get("Nodes", "")), value.get("Flags", "").split(",")
             times = value.get("StartTime", ""), value.get("EndTime", "")
-            found.append(Reservation(name, *times, nodes, "MAINT" in flags, value.get("State") == "ACTIVE"))
-    return found
+            reservations.append(Reservation(name, *times, nodes, "MAINT" in flags, value.get("State") == "ACTIVE"))
+    return reservations
 
 
 def fields(line: str) -> dict[str, str]:
-    """Parse the NAME=VALUE words of a line of scontrol.
-
-    A value with spaces (Comment) may hold text that looks like a field. It stands late in the line: the first wins.
-    """
+    """Parse the NAME=VALUE words of a line of scontrol."""
+    # A value with spaces (Comment) may contain text like a field. It comes late in the line, so the first match wins.
     return dict(reversed(re.findall(r"(?:^| )([\w:/]+)=(\S*)", line)))
 
 
 def parse_minutes(value: str) -> int | None:
-    """Read a time limit as whole minutes; None: unlimited."""
+    """Return a time limit in whole minutes; None if unlimited."""
     if value in _UNLIMITED:
         return None
     try:
@@ -201,7 +199,7 @@ def _words(value: str) -> str:
 
 
 def _names(value: str, *, folded: bool = False) -> frozenset[str] | None:
-    """None: everybody. `folded`: Slurm does not distinguish upper and lower case in these names."""
+    """Parse a list of names; None means everybody. Slurm ignores the case of `folded` names."""
     if value == "ALL" or value in _UNLIMITED:
         return None
     return frozenset((value.lower() if folded else value).split(","))

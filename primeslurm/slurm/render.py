@@ -1,8 +1,10 @@
-"""Plan to batch script. The templates loop over the Plan; whatever needs a decision is decided here or in plan/.
+"""Render the batch script of a Plan. The template only loops: decisions are made here or in plan/.
 
-`#SBATCH` lines are in Slurm's own quoting. A component repeats what the first one said, except for what Slurm hands on
-by itself (dependency, mail ...). Components have names of their own: with `--dependency=singleton`, those of one name
-would wait for one another forever.
+`#SBATCH` lines use sbatch's own quoting. A component repeats the options of the first one, except those that Slurm
+passes
+on (dependency, mail ...). Components have different names: with `--dependency=singleton`, components of one name would
+wait
+for each other forever.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def submitit_folder(plan: Plan) -> Path:
-    """Where submitit keeps the pickled agent, its results and its logs."""
+    """Return submitit's folder: the pickled agent, its results and its logs."""
     return Path(plan.run_dir) / "submitit"
 
 
 def render(plan: Plan) -> str:
-    """Render the batch script of a Plan.
+    """Return the batch script of a Plan.
 
     Raises:
-        UsageError: it holds text that cannot stand in a script.
+        UsageError: the Plan has text that a script cannot contain.
     """
     _check(plan)
     templates = environment(autoescape=False)
@@ -63,48 +65,49 @@ def _step_options(plan: Plan) -> list[str]:
 
 
 def exports(plan: Plan) -> dict[str, str]:
-    """Return the variables of the agents. Those with placeholders are filled in on the node, by the agent itself."""
+    """Return the variables of the agents. The agent fills in those with placeholders on the node."""
     return {name: value for name, value in plan.env.items() if "${" not in value}
 
 
 def _check(plan: Plan) -> None:
-    """A Plan made of a checked recipe and site passes; one that was changed on disk may not."""
+    """Raise UsageError if a text of the Plan cannot stand in a script."""
+    # A Plan that was made from a checked recipe and site passes. One that was edited on disk may not.
     texts = {"run_dir": plan.run_dir, "python": plan.python}
     texts |= _texts("job", plan.job)
     texts |= {f"env.{name}": value for name, value in plan.env.items()}
     texts |= {f"library_path[{i}]": value for i, value in enumerate(plan.library_path)}
     for group in plan.groups:
         texts |= _texts(f"groups[{group.index}]", group)
-    found = [
+    problems = [
         Violation(field, repr(value), "must be one line of printable text")
         for field, value in texts.items()
         if not value.isprintable()
     ]
-    found += [
+    problems += [
         Violation(f"env.{name}", "", "is not a name of an environment variable")
         for name in plan.env
         if not _VARIABLE.fullmatch(name)
     ]
-    if found:
-        raise UsageError(found)
+    if problems:
+        raise UsageError(problems)
 
 
 def _texts(path: str, section: Section) -> dict[str, str]:
-    found = {}
+    texts = {}
     for name, value in section:
         if isinstance(value, str):
-            found[f"{path}.{name}"] = value
+            texts[f"{path}.{name}"] = value
         elif isinstance(value, tuple):
-            found |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
-    return found
+            texts |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
+    return texts
 
 
 Options = dict[str, object]
-"""Long name of an option to its value. None or False: left out. True: an option without a value."""
+"""sbatch options by long name. None and False are left out. True is an option without value."""
 
 
 def sbatch_lines(plan: Plan, group: HetGroup) -> list[str]:
-    """Return what follows `#SBATCH ` on the lines of one component."""
+    """Return the `#SBATCH` options of one component, one string per line."""
     lines = [_identity(plan, group), _resources(plan, group), _behaviour(plan)]
     if group.index == 0:
         lines.append(_once(plan))
@@ -115,7 +118,7 @@ def sbatch_lines(plan: Plan, group: HetGroup) -> list[str]:
 
 
 def quote(value: str) -> str:
-    """Quote a word for sbatch: it takes backslashes as escapes even between single quotes, unlike a shell."""
+    """Quote a word for sbatch, which treats backslashes as escapes even between single quotes."""
     if value and all(character.isalnum() or character in "-_=./,:@%+" for character in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -169,7 +172,6 @@ def _behaviour(plan: Plan) -> Options:
 
 
 def _output_pattern(plan: Plan) -> str:
-    """The file of the job's output, with Slurm's %j for the job id."""
     # Slurm expands % in file names; %% is a plain one.
     return str(Path(plan.run_dir.replace("%", "%%")) / JOB_OUTPUT.format("%j"))
 

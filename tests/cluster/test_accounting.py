@@ -97,8 +97,8 @@ def test_preemption_without_grace_time_is_not_a_cancellation(lab: AccountingClus
     [
         ({"account": "lab9"}, 2, "slurm.account = lab9: this user has no such account (did you mean lab7?)"),
         ({"qos": "urgent"}, 2, "slurm.qos = urgent: account lab7 may not use this QOS"),
-        ({"qos": "small"}, 2, "slurm.qos = small: allows gres/gpu=1 to a job, the recipe asks for 2"),
-        ({"qos": "narrow"}, 2, "slurm.qos = narrow: allows gres/gpu=1 to a user, the recipe asks for 2"),
+        ({"qos": "small"}, 2, "slurm.qos = small: allows gres/gpu=1 for a job, but the recipe requests 2"),
+        ({"qos": "narrow"}, 2, "slurm.qos = narrow: allows gres/gpu=1 for a user, but the recipe requests 2"),
         ({"time": "04:30:00"}, 2, "slurm.time = 04:30:00: partition gpu allows 04:00:00"),
         # Only sbatch counts this user's waiting jobs. By then Slurm has created components, and cancels them.
         ({"qos": "few"}, 3, "sbatch refused the job: sbatch: error: "),

@@ -88,7 +88,7 @@ def errors(result: Result) -> list[str]:
             {"deployment": {"train": {"nodes": 2}}},
             ["deployment.train.nodes = 2 nodes: partition secret gives a job at most 1"],
         ),
-        ("closed", {}, {}, ["slurm.train.partition = closed: is down: it starts no jobs"]),
+        ("closed", {}, {}, ["slurm.train.partition = closed: is down, so it starts no jobs"]),
     ],
 )
 def test_job_that_cannot_start_is_refused_with_all_problems(

@@ -44,7 +44,7 @@ def test_dry_run_writes_nothing(place: Path) -> None:
         ),
         (
             {"deployment": {"train": {"nodes": 9}}},
-            "error: slurm.train.partition = gpu: has 4 usable nodes, and the job needs 10: train 9 x 2 GPUs, "
+            "error: slurm.train.partition = gpu: has 4 usable nodes, but the job needs 10: train 9 x 2 GPUs, "
             "inference 1 x 2 GPUs (lower the nodes or replicas of a role, or use another partition)\n",
         ),
     ],

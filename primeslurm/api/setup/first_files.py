@@ -18,7 +18,7 @@ from primeslurm.base.errors import ClusterError, UsageError, Violation
 from primeslurm.base.paths import REPOSITORY, is_dir
 from primeslurm.base.templating import environment
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.placement import cluster_facts
+from primeslurm.slurm.cluster_fit import cluster_facts
 
 FIRST_RECIPES = {0: "smollm2_arithmetic_cpu", 1: "smollm2_arithmetic_one_gpu", 2: "smollm2_arithmetic"}
 """Ready recipe for a node with this many GPUs; the last one for more, too."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from primeslurm.slurm.accounting import Association
+from primeslurm.slurm.cluster_fit import ClusterFacts
 from primeslurm.slurm.partitions import Partition, PartitionNode, is_broken, parse_gres
-from primeslurm.slurm.placement import ClusterFacts
 
 GPU_GRES = "gpu"
 _UNSET_MEMORY_MIB = 1024

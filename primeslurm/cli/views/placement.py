@@ -11,7 +11,7 @@ from primeslurm.cli.views.folding import fold, pattern, ranges
 from primeslurm.cli.views.plan_verdict import show_verdict
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.cli.views.verdict import show_findings, totals
-from primeslurm.plan.memory.forecast import Amount, Estimate
+from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.recipe import Recipe
 
@@ -162,7 +162,7 @@ def _show_estimate(estimate: Estimate) -> None:
     out.print(f"model: {estimate.source}")
 
 
-def amount_text(amount: Amount) -> str:
+def amount_text(amount: Quantity) -> str:
     """Write an amount with a unit that suits its size."""
     if amount.unit == "s":
         return duration(amount.value)

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from primeslurm.base.units import count, duration, gib, number, size, tokens
 from primeslurm.cli.views.tables import light_table, out
+from primeslurm.plan.forecast import Quantity, RoleMemory
 from primeslurm.plan.memory.estimate import TYPICAL
-from primeslurm.plan.memory.forecast import Amount, RoleMemory
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.types import minutes
@@ -172,7 +172,7 @@ def _least(plan: Plan, recipe: Recipe) -> dict[str, str]:
     return {"duration": f"at least {duration(least)} for {count(recipe.max_steps, 'step')} of the trainer"}
 
 
-def _trainer_steps(plan: Plan) -> list[Amount]:
+def _trainer_steps(plan: Plan) -> list[Quantity]:
     amounts = plan.estimate.amounts if plan.estimate else ()
     return [amount for amount in amounts if amount.name.startswith("trainer step")]
 
@@ -214,7 +214,7 @@ def _saving(plan: Plan, recipe: Recipe) -> dict[str, str]:
     return {**lines, "weights": f"an update of the engines takes {duration(update.value)}"} if update else lines
 
 
-def _amount(plan: Plan, name: str) -> Amount | None:
+def _amount(plan: Plan, name: str) -> Quantity | None:
     amounts = plan.estimate.amounts if plan.estimate else ()
     return next((amount for amount in amounts if amount.name == name), None)
 

@@ -18,7 +18,7 @@ from primeslurm.base.files import read_json, write_atomic
 from primeslurm.base.units import duration, gib
 from primeslurm.node.host.network import can_bind
 from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
-from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
 
 COMMAND_TIMEOUT_S = 20.0

@@ -1,29 +1,29 @@
-"""What does not fit, because: the memory estimate as findings."""
+"""Compare the memory estimate with the memory of GPUs, hosts and disks."""
 
 from __future__ import annotations
 
 from primeslurm.base.units import number
 from primeslurm.plan.batch_job import node_memory
-from primeslurm.plan.memory.buffered import BUFFERED
+from primeslurm.plan.forecast import Estimate, RoleMemory
+from primeslurm.plan.gpus import GIB
+from primeslurm.plan.memory.checkpoint_size import LOCAL_COPIES, in_memory
 from primeslurm.plan.memory.estimate import TYPICAL
-from primeslurm.plan.memory.forecast import Estimate, RoleMemory
-from primeslurm.plan.memory.gpus import GIB
-from primeslurm.plan.memory.saved import LOCAL_COPIES, in_memory
+from primeslurm.plan.memory.orchestrator_memory import BUFFERED
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
 
 MARGIN = 0.1
-"""Half-width of what the memory model can tell apart: within it, it warns instead of refusing."""
+"""Error of the memory model. Within this share of the limit, the check warns instead of refusing."""
 
 
 def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """Find roles that do not fit their GPUs or hosts, or nearly do not."""
-    found: list[Finding] = []
+    """Return findings for roles that do not, or may not, fit their GPUs, hosts or disks."""
+    findings: list[Finding] = []
     for role in estimate.roles:
-        found += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
-    found += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
-    return found + _concurrency(recipe, estimate)
+        findings += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
+    findings += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
+    return findings + _concurrency(recipe, estimate)
 
 
 def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
@@ -43,7 +43,7 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
 
 
 def _remedy(recipe: Recipe, largest: str) -> str:
-    """Name what makes the largest part of a trainer GPU's memory smaller, and is not set yet."""
+    """Return settings that reduce the largest part of a trainer GPU's memory and are not set yet."""
     trainer, vlm = recipe.trainer, recipe.model.vlm
     less_state = {"more nodes": False, "trainer.lora": trainer.lora is not None}
     full = trainer.parallelism.activation_checkpointing == "full"
@@ -52,7 +52,7 @@ def _remedy(recipe: Recipe, largest: str) -> str:
             **less_state,
             "trainer.memory.optimizer_state_offload: true": trainer.memory.optimizer_state_offload,
         },
-        "gathered": {"raise trainer.parallelism.ep: experts then stay where they are": False},
+        "gathered": {"raise trainer.parallelism.ep, because sharded experts are not gathered": False},
         "activations": {
             "raise trainer.parallelism.cp": False,
             "trainer.parallelism.activation_checkpointing: full": full,
@@ -81,17 +81,20 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     if role.free_gib <= 0:
         level = "error" if role.needed_gib > role.limit_gib * (1 + MARGIN) else "warning"
         text = f"does not fit: weights {role.parts['weights']:g} and reserve {role.parts['reserve']:g} GiB"
-        return [_finding(level, field, f"{text} leave no KV cache in {role.limit_gib:g} GiB per GPU", fix)]
+        return [
+            _finding(level, field, f"{text} leave no memory for the KV cache in {role.limit_gib:g} GiB per GPU", fix)
+        ]
     if role.kv_tokens < recipe.max_len:
         level = "error" if role.kv_tokens < recipe.max_len * (1 - 3 * MARGIN) else "warning"
-        text = f"does not fit: the KV cache of a GPU holds {number(role.kv_tokens)} tokens; "
-        text += f"one sequence may have {number(recipe.max_len)}"
+        text = f"does not fit: the KV cache of a GPU holds {number(role.kv_tokens)} tokens, "
+        text += f"but one sequence may have {number(recipe.max_len)}"
         return [_finding(level, field, text, fix)]
-    there = role.limit_gib if recipe.colocated else role.gpu_gib  # vLLM takes kv_cache_bytes without asking its share
-    if sum(role.parts.values()) > there * (1 + MARGIN):
+    # vLLM allocates kv_cache_bytes even if that exceeds gpu_memory_utilization
+    available_gib = role.limit_gib if recipe.colocated else role.gpu_gib
+    if sum(role.parts.values()) > available_gib * (1 + MARGIN):
         text = f"does not fit: weights {role.parts['weights']:g}, reserve {role.parts['reserve']:g} and KV cache "
-        text += f"{role.parts['KV']:g} GiB, of {there:g} GiB "
-        text += "that the trainer leaves of a GPU" if recipe.colocated else "of a GPU"
+        text += f"{role.parts['KV']:g} GiB, of {available_gib:g} GiB "
+        text += "of a GPU that the trainer leaves" if recipe.colocated else "of a GPU"
         fix = "lower it, or raise gpu_memory_utilization" if recipe.colocated else "lower it"
         return [_finding("error", _kv_field(recipe, role), text, fix)]
     return []
@@ -99,8 +102,10 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
 
 def _kv_field(recipe: Recipe, role: RoleMemory) -> str:
     """Return the field that sets the size of a role's KV cache."""
-    own = {"prefill": recipe.inference.prefill, "decode": recipe.inference.decode}.get(role.role)
-    return f"inference.{role.role}.kv_cache_bytes" if own and own.kv_cache_bytes else "inference.kv_cache_bytes"
+    settings = {"prefill": recipe.inference.prefill, "decode": recipe.inference.decode}.get(role.role)
+    return (
+        f"inference.{role.role}.kv_cache_bytes" if settings and settings.kv_cache_bytes else "inference.kv_cache_bytes"
+    )
 
 
 def _finding(level: str, field: str, text: str, fix: str) -> Finding:
@@ -109,26 +114,26 @@ def _finding(level: str, field: str, text: str, fix: str) -> Finding:
 
 def _host(requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     train = next((role for role in estimate.roles if role.role == "train"), None)
-    there = next((request.kind.memory_gib for request in requests if request.role == "train"), None)
-    if train is None or there is None or train.host_gib_per_node <= there:
+    memory_gib = next((request.kind.memory_gib for request in requests if request.role == "train"), None)
+    if train is None or memory_gib is None or train.host_gib_per_node <= memory_gib:
         return []
-    what = "offloaded states and activations, and copies of checkpoints"
-    text = f"does not fit: {train.host_gib_per_node:g} GiB of {what} on a node of {there:g} GiB"
-    return [Finding(level="error", field="trainer.memory", text=text, fix="more train nodes")]
+    what = "offloaded states and activations, and checkpoint copies"
+    text = f"does not fit: {what} take {train.host_gib_per_node:g} GiB of a node's {memory_gib:g} GiB of host memory"
+    return [Finding(level="error", field="trainer.memory", text=text, fix="use more train nodes")]
 
 
 def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """What is buffered of rollouts must fit the head node, the first one, beside what a trainer there offloads."""
+    """Check that buffered rollouts fit the head node, in addition to what a trainer there offloads."""
     buffered = next((amount for amount in estimate.amounts if amount.name == BUFFERED), None)
-    there = node_memory(recipe, requests[0]) if requests else None
-    if buffered is None or there is None:
+    memory = node_memory(recipe, requests[0]) if requests else None
+    if buffered is None or memory is None:
         return []
     offloaded = sum(role.host_gib_per_node for role in estimate.roles if role.role == requests[0].role)
-    longest, room = buffered.value * 1e9 / GIB, there / GIB - offloaded
+    longest, room = buffered.value * 1e9 / GIB, memory / GIB - offloaded
     if longest <= room:
         return []
     typical, field = longest / TYPICAL, "orchestrator.batch_size"
-    fix = f"slurm.{requests[0].role}.mem: {longest + offloaded:.0f}G, a smaller batch, or less max_off_policy_steps"
+    fix = f"slurm.{requests[0].role}.mem: {longest + offloaded:.0f}G, a smaller batch_size or max_off_policy_steps"
     of = f"{room:.0f} GiB of the head node's memory"
     if typical > room:
         text = f"does not fit: buffered rollouts of a quarter of seq_len take {typical:.0f} of {of}"
@@ -138,33 +143,34 @@ def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
 
 
 def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """Copies of checkpoints that are not in memory must fit the disk of each train node."""
+    """Check that local checkpoint copies outside of host memory fit the disk of each train node."""
     copies = next((amount for amount in estimate.amounts if amount.name == LOCAL_COPIES), None)
     train = next((request for request in requests if request.role == "train"), None)
     if copies is None or train is None or in_memory(recipe):
         return []
-    field, needed, there = "checkpoint.local", copies.value * 1e9 / GIB, train.kind.disk_gib
-    takes = f"copies take {needed:.0f} GiB of each train node's disk"
-    if there is None:
-        fix = f"`disk_gib` of the nodes of {train.kind.partition} in the site file"
-        return [Finding(level="note", field=field, text=f"{takes}: whether they fit, the site does not say", fix=fix)]
-    if needed <= there:
+    field, needed, disk_gib = "checkpoint.local", copies.value * 1e9 / GIB, train.kind.disk_gib
+    takes = f"checkpoint copies take {needed:.0f} GiB of each train node's disk"
+    if disk_gib is None:
+        text = f"may not fit: {takes}, whose size the site file does not give"
+        fix = f"set `disk_gib` of the nodes of {train.kind.partition} in the site file"
+        return [Finding(level="note", field=field, text=text, fix=fix)]
+    if needed <= disk_gib:
         return []
     fix = "more train nodes, checkpoint.moments: bfloat16, or leave checkpoint.local out"
-    return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {there:g}", fix=fix)]
+    return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {disk_gib:g} GiB", fix=fix)]
 
 
 def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
-    """Decode engines (or those that do both) must hold the rollouts in flight, at least at a typical length."""
+    """Check that engines which decode can hold the rollouts in flight, at least at a typical length."""
     holders = [role for role in estimate.roles if role.role in ("decode", "inference") and role.typical]
     if recipe.task != "rl" or not holders or recipe.max_inflight <= holders[0].typical:
         return []
     role = holders[0]
-    text = f"{recipe.max_inflight} rollouts, but the KV cache holds {number(role.typical)} "
+    text = f"{recipe.max_inflight} rollouts may be in flight, but the KV cache holds only {number(role.typical)} "
     text += "of a quarter of the longest length"
     if recipe.orchestrator.concurrency == "adaptive":
-        text += "; with orchestrator.concurrency: adaptive, only as many run as fit"
+        text += ". orchestrator.concurrency: adaptive limits them to what fits"
     fix = "lower it, or add nodes"
     if recipe.inference.kv_offload is None:
-        fix += ", or add inference.kv_offload: waiting turns then need no GPU memory"
+        fix += ", or set inference.kv_offload, so that rollouts which wait for a tool use no GPU memory"
     return [Finding(level="note", field="orchestrator.max_inflight_rollouts", text=text, fix=fix)]

@@ -1,4 +1,4 @@
-"""The compatibility table. It is applied to a recipe on a site, and printed for the docs."""
+"""The table of compatibility rules. It checks recipes, and the docs print it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ GROUPS: dict[str, tuple[Rule, ...]] = {
 
 def conflicts(context: RuleContext) -> list[Finding]:
     """Return a finding for every rule that the recipe breaks on its site."""
-    joint = JOINT_RULES if context.serves else ()
-    rules = (*joint, *(ENGINE_RULES if context.serves else ()), *(TRAINER_RULES if context.trains else ()))
+    engine_rules = (*JOINT_RULES, *ENGINE_RULES) if context.serves else ()
+    trainer_rules = TRAINER_RULES if context.trains else ()
     return [
-        Finding(level=rule.level, field=rule.field, text=f"{rule.rule}: {what}", fix=rule.fix)
-        for rule in rules
-        if (what := rule.finds(context))
+        Finding(
+            level=rule.level,
+            field=rule.field,
+            value=rule.value(context.recipe),
+            text=f"{rule.rule}: {conflict}",
+            fix=rule.fix,
+        )
+        for rule in (*engine_rules, *trainer_rules)
+        if (conflict := rule.finds(context))
     ]
 
 

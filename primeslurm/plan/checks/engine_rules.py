@@ -1,49 +1,35 @@
-"""Rules about the engines: expert parallelism, all2all back ends, graphs, quantisation."""
+"""Rules for engines: expert parallelism, all2all backends, CUDA graphs, quantisation, vLLM options."""
 
 from __future__ import annotations
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.commands.engine import LOGPROBS_MODE
+from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
-from primeslurm.plan.memory.gpus import GIB
 
 DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 GRAPH_SIZES = 512
-"""Largest batch that vLLM captures a CUDA graph for, by default and below SM100."""
+"""Largest batch for which vLLM captures a CUDA graph by default below SM100."""
 LOW_LATENCY_TOKENS = 512
+# Other processes rely on these vLLM options
 PLANNED = frozenset(
     {
-        "host",
-        "port",
-        "model",
-        "served_model_name",
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "data_parallel_rank",
-        "data_parallel_address",
-        "data_parallel_rpc_port",
-        "weight_transfer_config",
-        "middleware",
-        "kv_transfer_config",
-        "config",
+        *("host", "port", "model", "served_model_name", "tensor_parallel_size", "weight_transfer_config", "middleware"),
+        *("data_parallel_size", "data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port"),
+        *("kv_transfer_config", "config"),
     }
 )
-"""vLLM options that other processes rely on."""
+# These vLLM options change the distribution that tokens are drawn from, or the log-probabilities that are returned
 SAMPLED = frozenset(
     {
         *("logprobs_mode", "logits_processors", "return_sampling_mask", "watermark_config", "diffusion_config"),
         *("hf_overrides", "hf_config_path"),  # the trainer reads the checkpoint's own config
     }
 )
-"""vLLM options that decide what tokens are drawn from, or which log-probabilities are returned."""
+# Speculative decoding keeps the model's distribution, unless it accepts draft tokens at a synthetic rate
 SPECULATIVE = frozenset({"speculative_config"})
-"""Speculative decoding draws from the model's own distribution, unless it accepts draft tokens at a made-up rate."""
+# vLLM options whose names are prefixes of another option's name
 OTHER_OPTIONS = frozenset({"watermark"})
-"""vLLM options whose names are the beginning of another one's."""
-
-
-def _ep_dense(context: RuleContext) -> str:
-    return "the model has no experts" if context.dense and context.recipe.inference.expert_parallel else ""
 
 
 def _ep_alone(context: RuleContext) -> str:
@@ -54,67 +40,60 @@ def _ep_alone(context: RuleContext) -> str:
 
 
 def _ep_divides(context: RuleContext) -> str:
-    if context.shape is None or context.shape.experts is None:
-        return ""
-    count = context.shape.experts.count
     for request, settings, ranks in context.expert_groups():
-        if ranks > 1 and count % ranks and str(settings.all2all).startswith("deepep"):
-            return f"{count} experts cannot be spread evenly over the {ranks} GPUs of a group of {request.role} nodes"
+        if ranks > 1 and str(settings.all2all).startswith("deepep") and (uneven := context.uneven_experts(ranks)):
+            return f"{uneven}, which a group of {request.role} nodes has"
     return ""
 
 
 def _deepep_nodes(context: RuleContext) -> str:
     for request, settings, ranks in context.expert_groups():
         if str(settings.all2all).startswith("deepep") and ranks > request.gpus and request.gpus != 8:
-            return f"groups of {request.role} nodes span nodes of {request.gpus} GPUs"
+            return f"a group of {request.role} engines spans several nodes, and each node has {request.gpus} GPUs"
     return ""
 
 
 def _all2all_without_ep(context: RuleContext) -> str:
-    named = [s.all2all for _, s in context.engines() if s.all2all]
-    return (
-        f"all2all is {named[0]}, but expert_parallel is false"
-        if named and not context.recipe.inference.expert_parallel
-        else ""
-    )
+    backends = [settings.all2all for _, settings in context.engines() if settings.all2all]
+    if not backends or context.recipe.inference.expert_parallel:
+        return ""
+    return f"all2all is {backends[0]}, but expert_parallel is false"
 
 
 def _low_latency_tokens(context: RuleContext) -> str:
     for request, settings, ranks in context.expert_groups():
         tokens = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
         if settings.all2all == "deepep_low_latency" and ranks > 1 and tokens > LOW_LATENCY_TOKENS:
-            size = f": {low_latency_bytes(context.shape, tokens) / GIB:.0f} GiB a GPU" if context.shape else ""
-            return f"{request.role} engines keep buffers for {tokens} tokens at every expert{size}"
+            size = f", {low_latency_bytes(context.shape, tokens) / GIB:.0f} GiB per GPU" if context.shape else ""
+            return f"{request.role} engines allocate buffers for {tokens} tokens at every expert{size}"
     return ""
 
 
 def _low_latency_prefill(context: RuleContext) -> str:
-    slow = [
-        request.role
-        for request, s in context.engines()
-        if request.role != "decode" and s.all2all == "deepep_low_latency"
-    ]
-    return f"{slow[0]} engines compute long prompts" if slow else ""
+    roles = [r.role for r, s in context.engines() if r.role != "decode" and s.all2all == "deepep_low_latency"]
+    return f"{roles[0]} engines compute long prompts, which it is slow for" if roles else ""
 
 
 def _graphs_high_throughput(context: RuleContext) -> str:
-    for request, settings, ranks in context.expert_groups():
-        if request.role == "decode" and settings.all2all == "deepep_high_throughput" and ranks > 1:
-            return "decode engines run without CUDA graphs"
-    return ""
+    slow = any(
+        request.role == "decode" and settings.all2all == "deepep_high_throughput" and ranks > 1
+        for request, settings, ranks in context.expert_groups()
+    )
+    return "decode engines run without CUDA graphs, which makes them slow" if slow else ""
 
 
 def _graphs_eager(context: RuleContext) -> str:
     inference = context.recipe.inference
-    named = [settings.cuda_graphs for settings in (inference, inference.prefill, inference.decode)]
-    asked = [mode for mode in named if mode not in (None, "NONE")]
-    return f"cuda_graphs is {asked[0]}" if asked and inference.enforce_eager else ""
+    modes = [settings.cuda_graphs for settings in (inference, inference.prefill, inference.decode)]
+    graphs = [mode for mode in modes if mode not in (None, "NONE")]
+    return f"cuda_graphs is {graphs[0]}" if graphs and inference.enforce_eager else ""
 
 
 def _graphs_batch(context: RuleContext) -> str:
     for request, settings in context.engines():
-        if request.role == "decode" and (settings.max_num_seqs or 0) > GRAPH_SIZES and settings.cuda_graphs != "NONE":
-            return f"batches of more than {GRAPH_SIZES} requests run without a graph"
+        seqs = settings.max_num_seqs or 0
+        if request.role == "decode" and seqs > GRAPH_SIZES and settings.cuda_graphs != "NONE":
+            return f"batches of {GRAPH_SIZES + 1} to {seqs} requests run without a CUDA graph"
     return ""
 
 
@@ -122,7 +101,7 @@ def _seqs_tokens(context: RuleContext) -> str:
     for request, settings in context.engines():
         seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
         if seqs and tokens and seqs > tokens:
-            return f"{seqs} {request.role} requests need {seqs} tokens a step, {tokens} are allowed"
+            return f"{seqs} {request.role} requests need {seqs} tokens per step, but max_num_batched_tokens is {tokens}"
     return ""
 
 
@@ -133,58 +112,54 @@ def _dbo_backend(context: RuleContext) -> str:
     return ""
 
 
-def _dbo_prefix(context: RuleContext) -> str:
-    return "vLLM ignores it" if context.site.device == "cpu" and any(s.dbo for _, s in context.engines()) else ""
+def _dbo_cpu(context: RuleContext) -> str:
+    used = any(settings.dbo for _, settings in context.engines())
+    return "vLLM ignores it on CPUs" if used and context.site.device == "cpu" else ""
+
+
+def _eplb(context: RuleContext) -> bool:
+    return any(settings.eplb for _, settings in context.engines())
 
 
 def _eplb_ep(context: RuleContext) -> str:
-    asked = any(settings.eplb for _, settings in context.engines())
-    return "expert_parallel is false" if asked and not context.recipe.inference.expert_parallel else ""
+    return "expert_parallel is false" if _eplb(context) and not context.recipe.inference.expert_parallel else ""
 
 
 def _eplb_cpu(context: RuleContext) -> str:
-    asked = any(settings.eplb for _, settings in context.engines())
-    return "vLLM moves experts between GPUs only" if asked and context.site.device == "cpu" else ""
+    return "vLLM moves experts only between GPUs" if _eplb(context) and context.site.device == "cpu" else ""
 
 
 def _eplb_updates(context: RuleContext) -> str:
-    asked = any(settings.eplb for _, settings in context.engines())
-    return "a weight update writes experts to their original places" if asked and context.recipe.task == "rl" else ""
+    updated = _eplb(context) and context.recipe.task == "rl"
+    return "a weight update would overwrite experts that EPLB has moved" if updated else ""
 
 
 def _fp8_gpu(context: RuleContext) -> str:
-    if context.recipe.inference.quantization != "fp8" and context.recipe.inference.kv_cache_dtype != "fp8":
-        return ""
+    inference = context.recipe.inference
     if context.site.device == "cpu":
-        return "CPUs have no FP8 kernels" if context.recipe.inference.quantization else ""
-    old = [gpu for gpu in context.gpus() if gpu.sm < 89]
-    return f"{old[0].name} is SM{old[0].sm}" if old else ""
+        return "CPUs have no FP8 kernels" if inference.quantization else ""
+    uses_fp8 = "fp8" in (inference.quantization, inference.kv_cache_dtype)
+    return context.older_gpu(89) if uses_fp8 else ""
 
 
 def _quantised_twice(context: RuleContext) -> str:
-    """Of what is trained, engines see only what the trainer can read."""
+    # If the model is trained, engines get what the trainer can read: a bfloat16 policy, unless it is in FP8 blocks.
     stored = context.shape.quantization if context.shape and (context.shape.fp8_blocks or not context.trains) else None
-    return f"the checkpoint is {stored} already" if stored and context.recipe.inference.quantization else ""
+    return f"the checkpoint is already {stored}" if stored and context.recipe.inference.quantization else ""
 
 
 def _deep_gemm_fp8(context: RuleContext) -> str:
     stored = context.shape.quantization if context.shape else None
     fp8 = context.recipe.inference.quantization == "fp8" or stored == "fp8"
-    return (
-        "neither the checkpoint nor inference.quantization is FP8"
-        if context.recipe.inference.deep_gemm and not fp8
-        else ""
-    )
-
-
-def _deep_gemm_gpu(context: RuleContext) -> str:
-    old = [gpu for gpu in context.gpus() if gpu.sm < 90]
-    return f"{old[0].name} is SM{old[0].sm}" if old and context.recipe.inference.deep_gemm else ""
+    if fp8 or not context.recipe.inference.deep_gemm:
+        return ""
+    return "neither the checkpoint nor inference.quantization is FP8"
 
 
 def _tp_heads(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
-    return f"{tp} does not divide {context.shape.heads} heads" if context.shape and context.shape.heads % tp else ""
+    uneven = context.shape and context.shape.heads % tp
+    return f"{tp} does not divide {context.shape.heads} heads" if context.shape and uneven else ""
 
 
 def _tp_latent(context: RuleContext) -> str:
@@ -193,36 +168,36 @@ def _tp_latent(context: RuleContext) -> str:
 
 
 def _extra(context: RuleContext, names: frozenset[str]) -> list[tuple[str, str]]:
-    """Find vLLM options among `names` that any role is given: each with its name in the recipe and its value.
-
-    vLLM takes names with dashes, and any unambiguous beginning of a name.
-    """
-    inference, found = context.recipe.inference, set[tuple[str, str]]()
+    """Return the vLLM options among `names` that the recipe sets for any role, as written, with their values."""
+    inference, options = context.recipe.inference, set[tuple[str, str]]()
     for settings in (inference, inference.prefill, inference.decode):
         for name, value in settings.vllm_extra.items():
+            # vLLM accepts dashes, and any unambiguous prefix of a name
             plain = name.replace("-", "_")
             if plain not in OTHER_OPTIONS and any(each.startswith(plain) for each in names):
-                found.add((name, str(value)))
-    return sorted(found)
+                options.add((name, str(value)))
+    return sorted(options)
 
 
 def _planned_options(context: RuleContext) -> str:
-    taken = dict.fromkeys(name for name, _ in _extra(context, PLANNED))
-    return f"vllm_extra sets {', '.join(taken)}" if taken else ""
+    names = dict.fromkeys(name for name, _ in _extra(context, PLANNED))
+    return f"vllm_extra sets {', '.join(names)}" if names else ""
 
 
 def _sampled_distribution(context: RuleContext) -> str:
     if context.recipe.task != "rl":
         return ""
-    given = [f"{name} = {value}" for name, value in _extra(context, SAMPLED) if value != LOGPROBS_MODE]
-    given += [f"{name} = {value}" for name, value in _extra(context, SPECULATIVE) if "synthetic" in value]
-    words = ", ".join(given)
-    return f"{words}: engines would draw from, or report, another distribution than is trained" if given else ""
+    options = [f"{name} = {value}" for name, value in _extra(context, SAMPLED) if value != LOGPROBS_MODE]
+    options += [f"{name} = {value}" for name, value in _extra(context, SPECULATIVE) if "synthetic" in value]
+    if not options:
+        return ""
+    return f"{', '.join(options)}: engines would sample from, or report, another distribution than the trained one"
 
 
 _EP = "inference.expert_parallel"
 ENGINE_RULES = (
-    Rule("ep-dense", "error", _EP, "Expert parallelism needs a model with experts", _ep_dense,
+    Rule("ep-dense", "error", _EP, "Expert parallelism needs a model with experts",
+         lambda c: c.no_experts(c.recipe.inference.expert_parallel),
          "set expert_parallel: false", "vLLM 0.32"),
     Rule("ep-alone", "error", _EP, "Expert parallelism of engines needs more than one GPU", _ep_alone,
          "use more GPUs per group, or expert_parallel: false", "vLLM 0.32, expert maps"),
@@ -251,7 +226,7 @@ ENGINE_RULES = (
          _seqs_tokens, "raise max_num_batched_tokens", "vLLM 0.32 config/scheduler.py"),
     Rule("dbo-backend", "error", "inference.dbo", "dbo needs all2all with DeepEP or nixl_ep", _dbo_backend,
          "set all2all: deepep_high_throughput", "vLLM 0.32 config/vllm.py: microbatching"),
-    Rule("dbo-cpu", "warning", "inference.dbo", "dbo needs GPUs", _dbo_prefix, "remove it", "vLLM 0.32"),
+    Rule("dbo-cpu", "warning", "inference.dbo", "dbo needs GPUs", _dbo_cpu, "remove it", "vLLM 0.32"),
     Rule("eplb-ep", "error", "inference.eplb", "eplb needs expert parallelism", _eplb_ep, "set expert_parallel: true",
          "vLLM 0.32 config/parallel.py"),
     Rule("eplb-cpu", "error", "inference.eplb", "eplb needs GPUs", _eplb_cpu, "remove it",
@@ -264,7 +239,8 @@ ENGINE_RULES = (
          _quantised_twice, "remove it", "vLLM 0.32"),
     Rule("deep-gemm-fp8", "warning", "inference.deep_gemm", "deep_gemm has an effect with FP8 only", _deep_gemm_fp8,
          "set quantization: fp8", "DeepGEMM README"),
-    Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer", _deep_gemm_gpu,
+    Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer", 
+         lambda c: c.older_gpu(90) if c.recipe.inference.deep_gemm else "",
          "remove it", "DeepGEMM README"),
     Rule("tp-heads", "error", "inference.parallel.tp", "tp must divide the number of attention heads", _tp_heads,
          "use a divisor of the number of heads", "vLLM 0.32"),

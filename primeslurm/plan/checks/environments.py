@@ -1,6 +1,6 @@
-"""Whether a recipe's environments load, tried by the Python that will run them: before a submission, and on the nodes.
+"""Check that a recipe's environments load, with the Python of jobs. Runs before a submission and on the nodes.
 
-All are tried by one process (`orchestrator.environments.probe`), in the seconds that importing verifiers takes.
+One process (`orchestrator.environments.probe`) loads all of them, as importing verifiers takes seconds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from primeslurm.wire.probe_messages import (
 
 PROBE = "primeslurm.orchestrator.environments.probe"
 _SURE = ("reverse-text",)
-"""Bundled, and needs nothing but verifiers: where nothing else is asked for, nothing could be wrong."""
+"""Environments that need only verifiers. If a recipe has no other, loading them is skipped."""
 _LOADED = {"id", "args", "harness", "runtime", "load_timeout_s"}
-"""Fields that say how an environment loads."""
+"""Fields that determine how an environment loads."""
 _RENDERED = {"path", "renderer", "renderer_options", "vlm"}
-"""Fields that say how a model's messages are rendered."""
+"""Fields that determine how messages are rendered."""
 _IMPORT_S = 180.0
-"""For Python and verifiers to be imported, from however slow a file system, on top of what an environment may take."""
+"""Time to import Python and verifiers from a slow file system [s], in addition to an environment's own timeout."""
 _UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|verifiers|transformers)\b")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
@@ -50,51 +50,50 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function
 def places(
     environments: Iterable[AnyEnvironment], evaluated: Iterable[AnyEnvironment] = ()
 ) -> dict[str, AnyEnvironment]:
-    """Give each of a recipe's environments its place, those of training and those of evaluation."""
-    found = {f"environments.{i}": each for i, each in enumerate(environments)}
-    return found | {f"evaluation.environments.{i}": each for i, each in enumerate(evaluated)}
+    """Return training and evaluation environments by their place in the recipe."""
+    by_field = {f"environments.{i}": each for i, each in enumerate(environments)}
+    return by_field | {f"evaluation.environments.{i}": each for i, each in enumerate(evaluated)}
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python of jobs."""
+    """The Python that jobs use."""
 
     python: str
     env: Mapping[str, str]
-    """Variables of its own, over those of this process."""
+    """Variables that override those of this process."""
 
     @property
     def here(self) -> bool:
-        """Whether this machine has it."""
+        """Return whether this machine has it."""
         return shutil.which(self.python) is not None
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What trying environments showed. Fields are those of the recipe, `environments.0.args.x`."""
+    """Result of loading environments. Fields are those of the recipe, for example `environments.0.args.x`."""
 
     violations: tuple[Violation, ...] = ()
-    """What would go wrong anywhere."""
+    """Problems on every host."""
     missing: tuple[Violation, ...] = ()
-    """What this host lacks for their runtimes."""
+    """Requirements of runtimes that this host lacks."""
     notes: tuple[Violation, ...] = ()
-    """What their rollouts do that not everybody wants."""
+    """Properties of rollouts that some users do not want."""
     warnings: tuple[Violation, ...] = ()
-    """What is smaller than the recipe asks for."""
+    """Values that are smaller than the recipe requests."""
     unprepared: str = ""
-    """The package that the interpreter lacks, so that nothing could be tried."""
+    """Package that the interpreter lacks, so that nothing could be loaded."""
 
 
 def try_all(
     environments: Mapping[str, AnyEnvironment], model: Model, interpreter: Interpreter, tmp: Path | None = None
 ) -> Tried:
-    """Load the environments that could fail to load, and the first task of each; and look at the model's renderer.
+    """Load every environment that could fail and its first task, and check the model's renderer.
 
     Args:
-        environments: by their place in the recipe.
-        model: that of the policy, whose path is absolute where it is here.
-        interpreter: is here.
-        tmp: directory for what they leave, which is removed. Default: the temporary one.
+        environments: environments by their place in the recipe.
+        model: model of the policy, with an absolute path if it exists here.
+        tmp: directory for temporary files, which are removed. Default: the system's.
     """
     plain = model.renderer == AUTO and not model.renderer_options
     wanted = {place: each for place, each in environments.items() if not (plain and _is_sure(each))}
@@ -130,19 +129,17 @@ def _is_sure(environment: AnyEnvironment) -> bool:
 def run_module(
     interpreter: Interpreter, module: str, asked: str, limit_s: float, tmp: Path | None = None
 ) -> tuple[int | None, str, str]:
-    """Run a module with the Python of jobs, in an empty directory, where no module of the user's own lies about.
+    """Run a module with the Python of jobs in an empty directory, so that it imports no local file by accident.
 
-    Its temporary files are there, too: environments' processes are ended before they could remove theirs.
+    Its temporary files are there, too: environments are killed before they could remove theirs.
 
     Args:
-        interpreter: is here.
-        module: by its import path.
-        asked: its standard input.
-        limit_s: seconds after which it is killed.
-        tmp: directory for what it leaves, which is removed. Default: the temporary one.
+        asked: standard input of the module.
+        limit_s: timeout after which it is killed [s].
+        tmp: parent of the empty directory. Default: the system's temporary directory.
 
     Returns:
-        Exit code (None: it had to be killed), standard output and standard error.
+        Exit code (None if it was killed), standard output and standard error.
     """
     with tempfile.TemporaryDirectory(prefix="primeslurm-", dir=tmp, ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
@@ -168,18 +165,17 @@ def run_module(
 
 
 def _nothing(interpreter: Interpreter, code: int | None, err: str) -> Tried:
-    """Nothing could be tried: the interpreter lacks a package, or is broken."""
     lacks, how = why_no_answer(code, err)
     if lacks:
         return Tried(unprepared=lacks)
-    return Tried((Violation("environments", "", f"they cannot be tried: {interpreter.python} {how}"),))
+    return Tried((Violation("environments", "", f"cannot be loaded: {interpreter.python} {how}"),))
 
 
 def why_no_answer(code: int | None, err: str) -> tuple[str, str]:
-    """Say which package the Python of jobs lacks, "" if it lacks none, and in words how its process ended."""
-    last = (err.strip().splitlines() or ["without a word"])[-1]
+    """Return the package that the Python of jobs lacks ("" for none), and how its process ended."""
+    last = (err.strip().splitlines() or ["no output"])[-1]
     lacks = _UNPREPARED.match(last)
-    how = "gives no answer" if code is None else f"ends with exit code {code}: {last[:300]}"
+    how = "does not answer" if code is None else f"ends with exit code {code}: {last[:300]}"
     return (lacks[1] if lacks else ""), how
 
 
@@ -198,7 +194,7 @@ def _judged(place: str, environment: AnyEnvironment, result: ProbeResult[Environ
 
 
 def _too_few(environment: AnyEnvironment, tasks: int | None) -> list[Violation]:
-    """Warn if an evaluation asks for more examples than the file has. The default number is no request."""
+    """Warn if an evaluation requests more examples than the file has. The default number is not a request."""
     if not isinstance(environment, EvaluationEnvironment) or "examples" not in environment.model_fields_set:
         return []
     if tasks is None or tasks >= environment.examples:
@@ -208,19 +204,19 @@ def _too_few(environment: AnyEnvironment, tasks: int | None) -> list[Violation]:
 
 
 def _no_answer(code: int, err: str, environment: AnyEnvironment) -> tuple[str, str]:
-    """Why, and what to do: it took too long, or ended the interpreter."""
+    """Return why loading gave no result, and the fix: it timed out, or ended the interpreter."""
     stuck = err.rpartition("Timeout (")[2] if "Timeout (" in err else ""
     if stuck or code == -signal.SIGKILL:
-        frames = [found for line in stuck.splitlines() if (found := _FRAME.match(line))]
+        frames = [match for line in stuck.splitlines() if (match := _FRAME.match(line))]
         module = environment.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
-        own = [frame for frame in frames if f"/{module}/" in frame["file"] or f"/{module}.py" in frame["file"]]
-        at = next(iter(own or frames), None)
+        own_frames = [frame for frame in frames if f"/{module}/" in frame["file"] or f"/{module}.py" in frame["file"]]
+        at = next(iter(own_frames or frames), None)
         place = f"; it is at {at['file']}, line {at['line']}, in {at['function']}" if at else ""
         return (
             f"has not loaded after {duration(environment.load_timeout_s)}{place}",
-            "load less, or allow more: load_timeout_s",
+            "load less, or raise load_timeout_s",
         )
-    last = (err.strip().splitlines() or ["without a word"])[-1][:300]
+    last = (err.strip().splitlines() or ["no output"])[-1][:300]
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     return f"loading it ended the interpreter ({how}): {last}", ""
 

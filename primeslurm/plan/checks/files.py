@@ -1,4 +1,4 @@
-"""The files that a recipe names: model and data."""
+"""Check the files that a recipe names: model and data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from primeslurm.base.paths import REPOSITORY, in_checkout, is_file
 from primeslurm.models.catalog import catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
-from primeslurm.plan.checks.model_tensors import tensor_problems
+from primeslurm.plan.checks.checkpoint_tensors import tensor_problems
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines
@@ -25,12 +25,12 @@ _IN_CHECKOUT = {
     "tool-use": "./just warm-start tool-use",
     "hangman": "./just warm-start hangman",
 }
-"""Commands of a checkout that make the files of a demo."""
+"""Commands of a checkout that create the files of a demo."""
 _ANYWHERE = {"smollm2": "primeslurm install --model smollm2"}
 
 
 def made_by(path: str) -> str:
-    """Say which command makes a model or data of the demos; empty for any other path."""
+    """Return which command creates a demo's model or data; empty for other paths."""
     demo = _DEMO_FILE.fullmatch(path)
     if demo is None:
         return ""
@@ -42,21 +42,21 @@ def made_by(path: str) -> str:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What is known of the recipe's model."""
+    """What is known about a model's files."""
 
     shape: ModelShape | None
-    """None if neither a config.json that this understands nor the catalog has it."""
+    """None if neither a config.json that can be read nor the catalog has it."""
     model_type: str | None
-    """Of its config, where known."""
+    """Model type in its config, if known."""
     source: str
     problems: tuple[Violation, ...] = ()
     """Why the model cannot be used."""
     absent: Finding | None = None
-    """The model is not on this machine."""
+    """Finding if the model is not on this machine."""
 
 
 def model_files(recipe: Recipe) -> ModelFiles:
-    """Look at the recipe's model: its own config.json first, else the catalog."""
+    """Return what is known about the recipe's model, from its config.json or else from the catalog."""
     path = recipe.model.path
     try:
         directory = locate(path)
@@ -67,7 +67,7 @@ def model_files(recipe: Recipe) -> ModelFiles:
         return ModelFiles(None, None, "", (Violation("model.path", path, "has no readable config.json"),))
     problems = []
     if not any(directory.glob("*.safetensors")):
-        problems.append(Violation("model.path", path, "holds no safetensors files"))
+        problems.append(Violation("model.path", path, "has no safetensors files"))
     limit = config.get("max_position_embeddings")
     problems += _too_long(recipe, limit if isinstance(limit, int) else None)
     try:
@@ -91,12 +91,15 @@ def _absent(recipe: Recipe, why: str) -> ModelFiles:
 
 
 def _missing(path: str, why: str) -> dict[str, str]:
-    """Say why a model is not here, and how to get it."""
+    """Return why a model is missing, and how to get it."""
     if made := made_by(path):
         return {"text": "does not exist", "fix": made}
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return {"text": f"is {why} on this machine", "fix": f"`hf download {path}` on the shared file system"}
-    return {"text": f"is no directory on this machine, and {why}", "fix": "give a directory, or a hub id in the cache"}
+    return {
+        "text": f"is not a directory on this machine, and {why}",
+        "fix": "set a directory, or a hub id in the cache",
+    }
 
 
 def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
@@ -110,7 +113,8 @@ def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Give the recipe its models and data as absolute paths, where they exist here: processes run elsewhere."""
+    """Return the recipe with absolute paths of the models and data that exist here."""
+    # Processes run in other directories.
     update: dict[str, object] = {}
     if (directory := model_directory(recipe.model.path)) is not None:
         update["model"] = recipe.model.model_copy(update={"path": str(directory)})
@@ -123,12 +127,12 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def absent_data(recipe: Recipe) -> Finding | None:
-    """Say which training data is not there; None if it is, or none is asked for."""
+    """Return a finding if the training data does not exist."""
     if recipe.task != "sft" or recipe.sft is None or is_file(Path(recipe.sft.data.path)):
         return None
     path = recipe.sft.data.path
     fix = made_by(path) or "give a file with one JSON object per line"
-    return Finding(level="blocked", field="sft.data.path", value=path, text="there is no such file", fix=fix)
+    return Finding(level="blocked", field="sft.data.path", value=path, text="does not exist", fix=fix)
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

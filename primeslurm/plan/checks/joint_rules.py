@@ -1,22 +1,22 @@
-"""Rules between rooms: router replay, KV offload, disaggregation, weight transport, routers."""
+"""Rules for several parts of a run: router replay, KV offload, prefill and decode, weight transport, teacher."""
 
 from __future__ import annotations
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
-from primeslurm.plan.memory.gpus import EXPANDABLE, GIB, alloc_conf
+from primeslurm.plan.gpus import EXPANDABLE, GIB, alloc_conf
 from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.routers import LlmdRouter
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 
 HOST_SHARE = 0.9
-"""Of a node's memory that KV cache may take."""
+"""Share of a node's memory that KV cache may take."""
 
 
 def _colocated_nccl(context: RuleContext) -> str:
     recipe = context.recipe
     refused = recipe.colocated and recipe.weights.transport == "nccl" and context.site.device == "cuda"
-    return "trainer and engine are two processes on one GPU (deployment.colocated)" if refused else ""
+    return "trainer and engines share GPUs (deployment.colocated)" if refused else ""
 
 
 def _replay(context: RuleContext) -> bool:
@@ -24,17 +24,18 @@ def _replay(context: RuleContext) -> bool:
 
 
 def _replay_disaggregated(context: RuleContext) -> str:
-    return "prefill and decode each know half of the experts" if _replay(context) and context.disaggregated else ""
+    broken = _replay(context) and context.disaggregated
+    return "prefill and decode engines each know the routed experts of only some tokens" if broken else ""
 
 
 def _replay_offload(context: RuleContext) -> str:
     offload = context.recipe.inference.kv_offload
-    return f"KV from the {offload.type} tiers comes without its experts" if _replay(context) and offload else ""
+    return f"KV from {offload.type} offload comes without its routed experts" if _replay(context) and offload else ""
 
 
 def _replay_router(context: RuleContext) -> str:
     llmd = isinstance(context.recipe.inference.router, LlmdRouter)
-    return "the sidecar drops the experts of the prompt" if _replay(context) and llmd else ""
+    return "its sidecar drops the routed experts of the prompt" if _replay(context) and llmd else ""
 
 
 def _replay_parallel(context: RuleContext) -> str:
@@ -43,41 +44,25 @@ def _replay_parallel(context: RuleContext) -> str:
     return f"vLLM refuses it with {used[0]}" if used and _replay(context) else ""
 
 
+def _prefix_cache_off(context: RuleContext) -> bool:
+    return context.option("enable_prefix_caching") is False
+
+
 def _replay_prefix(context: RuleContext) -> str:
-    off = context.option("enable_prefix_caching") is False
-    return "experts are stored by blocks of the prefix cache" if off and _replay(context) else ""
-
-
-def _replay_dense(context: RuleContext) -> str:
-    return "the model has no experts" if context.dense and context.recipe.trainer.router_replay else ""
+    broken = _prefix_cache_off(context) and _replay(context)
+    return "vLLM stores routed experts by blocks of the prefix cache" if broken else ""
 
 
 def _replay_workers(context: RuleContext) -> str:
-    few = [env.label for env in context.recipe.environments if env.workers == 1]
-    big = context.recipe.seq_len >= 16384
-    return f"one worker of {few[0]} decodes all routed experts" if few and big and _replay(context) else ""
+    single = [environment.label for environment in context.recipe.environments if environment.workers == 1]
+    long = context.recipe.seq_len >= 16384
+    overloaded = single and long and _replay(context)
+    return f"the one worker of {single[0]} has to decode all routed experts" if overloaded else ""
 
 
 def _prefix_offload(context: RuleContext) -> str:
-    off = context.option("enable_prefix_caching") is False
-    return "offloaded KV is found by its prefix" if off and context.recipe.inference.kv_offload else ""
-
-
-def _mooncake_fabric(context: RuleContext) -> str:
-    store = _mooncake(context)
-    wanted = store is not None and context.site.device == "cuda" and store.protocol != "tcp"
-    return f"{context.site.name} has none" if wanted and not context.site.network.rdma else ""
-
-
-def _mooncake_tcp(context: RuleContext) -> str:
-    store = _mooncake(context)
-    slow = store is not None and context.site.device == "cuda" and store.protocol == "tcp"
-    return "every hit goes through the TCP stacks of both hosts" if store and slow else ""
-
-
-def _mooncake_alone(context: RuleContext) -> str:
-    nodes = sum(request.nodes for request, _ in context.engines())
-    return "there is one inference node" if _mooncake(context) and nodes == 1 else ""
+    broken = _prefix_cache_off(context) and context.recipe.inference.kv_offload
+    return "offloaded KV is looked up by its prefix" if broken else ""
 
 
 def _mooncake(context: RuleContext) -> MooncakeOffload | None:
@@ -85,61 +70,68 @@ def _mooncake(context: RuleContext) -> MooncakeOffload | None:
     return offload if isinstance(offload, MooncakeOffload) else None
 
 
+def _mooncake_fabric(context: RuleContext) -> str:
+    store = _mooncake(context)
+    uses_rdma = store is not None and context.site.device == "cuda" and store.protocol != "tcp"
+    return f"site {context.site.name} has no RDMA" if uses_rdma and not context.site.network.rdma else ""
+
+
+def _mooncake_tcp(context: RuleContext) -> str:
+    store = _mooncake(context)
+    slow = store is not None and context.site.device == "cuda" and store.protocol == "tcp"
+    return "every hit passes the TCP stacks of both hosts" if slow else ""
+
+
+def _mooncake_alone(context: RuleContext) -> str:
+    nodes = sum(request.nodes for request, _ in context.engines())
+    return "there is one inference node" if _mooncake(context) and nodes == 1 else ""
+
+
 def _offload_memory(context: RuleContext) -> str:
     offload = context.recipe.inference.kv_offload
     if offload is None:
         return ""
     for request, _ in context.engines():
-        engines = 1 if _mooncake(context) else request.gpus // context.recipe.inference.parallel.tp
-        asked, there = offload.cpu.bytes * engines, _memory(request.kind.memory_gib, request.kind.mem)
-        if there and asked > there * HOST_SHARE:
-            return f"{asked / GIB:.0f} GiB of the {there / GIB:.0f} GiB of each {request.role} node"
+        pools = 1 if _mooncake(context) else request.gpus // context.recipe.inference.parallel.tp
+        needed, kind = offload.cpu.bytes * pools, request.kind
+        memory = kind.memory_gib * GIB if kind.memory_gib else bytes_of(kind.mem) if kind.mem else 0
+        if memory and needed > memory * HOST_SHARE:
+            return f"it needs {needed / GIB:.0f} of the {memory / GIB:.0f} GiB of each {request.role} node"
     return ""
-
-
-def _memory(gib: float | None, asked: str | None) -> float:
-    """A node's memory in bytes; 0 if unknown."""
-    if gib:
-        return gib * GIB
-    return bytes_of(asked) if asked else 0
 
 
 def _pinned_memory(context: RuleContext) -> str:
     inference = context.recipe.inference
-    everywhere = (context.site.env, inference.env, inference.prefill.env, inference.decode.env)
-    moving = any(EXPANDABLE in alloc_conf(env) for env in everywhere)
+    environments = (context.site.env, inference.env, inference.prefill.env, inference.decode.env)
+    moving = any(EXPANDABLE in alloc_conf(env) for env in environments)
     pinned = context.disaggregated or inference.kv_offload is not None
-    return "registered KV memory would move" if moving and pinned else ""
+    return "torch would move KV memory that is registered with the NIC" if moving and pinned else ""
 
 
 def _hybrid_disaggregated(context: RuleContext) -> str:
-    mamba = context.shape is not None and context.shape.mamba is not None
-    return "Mamba state must move with the KV, which is not proven here" if mamba and context.disaggregated else ""
+    untested = context.mamba and context.disaggregated
+    return "Mamba state must move with the KV, which has not been tested" if untested else ""
 
 
 def _hybrid_offload(context: RuleContext) -> str:
-    mamba = context.shape is not None and context.shape.mamba is not None
-    return (
-        "a hit needs the Mamba state too, which is not proven here"
-        if mamba and context.recipe.inference.kv_offload
-        else ""
-    )
+    untested = context.mamba and context.recipe.inference.kv_offload
+    return "a hit needs the Mamba state, too, which has not been tested" if untested else ""
 
 
 def _teacher_temperature(context: RuleContext) -> str:
     recipe = context.recipe
-    plain = all(recipe.sampling(environment).temperature == 1 for environment in recipe.environments)
-    return "the policy samples at another temperature" if recipe.teacher is not None and not plain else ""
+    differs = any(recipe.sampling(environment).temperature != 1 for environment in recipe.environments)
+    return "the policy samples at another temperature" if recipe.teacher is not None and differs else ""
 
 
 def _teacher_images(context: RuleContext) -> str:
-    return "the teacher receives token ids only" if context.recipe.teacher and context.recipe.model.vlm else ""
+    return "the teacher gets token ids only" if context.recipe.teacher and context.recipe.model.vlm else ""
 
 
 def _teacher_room(context: RuleContext) -> str:
     recipe = context.recipe
     tight = isinstance(recipe.teacher, PolicyTeacher) and recipe.max_len <= recipe.seq_len
-    return "model.max_len is not above seq_len, so the ends of long sequences would not be scored" if tight else ""
+    return "max_len is not larger than seq_len, so the ends of long sequences would not be scored" if tight else ""
 
 
 _REPLAY = "trainer.router_replay"
@@ -157,7 +149,8 @@ JOINT_RULES = (
          "remove the option from vllm_extra", "vLLM 0.32 config/vllm.py"),
     Rule("replay-prefix-cache", "error", _REPLAY, "Router replay needs the engines' prefix cache", _replay_prefix,
          "leave enable_prefix_caching on", "vLLM 0.32"),
-    Rule("replay-dense", "error", _REPLAY, "Router replay needs a model with experts", _replay_dense,
+    Rule("replay-dense", "error", _REPLAY, "Router replay needs a model with experts",
+         lambda c: c.no_experts(c.recipe.trainer.router_replay),
          "set trainer.router_replay: false", "arXiv 2510.11370"),
     Rule("replay-workers", "warning", _REPLAY, "Router replay needs several environment workers", _replay_workers,
          "raise environments.workers", "prime-rl 0.6.0 docs, router replay"),

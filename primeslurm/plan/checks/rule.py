@@ -1,4 +1,4 @@
-"""What a compatibility rule looks at, and what a rule is."""
+"""Compatibility rules, and the recipe, site and model that they look at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import settings_of
-from primeslurm.plan.memory.gpus import Gpu, gpu_of
+from primeslurm.plan.gpus import Gpu, gpu_of
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.deployment import Disaggregated
@@ -18,42 +18,52 @@ from primeslurm.recipe.sections.inference import EngineSettings
 
 @dataclass(frozen=True)
 class RuleContext:
-    """One recipe on one site."""
+    """A recipe on a site, with the shape of its model."""
 
     recipe: Recipe
     site: Site
     requests: Sequence[ResourceRequest]
     """Empty if the recipe cannot be placed."""
     shape: ModelShape | None
-    """None if nothing is known about the model."""
+    """None if it is unknown."""
 
     @property
     def trains(self) -> bool:
-        """There is a trainer."""
+        """Return whether the run has a trainer."""
         return self.recipe.task in ("rl", "sft")
 
     @property
     def serves(self) -> bool:
-        """There are engines."""
+        """Return whether the run has engines."""
         return self.recipe.task != "sft"
 
     @property
     def disaggregated(self) -> bool:
-        """Prefill and decode are separate."""
+        """Return whether prefill and decode engines are separate."""
         return isinstance(self.recipe.deployment.inference, Disaggregated)
 
     @property
     def dense(self) -> bool:
-        """The model is known to have no experts."""
+        """Return whether the model is known to have no experts."""
         return self.shape is not None and self.shape.experts is None
 
     @property
+    def mamba(self) -> bool:
+        """Return whether the model is known to have Mamba layers."""
+        return self.shape is not None and self.shape.mamba is not None
+
+    @property
+    def deepep(self) -> bool:
+        """Return whether the trainer uses DeepEP."""
+        return self.recipe.trainer.parallelism.ep_backend == "deepep"
+
+    @property
     def trainer_gpus(self) -> int:
-        """GPUs of the trainer; 0 if there is none."""
+        """Return the number of trainer GPUs."""
         return sum(request.nodes * request.gpus for request in self.requests if request.role == "train")
 
     def engines(self) -> list[tuple[ResourceRequest, EngineSettings]]:
-        """List the roles that run engines, with their settings."""
+        """Return the requests of roles that run engines, with their settings."""
         return [
             (request, settings_of(self.recipe, ENGINE_ROLES[request.role]))
             for request in self.requests
@@ -61,24 +71,35 @@ class RuleContext:
         ]
 
     def expert_groups(self) -> list[tuple[ResourceRequest, EngineSettings, int]]:
-        """List the roles that run engines, with their settings, and over how many GPUs each spreads the experts."""
+        """Return `engines`, and over how many GPUs each role spreads the experts."""
         return [(request, settings, expert_ranks(self.recipe, request)) for request, settings in self.engines()]
 
     def gpus(self) -> list[Gpu]:
-        """Known GPUs that run engines or the trainer."""
+        """Return the known GPU types that run engines or the trainer."""
         if self.site.device != "cuda":
             return []
         return [gpu for request in self.requests if request.gpus and (gpu := gpu_of(request.kind))]
 
-    def option(self, name: str) -> object:
-        """Look up a vLLM option that is passed on as it is, of any role; None if no role has it.
+    def older_gpu(self, sm: int) -> str:
+        """Return which GPU has a lower compute capability than `sm`, for a finding; empty if none has."""
+        return next((f"{gpu.name} is SM{gpu.sm}" for gpu in self.gpus() if gpu.sm < sm), "")
 
-        vLLM takes names with dashes, any unambiguous beginning of a name, and `no_NAME` for `NAME: false`.
-        """
+    def no_experts(self, used: bool) -> str:
+        """Return the finding that the model has no experts, if a feature that needs them is used."""
+        return "the model has no experts" if used and self.dense else ""
+
+    def uneven_experts(self, ranks: int) -> str:
+        """Return the finding that `ranks` GPUs do not divide the experts; empty if they do."""
+        experts = self.shape.experts.count if self.shape and self.shape.experts else 0
+        return f"{experts} experts cannot be spread evenly over {ranks} GPUs" if experts % ranks else ""
+
+    def option(self, name: str) -> object:
+        """Return the value of a vLLM option in `vllm_extra` of any role; None if it is not set."""
         inference = self.recipe.inference
         for settings in (inference.prefill, inference.decode, inference):
-            for given, value in settings.vllm_extra.items():
-                plain = given.replace("-", "_")
+            for written_name, value in settings.vllm_extra.items():
+                # vLLM accepts dashes, any unambiguous prefix of a name, and `no_NAME` for `NAME: false`
+                plain = written_name.replace("-", "_")
                 if name.startswith(plain):
                     return value
                 if plain == f"no_{name}":
@@ -88,14 +109,24 @@ class RuleContext:
 
 @dataclass(frozen=True)
 class Rule:
-    """Two things that do not go together. `finds` says what is the case, or an empty string if the rule is kept."""
+    """A combination of settings that does not work, or does not work well."""
 
     name: str
     level: Literal["error", "warning"]
     field: str
     rule: str
-    """The rule in words, for the table in the docs."""
+    """The rule in words, for findings and for the table in the docs."""
     finds: Callable[[RuleContext], str]
+    """Describes how the recipe breaks the rule. Empty: it does not."""
     fix: str
     source: str
-    """Where the fact is from."""
+    """Source of the fact."""
+
+    def value(self, recipe: Recipe) -> str:
+        """Return the recipe's value of the field; empty if it is not set or not a single value."""
+        value: object = recipe
+        for name in self.field.split("."):
+            value = getattr(value, name, None)
+        if isinstance(value, bool):
+            return str(value).lower()
+        return str(value) if isinstance(value, str | int | float) else ""

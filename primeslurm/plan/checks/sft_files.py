@@ -1,6 +1,6 @@
-"""Whether the trainer can train on the data of SFT: no nodes are allocated to find that out.
+"""Check that the trainer can use the SFT data, before nodes are allocated.
 
-The beginning of the file is read here. The Python of jobs, which has the tokenizer's library, renders lines of it.
+The beginning of the file is parsed here. The Python of jobs, which has the tokenizer's library, renders some lines.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from primeslurm.plan.checks.environments import Interpreter
 
 LOOKED_AT = 1 << 24
-"""Bytes of the file that are read here."""
+"""Bytes of the file that are parsed here."""
 PROBE = "primeslurm.trainer.data.probe"
 _LIMIT_S = 180.0
-"""For the tokenizer's library to be imported, from however slow a file system, and half a minute of rendering."""
+"""Timeout to import the tokenizer's library from a slow file system and to render for half a minute [s]."""
 _ANY = MessageForm(roles=None)
-"""Which roles the chat template knows, rendering tells."""
+"""Rendering checks the roles, because they depend on the chat template."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What rendering the data showed."""
+    """Result of rendering the data."""
 
     violations: tuple[Violation, ...] = ()
     warnings: tuple[Violation, ...] = ()
     notes: tuple[Violation, ...] = ()
     unprepared: str = ""
-    """The package that the interpreter lacks, so that nothing could be rendered."""
+    """Package that the interpreter lacks, so that nothing could be rendered."""
 
 
 def data_problems(recipe: Recipe) -> list[Violation]:
-    """Find lines that are no conversations, the first of each kind; none if the file is not here.
+    """Return the first line of each kind that is not a conversation; empty if the file does not exist.
 
     Args:
-        recipe: with the data's absolute path.
+        recipe: recipe with the data's absolute path.
     """
     if recipe.task != "sft" or recipe.sft is None or not is_file(path := Path(recipe.sft.data.path)):
         return []
@@ -52,7 +52,7 @@ def data_problems(recipe: Recipe) -> list[Violation]:
     except OSError as error:
         return [Violation("sft.data.path", str(path), f"cannot be read: {error.strerror}")]
     if not lines and size < LOOKED_AT:
-        return [Violation("sft.data.path", str(path), "holds no conversation", "one JSON object a line")]
+        return [Violation("sft.data.path", str(path), "has no conversation", "write one JSON object per line")]
     errors = LineErrors(path)
     for start, line in lines:
         try:
@@ -67,8 +67,7 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
     """Render lines of the data with the Python of jobs, as the trainer does.
 
     Args:
-        recipe: with absolute paths of model and data, which are here.
-        interpreter: is here.
+        recipe: recipe with absolute paths of a model and data that exist here.
     """
     # Not above: `render` reads data and renders none.
     from primeslurm.plan.checks.environments import run_module, why_no_answer
@@ -77,8 +76,8 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
 
     assert recipe.sft is not None
     data = recipe.sft.data
-    asked = DataRequest(data.path, recipe.model.path, data.train == "all", recipe.model.vlm is not None)
-    code, out, err = run_module(interpreter, PROBE, encoded(asked), _LIMIT_S)
+    request = DataRequest(data.path, recipe.model.path, data.train == "all", recipe.model.vlm is not None)
+    code, out, err = run_module(interpreter, PROBE, encoded(request), _LIMIT_S)
     try:
         answer = decoded(out, DataAnswer) if code == 0 else None
     except DamagedError:
@@ -92,7 +91,7 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines at the beginning of a file that are whole and not empty, and the bytes where they begin."""
+    """Yield the whole, non-empty lines at the beginning of a file, with their offsets."""
     with path.open("rb") as file:
         lines = file.read(LOOKED_AT).split(b"\n")
         if file.read(1):

@@ -1,4 +1,4 @@
-"""What is said about the teacher: as of any served model, and that it reads the policy's tokens."""
+"""Check the teacher as a served model, and that its tokenizer matches the policy's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
+from primeslurm.plan.forecast import Estimate, RoleMemory
+from primeslurm.plan.gpus import gpu_of
 from primeslurm.plan.memory.estimate import engine_role
-from primeslurm.plan.memory.forecast import Estimate, RoleMemory
-from primeslurm.plan.memory.gpus import gpu_of
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.inference import served
 from primeslurm.plan.placement.resources import ResourceRequest
@@ -23,64 +23,55 @@ from primeslurm.recipe import Recipe, Site
 
 TOKENIZER = "tokenizer.json"
 _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("model", "teacher"))
-"""Fields of the recipe that would serve the teacher, and where they are in the run's own; the first that fits."""
-_MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
+"""Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match
+counts."""
+_MORE_MEMORY = "raise teacher.tp, or set teacher.quantization: fp8"
 
 
-def review_teacher(
+def teacher_findings(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles | None
 ) -> tuple[list[Finding], RoleMemory | None]:
-    """Say what is wrong or doubtful about the teacher's engines.
-
-    Args:
-        recipe: of the run.
-        site: where it is to run.
-        requests: what each role gets; empty if the recipe cannot be placed.
-        model: what is known of the teacher's model; None if the run serves no teacher.
-
-    Returns:
-        Findings, and the memory of a GPU of these engines where model and GPUs are known.
-    """
+    """Return findings about the teacher's engines, and the memory of one of their GPUs if model and GPU are known."""
     alone = served(recipe)
     if alone is None or model is None:
         return [], None
     # As a recipe of its own, the teacher's nodes are its one inference replica.
-    own = [
+    engine_requests = [
         replace(request, role="inference", nodes_per_replica=request.nodes)
         for request in requests
         if request.role == "teacher"
     ]
-    found = conflicts(RuleContext(alone, site, own, model.shape))
+    findings = conflicts(RuleContext(alone, site, engine_requests, model.shape))
     if model.absent:
-        found.append(model.absent)
-    gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None
+        findings.append(model.absent)
+    gpu = gpu_of(engine_requests[0].kind) if engine_requests and site.device == "cuda" else None
     memory = None
     if gpu is not None and model.shape is not None:
-        memory = engine_role(alone, own[0], model.shape, gpu, prompt_logprobs=True)
-        found += [
+        memory = engine_role(alone, engine_requests[0], model.shape, gpu, prompt_logprobs=True)
+        findings += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
-            for finding in capacity(alone, own, Estimate(source=model.source, roles=(memory,)))
+            for finding in capacity(alone, engine_requests, Estimate(source=model.source, roles=(memory,)))
         ]
         memory = memory.model_copy(update={"role": "teacher"})
-    return [finding.model_copy(update={"field": _here(finding.field)}) for finding in found], memory
+    return [finding.model_copy(update={"field": _here(finding.field)}) for finding in findings], memory
 
 
 def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
-    """Say why the teacher's files cannot be used."""
+    """Return why the teacher's files cannot be used."""
     alone = served(recipe)
     if alone is None or model is None:
         return []
-    found = [
+    problems = [
         Violation("seq_len", str(recipe.seq_len), f"the teacher: {p.why}", f"nearest: {_limit(p.fix)}")
         if p.field == "seq_len"
         else Violation(_here(p.field), p.value, p.why, p.fix)
         for p in model.problems
     ]
-    return found + _tokenizer_problems(recipe.model.path, alone.model.path)
+    return problems + _tokenizer_problems(recipe.model.path, alone.model.path)
 
 
 def _limit(fix: str) -> int:
-    """The longest seq_len that leaves room for one token more."""
+    """Return the longest seq_len that leaves one token to generate."""
     return int(fix.removeprefix("nearest: ")) - 1
 
 
@@ -92,18 +83,18 @@ def _here(field: str) -> str:
 
 
 def _tokenizer_problems(policy: str, teacher: str) -> list[Violation]:
-    """The teacher is asked about token ids, so an id must mean the same to both. Checked where both files are here."""
-    mine, theirs = (_vocabulary(path) for path in (policy, teacher))
-    if mine is None or theirs is None or mine == theirs:
+    """Check that token ids mean the same to policy and teacher, if both tokenizers exist here."""
+    policy_ids, teacher_ids = (_vocabulary(path) for path in (policy, teacher))
+    if policy_ids is None or teacher_ids is None or policy_ids == teacher_ids:
         return []
-    differing = sum(theirs.get(token) != number for token, number in mine.items())
-    differing += sum(token not in mine for token in theirs)
-    why = f"its tokenizer is not the policy's: {differing} tokens differ"
-    return [Violation("teacher.path", teacher, why, "a model with the vocabulary of model.path")]
+    differing = sum(teacher_ids.get(token) != number for token, number in policy_ids.items())
+    differing += sum(token not in policy_ids for token in teacher_ids)
+    why = f"its tokenizer differs from the policy's in {differing} tokens"
+    return [Violation("teacher.path", teacher, why, "use a model with the vocabulary of model.path")]
 
 
 def _vocabulary(path: str) -> dict[str, int] | None:
-    """Token to id; None if there is no such file, or it is of another kind."""
+    """Return the ids of a tokenizer by token; None if there is no such file, or it has another format."""
     directory = model_directory(path)
     content = _json(directory / TOKENIZER) if directory else None
     if content is None:

@@ -1,4 +1,4 @@
-"""Rules about the trainer: parallelism, FP8, LoRA."""
+"""Rules for the trainer: parallelism, FP8, LoRA, images, offload."""
 
 from __future__ import annotations
 
@@ -11,40 +11,32 @@ from primeslurm.plan.checks.rule import Rule, RuleContext
 
 
 def _deepep_without_ep(context: RuleContext) -> str:
-    p = context.recipe.trainer.parallelism
-    return "ep is 1" if p.ep_backend == "deepep" and p.ep == 1 else ""
+    return "ep is 1" if context.deepep and context.recipe.trainer.parallelism.ep == 1 else ""
 
 
 def _deepep_clips(context: RuleContext) -> str:
-    clips = context.recipe.trainer.optimizer.max_norm
-    deepep = context.recipe.trainer.parallelism.ep_backend == "deepep"
-    return f"gradients are clipped to {clips:g}" if deepep and clips is not None else ""
+    max_norm = context.recipe.trainer.optimizer.max_norm
+    return f"gradients are clipped to {max_norm:g}" if context.deepep and max_norm is not None else ""
 
 
 def _deepep_gpu(context: RuleContext) -> str:
-    if context.recipe.trainer.parallelism.ep_backend != "deepep":
+    if not context.deepep:
         return ""
-    if context.site.device == "cpu":
-        return "CPUs have no DeepEP"
-    old = [gpu for gpu in context.gpus() if gpu.sm < 90]
-    return f"{old[0].name} is SM{old[0].sm}" if old else ""
+    return "there is no DeepEP for CPUs" if context.site.device == "cpu" else context.older_gpu(90)
 
 
 def _deepep_compiled(context: RuleContext) -> str:
-    trainer = context.recipe.trainer
-    both = bool(trainer.compile) and trainer.parallelism.ep_backend == "deepep"
-    return "torch.compile cannot trace DeepEP's operations" if both else ""
+    return "torch.compile cannot trace DeepEP's operations" if context.deepep and context.recipe.trainer.compile else ""
 
 
 def _deepep_dtype(context: RuleContext) -> str:
     dtype = context.recipe.model.dtype
-    deepep = context.recipe.trainer.parallelism.ep_backend == "deepep"
-    return f"model.dtype is {dtype}" if deepep and dtype != "bfloat16" else ""
+    return f"model.dtype is {dtype}" if context.deepep and dtype != "bfloat16" else ""
 
 
 def _deepep_sms(context: RuleContext) -> str:
-    p = context.recipe.trainer.parallelism
-    return "ep_backend is torch" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
+    sms = context.recipe.trainer.parallelism.deepep_num_sms
+    return "ep_backend is torch" if sms and not context.deepep else ""
 
 
 def _deepep_chunk(context: RuleContext) -> str:
@@ -52,13 +44,13 @@ def _deepep_chunk(context: RuleContext) -> str:
     chunk, p = trainer.parallelism.deepep_token_chunk, trainer.parallelism
     if chunk is None:
         return ""
-    if p.ep_backend != "deepep":
+    if not context.deepep:
         return "ep_backend is torch"
     tokens = trainer.rows_at_once(context.recipe.seq_len) * context.recipe.seq_len // p.cp
     if chunk >= tokens:
-        return f"a rank has {tokens} tokens at once, which are no more than one chunk"
+        return f"a rank has only {tokens} tokens at once, so there is nothing to split"
     least = context.shape.experts.count if context.shape and context.shape.experts else 1
-    return f"fewer tokens than the model has experts ({least})" if chunk < least else ""
+    return f"a chunk has fewer tokens than the model has experts ({least})" if chunk < least else ""
 
 
 def _single_products(context: RuleContext) -> str:
@@ -68,27 +60,16 @@ def _single_products(context: RuleContext) -> str:
     if context.dense:
         return "the model has no experts"
     lora = trainer.lora
-    adapted = lora is not None and "experts" in (lora.targets or ("experts",))
-    others = {"compile": trainer.compile, "fp8": trainer.fp8, "lora on experts": adapted}
-    asked = [name for name, on in others.items() if on]
-    return f"it is set with {' and '.join(asked)}" if asked else ""
-
-
-def _ep_dense(context: RuleContext) -> str:
-    return "the model has no experts" if context.dense and context.recipe.trainer.parallelism.ep > 1 else ""
-
-
-def _ep_divides(context: RuleContext) -> str:
-    ep = context.recipe.trainer.parallelism.ep
-    if context.shape is None or context.shape.experts is None or context.shape.experts.count % ep == 0:
-        return ""
-    return f"{context.shape.experts.count} experts cannot be spread evenly over ep: {ep}"
+    on_experts = lora is not None and "experts" in (lora.targets or ("experts",))
+    features = {"compile": trainer.compile, "fp8": trainer.fp8, "lora on experts": on_experts}
+    used = [name for name, is_on in features.items() if is_on]
+    return f"the recipe also uses {' and '.join(used)}" if used else ""
 
 
 def _ep_shards(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
     ranks = context.trainer_gpus // p.dp_replicate
-    if not ranks or ranks % p.ep or _ep_divides(context) or (part := _undivided(context, ranks)) is None:
+    if not ranks or ranks % p.ep or context.uneven_experts(p.ep) or (stack := _undivided(context, ranks)) is None:
         return ""
     train = next(request for request in context.requests if request.role == "train")
     step = p.dp_replicate * lcm(p.cp, p.ep)
@@ -100,13 +81,13 @@ def _ep_shards(context: RuleContext) -> str:
     near = [*[n for n in fitting if n < train.nodes][-1:], *[n for n in fitting if n > train.nodes][:1]]
     nearest = f"; nearest: deployment.train.nodes: {' or '.join(map(str, near))}" if near else ""
     return (
-        f"with ep: {p.ep} on {context.trainer_gpus} GPUs, {ranks // p.ep} of them share the same {part[0]} experts, "
-        f"and {ranks // p.ep} divides no dimension of their {' x '.join(map(str, part))} weights{nearest}"
+        f"with ep: {p.ep} on {context.trainer_gpus} GPUs, {ranks // p.ep} of them share the same {stack[0]} experts, "
+        f"and {ranks // p.ep} divides no dimension of their {' x '.join(map(str, stack))} weights{nearest}"
     )
 
 
 def _undivided(context: RuleContext, ranks: int) -> tuple[int, ...] | None:
-    """Experts that cannot be split over `ranks` with the recipe's EP."""
+    """Return the shape of an expert stack that cannot be split over `ranks` with the recipe's EP; None if all can."""
     trainer, shape = context.recipe.trainer, context.shape
     if shape is None:
         return None
@@ -117,12 +98,12 @@ def _undivided(context: RuleContext, ranks: int) -> tuple[int, ...] | None:
 
 def _cp_divides(context: RuleContext) -> str:
     cp, length = context.recipe.trainer.parallelism.cp, context.recipe.seq_len
-    return f"{length} tokens cannot be cut into {cp} equal pieces" if length % cp else ""
+    return f"{length} tokens cannot be split into {cp} equal pieces" if length % cp else ""
 
 
 def _cp_heads(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
-    # Sparse attention is split over queries, whatever the style; recurrent layers have a rule of their own.
+    # Sparse attention is always split over queries. Recurrent layers have their own rule.
     if context.shape is None or context.shape.indexer or _recurrent_heads(context):
         return ""
     if p.cp_style != "ulysses" or context.shape.heads % p.cp == 0:
@@ -131,7 +112,7 @@ def _cp_heads(context: RuleContext) -> str:
 
 
 def _recurrent_heads(context: RuleContext) -> int:
-    """Heads of Mamba-2 layers or delta nets; 0 if there are none."""
+    """Return the heads of Mamba-2 layers or delta nets; 0 if there are none."""
     if context.shape is None:
         return 0
     nets, mamba = context.shape.delta_nets, context.shape.mamba
@@ -154,8 +135,8 @@ def _cp_recurrent_heads(context: RuleContext) -> str:
 
 def _cp_recurrent_style(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
-    asked = _recurrent_heads(context) and p.cp > 1 and p.cp_style == "allgather"
-    return "recurrent layers have no keys to gather, only a state over the whole sequence" if asked else ""
+    broken = _recurrent_heads(context) and p.cp > 1 and p.cp_style == "allgather"
+    return "recurrent layers have no keys to gather, only a state of the whole sequence" if broken else ""
 
 
 def _compile(context: RuleContext) -> str:
@@ -164,7 +145,7 @@ def _compile(context: RuleContext) -> str:
         return ""
     if model.dtype != "bfloat16":
         return f"model.dtype is {model.dtype}"
-    return "with model.vlm: layers were not tried compiled on images" if model.vlm else ""
+    return "model.vlm is set, and compiled layers have not been tested with images" if model.vlm else ""
 
 
 def _fp8_gpu(context: RuleContext) -> str:
@@ -172,8 +153,7 @@ def _fp8_gpu(context: RuleContext) -> str:
         return ""
     if context.site.device == "cpu":
         return "CPUs have no FP8 kernels"
-    other = [gpu for gpu in context.gpus() if gpu.sm != 90]
-    return f"{other[0].name} is SM{other[0].sm}" if other else ""
+    return next((f"{gpu.name} is SM{gpu.sm}" for gpu in context.gpus() if gpu.sm != 90), "")
 
 
 def _fp8_match(context: RuleContext) -> str:
@@ -182,8 +162,8 @@ def _fp8_match(context: RuleContext) -> str:
     if recipe.task != "rl" or recipe.trainer.fp8 == (recipe.inference.quantization == "fp8" or stored == "fp8"):
         return ""
     if recipe.trainer.fp8:
-        return "the trainer computes in FP8, the engines do not"
-    return "the engines compute in FP8, the trainer does not"
+        return "the trainer computes in FP8, but the engines do not"
+    return "the engines compute in FP8, but the trainer does not"
 
 
 def _lora_files(context: RuleContext) -> str:
@@ -196,8 +176,8 @@ def _lora_quantised(context: RuleContext) -> str:
     if recipe.task != "rl" or recipe.trainer.lora is None:
         return ""
     stored = "fp8" if context.shape and context.shape.quantization == "fp8" else None
-    rounded = recipe.inference.quantization or context.option("quantization") or stored
-    return f"the engines round weights and adapters together to {rounded}, the trainer does not" if rounded else ""
+    quantised = recipe.inference.quantization or context.option("quantization") or stored
+    return f"engines quantise merged weights to {quantised}, and the trainer does not" if quantised else ""
 
 
 def _lora_targets(context: RuleContext) -> str:
@@ -215,25 +195,21 @@ def _lora_absorbed(context: RuleContext) -> str:
 
 
 def _vision_dtype(context: RuleContext) -> str:
-    able = capabilities(context.shape.model_type, "custom") if context.shape else None
-    sees = able is not None and able.images
-    return f"model.dtype is {context.recipe.model.dtype}" if sees and context.recipe.model.dtype != "bfloat16" else ""
+    family = capabilities(context.shape.model_type, "custom") if context.shape else None
+    broken = family is not None and family.images and context.recipe.model.dtype != "bfloat16"
+    return f"model.dtype is {context.recipe.model.dtype}" if broken else ""
 
 
 def _vision_lora(context: RuleContext) -> str:
     vlm, lora = context.recipe.model.vlm, context.recipe.trainer.lora
-    return (
-        "freeze_vision_encoder is false, but only adapters are trained"
-        if vlm and not vlm.freeze_vision_encoder and lora
-        else ""
-    )
+    broken = vlm and not vlm.freeze_vision_encoder and lora
+    return "freeze_vision_encoder is false, but LoRA trains only adapters" if broken else ""
 
 
 def _host_memory(context: RuleContext) -> str:
-    muon = context.recipe.trainer.optimizer.type == "muon"
-    return (
-        "Muon needs the GPU for its matrix products" if muon and context.recipe.trainer.memory.optimizer_offload else ""
-    )
+    trainer = context.recipe.trainer
+    broken = trainer.optimizer.type == "muon" and trainer.memory.optimizer_offload
+    return "Muon needs the GPU for its matrix products" if broken else ""
 
 
 def _offloaded_twice(context: RuleContext) -> str:
@@ -265,9 +241,11 @@ TRAINER_RULES = (
     Rule("grouped-products", "error", "trainer.grouped_mm",
          "grouped_mm false does not work with compile, FP8 or LoRA on experts", _single_products,
          "set grouped_mm: true", "torch 2.13: grouped_mm"),
-    Rule("trainer-ep-dense", "error", _EP, "Expert parallelism needs a model with experts", _ep_dense, "set ep: 1",
+    Rule("trainer-ep-dense", "error", _EP, "Expert parallelism needs a model with experts",
+         lambda c: c.no_experts(c.recipe.trainer.parallelism.ep > 1), "set ep: 1",
          "torchtitan 0.3"),
-    Rule("trainer-ep-divides", "error", _EP, "ep must divide the number of experts", _ep_divides,
+    Rule("trainer-ep-divides", "error", _EP, "ep must divide the number of experts",
+         lambda c: c.uneven_experts(c.recipe.trainer.parallelism.ep),
          "use a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
     Rule("trainer-ep-shards", "error", _EP, "Ranks that hold the same experts must split them evenly", _ep_shards,
          "use another number of nodes, or another ep", "torch 2.13: FSDP fills up between experts alone"),

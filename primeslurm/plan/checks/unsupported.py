@@ -1,4 +1,4 @@
-"""What recipes may say but the trainer does not do with every model family."""
+"""Check for recipe fields that the trainer does not support with the model's family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _offloads(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class FamilyNeed:
-    """A field that only some model families can follow."""
+    """A field that only some model families support."""
 
     field: str
     what: str
@@ -43,32 +43,23 @@ NEEDS = (
 
 
 def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None) -> list[Finding]:
-    """Find what a recipe asks for and the trainer of this version does not do.
-
-    Args:
-        recipe: what is asked for.
-        shape: the model's, where it is known.
-        model_type: of its config, where it is known.
-
-    Returns:
-        Findings of level `blocked`; none if nothing is trained.
-    """
+    """Return findings of level `blocked` for what the trainer does not support."""
     if recipe.task in ("serve", "eval"):
         return []
-    found = _unseen(recipe)
+    findings = _unseen(recipe)
     if model_type is not None:
-        found += _incapable(recipe, model_type) + _unnamed(recipe, model_type, shape)
+        findings += _incapable(recipe, model_type) + _unnamed(recipe, model_type, shape)
     if shape is not None and (text := _unread(recipe, shape)):
         converts = shape.four_bits or shape.fp8_blocks
         fix = (
             f"primeslurm convert {recipe.model.path} DIR, and model.path: DIR" if converts else "convert it to bfloat16"
         )
-        found.append(Finding(level="blocked", field="model.path", text=text, fix=fix))
-    return found
+        findings.append(Finding(level="blocked", field="model.path", text=text, fix=fix))
+    return findings
 
 
 def _unseen(recipe: Recipe) -> list[Finding]:
-    """What is not built of reinforcement learning on images."""
+    """Check the router of RL on images."""
     if recipe.model.vlm is None or recipe.task != "rl" or isinstance(recipe.inference.router, VllmRouter):
         return []
     text = f"rollouts with images were not tried behind {recipe.inference.router.type}"
@@ -76,7 +67,7 @@ def _unseen(recipe: Recipe) -> list[Finding]:
 
 
 def _unnamed(recipe: Recipe, model_type: str, shape: ModelShape | None) -> list[Finding]:
-    """What does not go with a model whose parts are found by their names, or with one whose parts are known."""
+    """Check the fields of `model.vlm`, which depend on whether the trainer knows the model's parts."""
     vlm = recipe.model.vlm
     if vlm is None:
         return []
@@ -100,7 +91,7 @@ def _seeing() -> list[str]:
 
 
 def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:
-    """What the implementation of the recipe's model cannot do."""
+    """Check what the implementation of the recipe's model supports."""
     able = capabilities(model_type, recipe.model.impl)
     if able is None:
         text = f"the trainer has no implementation of its own for model type {model_type!r}"
@@ -115,18 +106,18 @@ def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:
 
 
 def _unread(recipe: Recipe, shape: ModelShape) -> str:
-    """Why a checkpoint that is stored in fewer bits cannot be trained."""
+    """Return why a quantised checkpoint cannot be trained."""
     if shape.quantization is None:
         return ""
     able = capabilities(shape.model_type, recipe.model.impl)
-    known = [name for name in ("int4", "mxfp4") if able is not None and getattr(able, f"{name}_checkpoint")]
-    if shape.four_bits in known:
+    readable = [name for name in ("int4", "mxfp4") if able is not None and getattr(able, f"{name}_checkpoint")]
+    if shape.four_bits in readable:
         taken = (
             f"policies in {recipe.model.dtype} are not for engines that start from a checkpoint in {shape.four_bits}"
         )
         return taken if recipe.task == "rl" else ""
     if not (shape.fp8_blocks and able is not None and able.fp8_checkpoint):
-        reads = ", ".join(["bfloat16", "float32", *known])
+        reads = ", ".join(["bfloat16", "float32", *readable])
         return f"the checkpoint is stored in {shape.quantization}, the trainer reads {reads} or block-scale FP8"
     if recipe.task == "rl" and shape.fp8_powers:
         return "its scales are powers of two, and policies are published with scales that are not"

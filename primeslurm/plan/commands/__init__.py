@@ -1,1 +1,1 @@
-"""Command lines of all planned processes: argv, environment, ports and files."""
+"""Commands of all planned processes: argv, environment, ports and files."""

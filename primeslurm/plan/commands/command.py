@@ -1,7 +1,4 @@
-"""What every planned command line is made of: argv, environment, ports, and what its agent lays out for it. Pure.
-
-Host names and ports stay placeholders (see `plan.model`).
-"""
+"""Common parts of all planned commands. Host names and ports are placeholders (see `plan.model`). Pure."""
 
 from __future__ import annotations
 
@@ -17,35 +14,33 @@ Device = Literal["cuda", "cpu"]
 
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 """What engines do on the nodes of a role."""
+RENDEZVOUS_PORT = "master"
+"""Name of the port at which the trainer's ranks meet."""
 GIN_OFF = "EP_DISABLE_GIN"
-"""DeepEP's variable for ranks that reach each other by NVLink alone."""
+"""Variable that tells DeepEP that all its ranks reach each other by NVLink."""
 COMPILED_CODE = {"PRIMESLURM_COMPILED_CODE": "/tmp"}
-"""Where trainers and engines keep what is compiled while they run, on each node's own disk: below it, they make a
-directory for each user and version. See `primeslurm.base.compiled_code`."""
+"""Directory on the node's disk for code that trainers and engines compile while they run. They add a directory per user
+and version (`primeslurm.base.compiled_code`)."""
 
 
 class Command(NamedTuple):
-    """How to start a process, and what it needs."""
+    """How to start a process."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
     ports: tuple[str, ...]
-    """Names of the ports it listens on."""
+    """Names of the ports that it listens on."""
     files: dict[str, str] = {}
-    """Files written for it before it starts: name under `${tmp}` to text."""
+    """Text of files written before the start, by name under `${tmp}`."""
     scratch: tuple[str, ...] = ()
-    """Directories on the node's own disk that exist while the attempt runs."""
+    """Directories on the node's disk that exist while the attempt runs."""
     imports: tuple[str, ...] = ()
-    """Modules that it imports, as others of its kind do."""
+    """Modules that the process imports and others of its kind, too."""
 
 
 @dataclass(frozen=True)
 class ReplicaEngines:
-    """Names of the engines of one replica: either engines that do both, or prefill and decode engines.
-
-    Raises:
-        ValueError: neither shape, or both.
-    """
+    """Names of the engines of one replica: either `engines`, or `prefill` and `decode`."""
 
     engines: Sequence[str] = ()
     prefill: Sequence[str] = ()
@@ -57,12 +52,12 @@ class ReplicaEngines:
 
     @property
     def disaggregated(self) -> bool:
-        """Whether prefill and decode are apart."""
+        """Return whether prefill and decode engines are separate."""
         return bool(self.prefill)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All of them, prefill first."""
+        """Return all engines, prefill first."""
         return (*self.engines, *self.prefill, *self.decode)
 
 
@@ -83,5 +78,5 @@ def long_options(options: Mapping[str, object]) -> list[str]:
 
 
 def url_of(process: str) -> str:
-    """Write the URL at which a process serves HTTP, with a placeholder."""
+    """Return the HTTP URL of a process, with a placeholder for its address."""
     return f"http://${{addr:{process}:http}}"

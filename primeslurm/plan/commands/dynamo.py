@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo without etcd and NATS: processes find one another through files and speak TCP and ZeroMQ."""
+"""NVIDIA Dynamo without etcd and NATS: processes find each other through files and use TCP and ZeroMQ."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from primeslurm.recipe.sections.routers import DynamoRouter
 WORKER = "dynamo.vllm"
 _MODES: dict[EngineRole, str] = {"engine": "agg", "prefill": "prefill", "decode": "decode"}
 _SERVER_OPTIONS = ("host", "port", "enable_scale_out", "middleware", "disable_uvicorn_access_log")
-"""Options of vLLM's HTTP server, which a Dynamo worker has not."""
+"""Options of vLLM's HTTP server, which a Dynamo worker does not have."""
 
 
 def frontend(router: DynamoRouter, replica: int) -> Command:
-    """Make the command of one replica's HTTP frontend, which routes."""
+    """Return the command of a replica's HTTP frontend, which is its router."""
     options: dict[str, object] = {"http_host": "${host}", "http_port": "${port:http}", "router_mode": router.mode}
     if router.session_ttl_s is not None:
         options["router_session_affinity_ttl_secs"] = router.session_ttl_s
@@ -22,13 +22,13 @@ def frontend(router: DynamoRouter, replica: int) -> Command:
 
 
 def worker_options(options: dict[str, object], role: EngineRole) -> dict[str, object]:
-    """Take the options of a Dynamo worker: vLLM's own, but for those of its server."""
-    kept = {name: value for name, value in options.items() if name not in _SERVER_OPTIONS}
-    return kept | _PLANES | {"disaggregation_mode": _MODES[role]}
+    """Return the options of a Dynamo worker: those of vLLM, except the server's."""
+    worker = {name: value for name, value in options.items() if name not in _SERVER_OPTIONS}
+    return worker | _PLANES | {"disaggregation_mode": _MODES[role]}
 
 
 def worker_env(replica: int) -> dict[str, str]:
-    """Set how the frontend finds a worker, and where the worker says that it is ready (`/health`)."""
+    """Return the environment through which the frontend finds a worker, and the address of the worker's `/health`."""
     return _env(replica) | {"DYN_SYSTEM_HOST": "${host}", "DYN_SYSTEM_PORT": "${port:http}"}
 
 

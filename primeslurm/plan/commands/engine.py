@@ -1,7 +1,4 @@
-"""The command line of a vLLM engine: recipe in, argv and environment out. Pure.
-
-An engine is one data-parallel rank on `tp` GPUs.
-"""
+"""The command of a vLLM engine. An engine is one data-parallel rank on `tp` GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -15,52 +12,52 @@ from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 
 SERVED_MODEL = "policy"
-"""The model name that clients ask engines and routers for."""
+"""Model name in requests to engines and routers."""
 START_S = 3600
-"""What an engine may take to start beside reading its weights: kernels are compiled, CUDA graphs are captured."""
+"""Time for an engine to start, without reading its weights [s]: it compiles kernels and captures CUDA graphs."""
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_ALL2ALL = "allgather_reducescatter"
-"""The one way between experts that needs no GPU; with another, vLLM does not start on CPUs."""
+"""The only all2all backend without GPUs. vLLM does not start on CPUs with another one."""
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the distribution that a token was drawn from, after the temperature. `raw_logprobs` are those
-before it; the trainer divides by it."""
+"""Log-probabilities of the distribution that tokens are drawn from, after the temperature. The trainer divides by it,
+too, so `raw_logprobs` (before it) would not match."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.version_gate.VersionGate"
 CORE_GATE = "primeslurm.inference.liveness_gate.LivenessGate"
-"""The same without policy versions, for engines that keep the weights they loaded."""
+"""Middleware without policy versions, for engines that keep the weights they loaded."""
 QUANTIZATION = {"fp8": "fp8_per_block"}
-"""The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""
+"""vLLM's name of the recipe's quantization. Blocks of 128 x 128, as DeepGEMM and the trainer use."""
 UNQUANTISED = ("*.in_proj_a", "*.in_proj_b", "*.gate")
-"""By the names of checkpoints: vLLM would quantise these weights. Released FP8 checkpoints do not, and the trainer does
-not (`wire.weight_transfer.tensor_names.in_fp8`); what else stays in full precision there, vLLM keeps so by itself."""
+"""Weights, by checkpoint name, that vLLM would quantise. Released FP8 checkpoints and the trainer keep them in full
+precision (`wire.weight_transfer.tensor_names.in_fp8`). vLLM itself skips the others that are not quantised there."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
-"""Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
+"""vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)."""
 
 
 class DataParallel(NamedTuple):
-    """An engine's place in its expert-parallel group."""
+    """Rank of an engine in its expert-parallel group."""
 
     size: int = 1
     rank: int = 0
     head: str = ""
-    """Process name of rank 0, where the others meet."""
+    """Process name of rank 0, whose address the others need."""
 
 
 ALONE = DataParallel()
 
 
 def settings_of(recipe: Recipe, role: EngineRole) -> EngineSettings:
-    """Merge what holds for engines of a role: its own settings over those of all engines, over the role's defaults."""
+    """Return the settings of a role's engines: role settings override common settings, which override defaults."""
     common = recipe.inference
-    own = {"engine": EngineSettings(), "prefill": common.prefill, "decode": common.decode}[role]
-    found = {name: _first(getattr(own, name), getattr(common, name)) for name in EngineSettings.model_fields}
-    found |= {name: {**getattr(common, name), **getattr(own, name)} for name in ("env", "vllm_extra")}
-    if common.expert_parallel and found["all2all"] is None:
-        found["all2all"] = _ALL2ALL[role]
-    if role == "decode" and found["cuda_graphs"] is None:
-        found["cuda_graphs"] = "FULL_DECODE_ONLY"
-    return EngineSettings.model_validate(found)
+    role_settings = {"engine": EngineSettings(), "prefill": common.prefill, "decode": common.decode}[role]
+    values = {name: _first(getattr(role_settings, name), getattr(common, name)) for name in EngineSettings.model_fields}
+    values |= {name: {**getattr(common, name), **getattr(role_settings, name)} for name in ("env", "vllm_extra")}
+    if common.expert_parallel and values["all2all"] is None:
+        values["all2all"] = _ALL2ALL[role]
+    if role == "decode" and values["cuda_graphs"] is None:
+        values["cuda_graphs"] = "FULL_DECODE_ONLY"
+    return EngineSettings.model_validate(values)
 
 
 _ALL2ALL: dict[EngineRole, str] = {
@@ -70,14 +67,14 @@ _ALL2ALL: dict[EngineRole, str] = {
 }
 
 
-def _first(own: object, common: object) -> object:
-    return common if own is None else own
+def _first(preferred: object, common: object) -> object:
+    return common if preferred is None else preferred
 
 
 class Engines:
-    """The command lines of a role's engines: what all ranks share is worked out once.
+    """Commands of the engines of one role. Common options are worked out once.
 
-    `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL.
+    Role `engine` prefills and decodes. `prefill` and `decode` engines transfer KV through NIXL.
     """
 
     def __init__(self, recipe: Recipe, device: Device, role: EngineRole, python: str) -> None:
@@ -92,7 +89,7 @@ class Engines:
         self._scratch = kv.engine_scratch(recipe, role)
 
     def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
-        """Make the command of the engine of one data-parallel rank of a replica."""
+        """Return the command of one data-parallel rank of a replica."""
         ports = ["http"]
         if self._role != "engine":
             ports.append("nixl")
@@ -150,8 +147,8 @@ def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) ->
 
 def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
     inference = recipe.inference
-    known = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
-    tool_call = inference.tool_call_parser or known.tool_call
+    family_parsers = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
+    tool_call = inference.tool_call_parser or family_parsers.tool_call
     options: dict[str, object] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
@@ -161,7 +158,7 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
         "enable_return_routed_experts": recipe.trainer.router_replay or None,
         "tool_call_parser": tool_call,
         "enable_auto_tool_choice": True if tool_call else None,
-        "reasoning_parser": inference.reasoning_parser or known.reasoning,
+        "reasoning_parser": inference.reasoning_parser or family_parsers.reasoning,
     }
     return {name: value for name, value in options.items() if value is not None}
 
@@ -185,7 +182,7 @@ def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) 
 
 
 def _rank_options(dp: DataParallel) -> dict[str, object]:
-    """Every rank of a group is an engine with an HTTP server of its own; the router balances between them."""
+    # Every rank of a group is an engine with its own HTTP server. The router balances between them.
     if dp.size == 1:
         return {}
     return {

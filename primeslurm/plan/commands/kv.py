@@ -1,10 +1,11 @@
-"""How KV cache leaves an engine: to decode engines (NIXL), to tiers behind it, to a store that all engines share.
+"""KV transfer between engines (NIXL), KV offload to host memory and disk, and the shared Mooncake store.
 
     prefill --NIXL--> decode          native: engine -> its node's memory -> its node's disk
     any engine <--Mooncake--> memory (and disk) of every inference node of the run
 
-A decode engine gets the KV of its prompts from prefill engines alone, so it reads no other tier. It writes to a
-Mooncake store what it decodes: the prefill of a conversation's next turn then finds the whole of it.
+A decode engine gets the KV of its prompts from prefill engines, so it reads no other tier. It writes the KV that it
+decodes
+to a Mooncake store, where the prefill of the next turn of the conversation finds it.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.kv_offload import KvOffload, MooncakeOffload, NativeOffload
 
 STORE_MASTER = "store-master"
-"""Name of the process that knows where every block of the store is."""
+"""Name of the process that knows the location of every block of the store."""
 STORE_CONFIG = "mooncake.json"
 MAX_TRANSFER_BUFFER = 4 * 2**30
-"""Bytes that each worker of an engine sets aside for transfers to and from the store, if the store is not smaller."""
+"""Bytes that each worker of an engine allocates for transfers to and from the store, unless the store is smaller."""
 LEASE_MS = 120_000
-"""How long a block that was looked up cannot be evicted. An engine that is out of blocks loads late; blocks of old
-policies must not stay for long either."""
+"""Time for which a block that was looked up cannot be evicted. An engine without free blocks loads it late. Blocks of
+old policies must not stay for long."""
 
 Config = dict[str, Any]
 
 
 def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config | None:
-    """Work out vLLM's `--kv-transfer-config` of an engine; None if its KV stays where it is."""
+    """Return vLLM's `--kv-transfer-config` of an engine; None if its KV is neither transferred nor offloaded."""
     connectors = [_nixl(role, device, recipe.weights.timeout_s)] if role != "engine" else []
     match recipe.inference.kv_offload:
         case NativeOffload() as native if role != "decode":
@@ -52,13 +53,10 @@ def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config 
 
 
 def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> dict[str, str]:
-    """Set what the connectors of an engine read from the environment.
+    """Return the environment of an engine's KV connectors.
 
     Args:
-        recipe: of the run.
-        role: what the engine does.
-        device: what it computes on.
-        rank: its place in its data-parallel group.
+        rank: rank of the engine in its data-parallel group.
     """
     env: dict[str, str] = {}
     if role != "engine":
@@ -80,7 +78,7 @@ def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> d
 
 
 def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
-    """Write the files that the connectors of an engine read."""
+    """Return the files that an engine's KV connectors read."""
     offload = recipe.inference.kv_offload
     if not isinstance(offload, MooncakeOffload):
         return {}
@@ -98,14 +96,14 @@ def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
 
 
 def engine_scratch(recipe: Recipe, role: EngineRole) -> tuple[str, ...]:
-    """List the directories on the node's disk that an engine itself writes KV to."""
+    """Return the directories on the node's disk to which an engine writes KV."""
     offload = recipe.inference.kv_offload
-    own = isinstance(offload, NativeOffload) and role != "decode"
-    return _disk(offload) if own else ()
+    writes_disk = isinstance(offload, NativeOffload) and role != "decode"
+    return _disk(offload) if writes_disk else ()
 
 
 def store_master(recipe: Recipe) -> Command:
-    """Make the command of a run's Mooncake master, with the metadata server by which engines and clients meet."""
+    """Return the command of the run's Mooncake master, which includes the metadata server of engines and clients."""
     argv = [
         *("${python}", "-m", "mooncake.cli", "--logtostderr"),
         *("--rpc_address", "${host}", "--rpc_port", "${port:rpc}"),
@@ -121,7 +119,7 @@ def store_master(recipe: Recipe) -> Command:
 
 
 def store_client(offload: MooncakeOffload, device: Device) -> Command:
-    """Make the command of an inference node's Mooncake client, which gives its memory (and disk) to the store."""
+    """Return the command of a node's Mooncake client, which adds the node's memory (and disk) to the store."""
     argv = [
         *("${python}", "-m", "primeslurm.inference.store_client", "--logtostderr"),
         *("--host", "${host}", "--port", "${port:rpc}"),
@@ -169,7 +167,7 @@ def _mooncake(role: EngineRole) -> Config:
 
 
 def _disk(offload: KvOffload | None) -> tuple[str, ...]:
-    """The directory of this run on this node; nodes of an emulated cluster share one disk."""
+    """Return the run's directory on this node. Nodes of an emulated cluster share one disk."""
     if offload is None or offload.disk is None:
         return ()
     return (f"{offload.disk.path}/primeslurm-${{run_id}}-n${{node}}-${{key}}",)
@@ -184,7 +182,7 @@ def _protocol(offload: MooncakeOffload, device: Device) -> str:
 
 
 def _devices(offload: MooncakeOffload, device: Device) -> str:
-    """For RDMA the recipe's HCAs, else those that the site names or the node finds."""
+    """Return the HCAs for RDMA: the recipe's, else those of the site or the node."""
     if _protocol(offload, device) == "tcp":
         return ""
     return ",".join(offload.devices) or "${hcas}"

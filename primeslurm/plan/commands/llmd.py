@@ -1,9 +1,9 @@
-"""llm-d's router without Kubernetes: endpoint picker, Envoy and sidecars, from files.
+"""llm-d's router without Kubernetes: endpoint picker, Envoy and sidecars, configured by files.
 
     client -> Envoy -> (asks the picker) -> engine                      engines that do both
     client -> Envoy -> (asks the picker) -> sidecar -> prefill engine, then its own decode engine
 
-`epp`, `pd-sidecar` and `envoy` are programs on the PATH of the nodes; they are no Python packages.
+`epp`, `pd-sidecar` and `envoy` must be on the PATH of the nodes. They are not Python packages.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from primeslurm.plan.commands.command import Command, ReplicaEngines
 from primeslurm.recipe.sections.routers import LlmdRouter
 
 PICKER_CONFIG, ENDPOINTS, ENVOY_CONFIG = "llm-d-picker.json", "llm-d-endpoints.json", "llm-d-envoy.json"
-"""YAML's subset JSON: what is in it can be quoted without surprises."""
+"""Written as JSON, which is valid YAML and has simpler quoting."""
 CIRCUIT_BREAKER = 100_000
-"""Envoy answers 500 to what is beyond; its own limit is 1,024 requests in flight."""
+"""Requests in flight beyond which Envoy answers 500. Its default is 1,024."""
 _EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 def picker(router: LlmdRouter, workers: ReplicaEngines, sidecars: Mapping[str, str]) -> Command:
-    """Make the command of one replica's endpoint picker.
+    """Return the command of a replica's endpoint picker.
 
     Args:
-        router: its settings.
-        workers: the engines it picks from.
-        sidecars: decode engine to the sidecar in front of it.
+        sidecars: name of the sidecar in front of each decode engine.
     """
     argv = (
         *("epp", "--config-file", f"${{tmp}}/{PICKER_CONFIG}", "--pool-name", "primeslurm"),
@@ -40,7 +38,7 @@ def picker(router: LlmdRouter, workers: ReplicaEngines, sidecars: Mapping[str, s
 
 
 def sidecar(engine: str) -> Command:
-    """Make the command of what takes a decode engine's requests, and has a prefill engine compute the prompt first."""
+    """Return the command of a decode engine's sidecar, which has a prefill engine compute the prompts."""
     argv = (
         *("pd-sidecar", "--port", "${port:http}", "--model-server-port", f"${{port:{engine}:http}}"),
         *("--kv-connector", "nixlv2", "--secure-serving=false"),
@@ -49,7 +47,7 @@ def sidecar(engine: str) -> Command:
 
 
 def envoy(picker_name: str) -> Command:
-    """Make the command of one replica's HTTP server. It sends each request where the picker says."""
+    """Return the command of a replica's HTTP server, which sends each request to the engine that the picker chose."""
     argv = ("envoy", "-c", f"${{tmp}}/{ENVOY_CONFIG}", "--service-node", "primeslurm", "--log-level", "warn")
     return Command(argv, {}, ("http",), {ENVOY_CONFIG: _json(_envoy_config(picker_name))})
 

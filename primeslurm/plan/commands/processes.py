@@ -1,11 +1,9 @@
-"""Commands of the processes that are our own: orchestrator, environment workers, trainer ranks."""
+"""Commands of primeslurm's own processes: orchestrator, environment workers, trainer ranks."""
 
 from __future__ import annotations
 
-from primeslurm.models import family_of
-from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, Command
-from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE
-from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
+from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, RENDEZVOUS_PORT, Command
+from primeslurm.plan.gpus import ALLOC_CONF, EXPANDABLE
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
@@ -14,12 +12,12 @@ RECIPE = "${run_dir}/recipe.resolved.json"
 WORKER = "primeslurm.orchestrator.worker.main"
 PRELOADED = "primeslurm.orchestrator.worker.preload"
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Rollouts are received into memory in pages of 2 MiB where the kernel has them on request: in pages of 4 KiB half of
-the time goes into making and freeing them. Other C libraries, and a glibc before 2.35, do not heed it."""
+"""Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB,
+half of the time goes into allocating and freeing them. glibc before 2.35 and other C libraries ignore this."""
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
-    """Make the command of the one orchestrator, on the head node, from the names of whom it talks to."""
+    """Return the command of the orchestrator, which runs on the head node."""
     argv: tuple[str, ...] = (
         "${python}",
         "-m",
@@ -47,12 +45,10 @@ def orchestrator_command(engines: list[str], routers: list[str], teachers: list[
 
 
 def environment_command(label: str, worker: int, scratch: str | None = None) -> Command:
-    """Make the command of one worker process of one environment.
+    """Return the command of one worker of an environment.
 
     Args:
-        label: the environment's.
-        worker: which of its workers.
-        scratch: directory on the nodes' own disks for what rollouts write. Default: the temporary one.
+        scratch: directory on the node's disk for files of rollouts. Default: the temporary directory.
     """
     argv = (
         "${python}",
@@ -74,50 +70,17 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
     env = {"VF_RUN_ID": "${run_id}"}  # what verifiers names a run's containers and hosted sandboxes by
     if scratch is None:
         return Command(argv=argv, env=env, ports=(), imports=(PRELOADED,))
-    own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
-    return Command(argv=argv, env={**env, "TMPDIR": own}, ports=(), scratch=(own,), imports=(PRELOADED,))
-
-
-def decided(recipe: Recipe, model_type: str | None, device: str) -> Recipe:
-    """Return the recipe with `trainer.compile` true or false, where it leaves that open.
-
-    Args:
-        recipe: of the run.
-        model_type: of config.json; None if it is not known.
-        device: that trainer ranks compute on.
-    """
-    if recipe.trainer.compile is not None:
-        return recipe
-    value = _compiles(recipe, model_type, device)
-    return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"compile": value})})
-
-
-def _compiles(recipe: Recipe, model_type: str | None, device: str) -> bool:
-    trainer = recipe.trainer
-    if device != "cuda" or recipe.model.dtype != "bfloat16" or trainer.parallelism.ep_backend == "deepep":
-        return False
-    family = family_of(model_type) if model_type and recipe.model.impl != "hf" and recipe.model.vlm is None else None
-    ran = family.model_types[model_type].compiled_with if family and model_type else None
-    cp_style = trainer.parallelism.cp_style if trainer.parallelism.cp > 1 else None
-    asked = {"fp8": trainer.fp8, "lora": trainer.lora, "router_replay": trainer.router_replay}
-    asked |= {"cp": cp_style == "ulysses", "all-gathered cp": cp_style == "allgather"}
-    asked |= {"one expert after the other": not trainer.grouped_mm}
-    return ran is not None and {mode for mode, on in asked.items() if on} <= ran
+    directory = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
+    return Command(argv=argv, env={**env, "TMPDIR": directory}, ports=(), scratch=(directory,), imports=(PRELOADED,))
 
 
 def trainer_command(
     recipe: Recipe, site: Site, *, rank: int, local_rank: int, local_world: int, world: int, cpus: int
 ) -> Command:
-    """Make the command of one trainer rank: one process, one GPU, one log.
+    """Return the command of one trainer rank: one process, one GPU, one log.
 
     Args:
-        recipe: of the run.
-        site: where it runs.
-        rank: among all.
-        local_rank: on its node.
-        local_world: ranks on its node.
-        world: ranks in all.
-        cpus: cores for each rank.
+        cpus: CPU cores per rank.
     """
     argv: tuple[str, ...] = (
         "${python}",

@@ -1,4 +1,4 @@
-"""What stands in front of a replica's engines: one function per type of router, all to the same shape."""
+"""Processes in front of a replica's engines, for each type of router."""
 
 from __future__ import annotations
 
@@ -14,29 +14,23 @@ from primeslurm.recipe.sections.routers import DynamoRouter, LlmdRouter, VllmRou
 
 @dataclass(frozen=True)
 class Front:
-    """One process in front of the engines of a replica."""
+    """A process in front of a replica's engines: a router or one of its helpers."""
 
     name: str
     command: Command
     health: Health
     after: Sequence[str] = ()
     beside: str | None = None
-    """The engine whose node it runs on. Default: the replica's first node."""
+    """Engine whose node it runs on. None: the replica's first node."""
 
 
 def router_name(replica: int) -> str:
-    """Name the process that clients of a replica talk to, whatever the type of its router."""
+    """Return the name of the process that clients of a replica send requests to, for every type of router."""
     return f"router-{replica}"
 
 
 def fronts(recipe: Recipe, replica: int, workers: ReplicaEngines) -> list[Front]:
-    """List the processes in front of one replica; the one called `router_name` serves HTTP on its port `http`.
-
-    Args:
-        recipe: says which router it is.
-        replica: index of the replica.
-        workers: its engines, by name.
-    """
+    """Return the processes in front of a replica. The one called `router_name` serves HTTP on its port `http`."""
     name = router_name(replica)
     match recipe.inference.router:
         case VllmRouter() as router:
@@ -60,7 +54,7 @@ def _llmd(router: LlmdRouter, replica: int, workers: ReplicaEngines) -> list[Fro
 
 
 def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, name: str) -> Command:
-    """Make the command of vllm-router and its keeper, over engines, or over prefill and decode engines."""
+    """Return the command of vllm-router under its supervisor."""
     options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
     options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
     if workers.disaggregated:

@@ -1,1 +1,1 @@
-"""What fits: parameters, activations, KV cache, and the estimate made of them."""
+"""Estimates of what a run needs: parameters, activations, KV cache, checkpoints and step time."""

@@ -1,6 +1,6 @@
-"""What a model keeps of tokens and images between forward and backward pass, and what computing it anew takes.
+"""Activation memory of a model: what layers keep for the backward pass, and what recomputation needs.
 
-Bytes of a token are those of a token on this rank, after context parallelism has cut rows.
+Bytes per token are those of a token on this rank, after context parallelism has split the rows.
 """
 
 from __future__ import annotations
@@ -11,60 +11,54 @@ from primeslurm.models.shape import DeltaNets, Mamba, ModelShape, Vision
 from primeslurm.nn.block_sizes import DELTA_CHUNK, KERNEL_SEGMENT_TOKENS, SEGMENT_TOKENS
 
 KERNEL_BYTES = 9.2
-"""Of a token inside a part, for each element of all heads' queries, keys and values: the more of two that were measured
-on an H200 (`benchmarks/results/recurrence_kernels_h200.json`; a Mamba-2 layer took 7.6)."""
+"""Bytes per token of a segment and per element of all heads' queries, keys and values, in recurrence kernels. The
+larger of two values measured on an H200 (`benchmarks/results/recurrence_kernels_h200.json`; a Mamba-2 layer took
+7.6)."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a model that do the same, and bytes that one of them takes."""
+    """Layers of the same kind, and the bytes that one of them takes."""
 
     count: int
     none: int
-    """Kept of a token without activation checkpointing."""
+    """Kept per token without activation checkpointing."""
     selective: int
-    """Kept of a token with it: the input, and about half of all else."""
+    """Kept per token with selective checkpointing: the input, and about half of the rest."""
     full: int
-    """Kept of a token with it: the input alone."""
+    """Kept per token with full checkpointing: the input."""
     working: int
-    """Of a token, while its layer is computed anew and differentiated."""
+    """Per token, during recomputation and differentiation of the layer."""
     part: int = 0
-    """Beside that, for what is computed anew in parts, if one rank has all heads."""
+    """Additional bytes for a layer that is recomputed in segments, if one rank has all heads."""
     chosen: int = 0
-    """Of a token, beside that: the keys that sparse attention selected, on average of these layers."""
+    """Per token, additional bytes for the keys that sparse attention selected: the mean of these layers."""
 
     def kept(self, checkpointing: str) -> int:
-        """Bytes that a layer keeps of a token under none, selective or full checkpointing."""
         return {"none": self.none, "selective": self.selective, "full": self.full}[checkpointing]
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """Bytes that a recurrent layer takes, without norm and feed-forward network."""
+    """Bytes of a recurrent layer, without norm and feed-forward network."""
 
     kept: int
-    """Of a token."""
+    """Per token."""
     selective: int
-    """Of a token, with selective checkpointing, which keeps every other matrix product."""
+    """Per token with selective checkpointing, which keeps every other matrix product."""
     part: int
-    """While a part is computed anew."""
+    """During recomputation of a segment."""
     kernel_part: int
-    """The same by the kernels of GPUs, whose parts are longer."""
+    """The same with the GPU kernels, which use longer segments."""
 
 
 def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
-    """Group the layers of a model by what they do.
-
-    Hybrid models with Mamba have one job a layer, the others a mixer and a feed-forward network.
-
-    Args:
-        shape: of the model.
-        dtype_bytes: bytes of an element of compute.
-    """
+    """Group the layers of a model by kind."""
+    # A layer of a Mamba hybrid is either a mixer or a feed-forward network. Layers of other models have both.
     attention, network = _attention(shape), _feed_forward(shape)
     if shape.mamba:
         mixer = mamba(shape.mamba, shape.hidden, dtype_bytes)
-        found = [
+        layers_by_kind = [
             _plain(shape.attention_layers, attention + 2 * shape.hidden, shape, dtype_bytes),
             _plain(shape.dense_layers + shape.moe_layers, network + 2 * shape.hidden, shape, dtype_bytes),
             _recurrent(shape.mamba.layers, mixer, 2 * shape.hidden, shape, dtype_bytes),
@@ -72,20 +66,21 @@ def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
     else:
         inside = network + 4 * shape.hidden
         chosen = _selected(shape) // max(1, shape.attention_layers)
-        found = [replace(_plain(shape.attention_layers, attention + inside, shape, dtype_bytes), chosen=chosen)]
+        layers_by_kind = [
+            replace(_plain(shape.attention_layers, attention + inside, shape, dtype_bytes), chosen=chosen)
+        ]
         if shape.delta_nets:
             mixer = delta_net(shape.delta_nets, shape.hidden, dtype_bytes)
-            found.append(_recurrent(shape.delta_nets.layers, mixer, inside, shape, dtype_bytes))
-    return [layers for layers in found if layers.count]
+            layers_by_kind.append(_recurrent(shape.delta_nets.layers, mixer, inside, shape, dtype_bytes))
+    return [layers for layers in layers_by_kind if layers.count]
 
 
 def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
-    """Work out the bytes of a gated delta net.
-
-    Kept are its input, what is projected from it, the float32 output of the recurrence, that output gated, and of every
-    part the state and the ends of convolutions that it begins with. Inside of a part, each head has 15 float32
-    copies of keys, 5.5 of values, 5 of the pairs of a chunk, and a state for each chunk: as many as autograd saves.
-    """
+    """Return the bytes of a gated delta net."""
+    # Kept: the input, its projections, the float32 output of the recurrence, the gated output, and for each segment the
+    # initial state and the ends of convolutions. Within a segment, autograd saves for each head 15 float32 copies of
+    # keys,
+    # 5.5 of values, 5 of the pairs of a chunk, and one state per chunk.
     keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
     channels, state = 2 * keys + values, 4 * nets.value_heads * nets.key_dim * nets.value_dim
     projected = channels + values + 2 * nets.value_heads
@@ -101,11 +96,10 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
 
 
 def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
-    """Work out the bytes of a Mamba-2 layer; kept is what a gated delta net keeps.
-
-    Inside of a part, each head has nine float32 copies of values, two of what goes into and comes out of the state, two
-    of the pairs of a chunk, and two states for each chunk: as many as autograd saves.
-    """
+    """Return the bytes of a Mamba-2 layer."""
+    # Kept: as in a gated delta net. Within a segment, autograd saves for each head nine float32 copies of values, two
+    # of the
+    # inputs and outputs of the state, two of the pairs of a chunk, and two states per chunk.
     values = layers.heads * layers.head_dim
     channels, state = values + 2 * layers.groups * layers.state, 4 * values * layers.state
     projected = values + channels + layers.heads
@@ -121,22 +115,22 @@ def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
 
 @dataclass(frozen=True)
 class ImageBytes:
-    """Bytes that a vision encoder takes for each patch of an image."""
+    """Bytes that a vision encoder takes per patch of an image."""
 
     pixels: int
-    """The patch itself, for as long as its row is trained."""
+    """The patch, kept while its row is trained."""
     features: int
-    """What the language model gets of it."""
+    """Encoder output for the language model."""
     ends: int
-    """Kept for the backward pass by all but the blocks: by its embedding, and by what makes tokens of patches."""
+    """Kept for the backward pass by the embedding and the patch merger."""
     block: int
-    """Kept by a block."""
+    """Kept by one block."""
     input: int
-    """Kept by a block that is computed anew."""
+    """Kept by one block that is recomputed."""
 
 
 def images_of(vision: Vision, dtype_bytes: int) -> ImageBytes:
-    """Work out the bytes of vision transformer blocks: eleven tensors as wide as it is, two as wide as its networks."""
+    """Return the bytes of vision transformer blocks: eleven tensors of hidden width, two of feed-forward width."""
     hidden = vision.hidden * dtype_bytes
     features = vision.outputs * vision.out * dtype_bytes // vision.patches
     return ImageBytes(
@@ -149,16 +143,14 @@ def images_of(vision: Vision, dtype_bytes: int) -> ImageBytes:
 
 
 def _plain(count: int, elements: int, shape: ModelShape, dtype_bytes: int) -> Layers:
-    """Layers without a recurrence. Tensors that are computed anew meet their gradients, hence twice."""
+    # During recomputation, tensors and their gradients exist together, hence twice.
     inside, given = elements * dtype_bytes, shape.hidden * dtype_bytes
     return Layers(count, inside, given + inside // 2, given, working=2 * inside)
 
 
 def _recurrent(count: int, mixer: Mixer, elements: int, shape: ModelShape, dtype_bytes: int) -> Layers:
-    """Layers with a recurrence, and `elements` per token of all else in them.
-
-    The backward pass is done with the latter when it computes the recurrence anew.
-    """
+    """Return layers with a recurrence and `elements` per token outside of it."""
+    # The backward pass has finished with those elements when it recomputes the recurrence.
     beside = elements * dtype_bytes
     return Layers(
         count,
@@ -171,12 +163,12 @@ def _recurrent(count: int, mixer: Mixer, elements: int, shape: ModelShape, dtype
 
 
 def _convolved(channels: int, width: int, dtype_bytes: int) -> int:
-    """Bytes that short convolutions save of a token."""
+    """Return the bytes per token that short convolutions save."""
     return channels * (width + 2) * dtype_bytes
 
 
 def _attention(shape: ModelShape) -> int:
-    """Elements per token that the projections of an attention layer compute."""
+    """Return the elements per token that the projections of an attention layer compute."""
     if shape.mla:
         m = shape.mla
         return shape.heads * (2 * (m.nope + m.rope) + 2 * m.value) + m.q_rank + m.kv_rank
@@ -184,12 +176,13 @@ def _attention(shape: ModelShape) -> int:
 
 
 def _selected(shape: ModelShape) -> int:
-    """Bytes of a token's selected keys in all layers, int32; layers without an indexer use those of an earlier one."""
+    """Return the bytes per token of selected keys (int32) in all layers."""
+    # Layers without an indexer reuse the keys of an earlier layer.
     return 4 * shape.indexer.top_k * shape.indexer.layers if shape.indexer else 0
 
 
 def _feed_forward(shape: ModelShape) -> int:
-    """Elements per token that the largest feed-forward network computes."""
+    """Return the elements per token that the largest feed-forward network computes."""
     dense = 3 * shape.dense_width if shape.dense_layers else 0
     if shape.experts is None:
         return dense

@@ -1,4 +1,4 @@
-"""Memory of one GPU of an inference engine: weights, what running needs, and how many tokens of KV cache remain."""
+"""Memory of one GPU of an inference engine: weights, working memory, and the rest for the KV cache."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 from primeslurm.models.shape import Mla, ModelShape
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.parameters import count
 
 CONTEXT_BYTES = int(1.5 * GIB)
-"""CUDA context, NCCL communicators and what libraries keep outside of torch's allocator."""
+"""CUDA context, NCCL communicators and other memory outside of torch's allocator."""
 GRAPH_BYTES = GIB
-"""CUDA graphs: vLLM reports 0.5 to 2 GiB, by model and number of captured sizes."""
+"""CUDA graphs. vLLM reports 0.5 to 2 GiB, depending on the model and the number of captured sizes."""
 DEFAULT_BATCHED_TOKENS = 8192
 """vLLM's max_num_batched_tokens for an API server on a GPU with 70 GiB or more."""
 PROMPT_TOKENS = 1024
-"""Tokens of prompts whose logits vLLM's runner for GPUs computes at once, if their log-probabilities are asked for."""
+"""Prompt tokens whose logits vLLM's GPU runner computes at once for prompt log-probabilities."""
 DEEPEP_BUFFER_BYTES = 2 * GIB
 """DeepEP's high-throughput buffers: NVLink and RDMA, 1 GiB each (VLLM_DEEPEP_BUFFER_SIZE_MB)."""
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine is cut and run, as far as memory is concerned."""
+    """Settings of an engine that determine its memory."""
 
     tp: int
     ep: int
@@ -37,7 +37,7 @@ class EngineLayout:
     cuda_graphs: bool
     all2all: str | None
     prompt_logprobs: bool = False
-    """Whether requests ask how likely the tokens of their prompts are."""
+    """Whether requests ask for log-probabilities of prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,29 @@ class EngineMemory:
 
     weights: int
     reserve: int
-    """Activations, CUDA graphs, communication buffers, CUDA context."""
+    """Activations, CUDA graphs, communication buffers and CUDA context."""
     kv: int
-    """What `gpu_memory_utilization` leaves for the KV cache; negative if nothing."""
+    """Rest of `gpu_memory_utilization` for the KV cache. Negative if nothing is left."""
     kv_per_token: int
     state_per_sequence: int
-    """What a sequence holds whatever its length: Mamba states, the windows of sliding-window layers."""
+    """State per sequence of any length: Mamba states and the windows of sliding-window layers."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in the KV cache, without per-sequence state."""
+        """Return the tokens that fit into the KV cache, without per-sequence state."""
         return max(0, self.kv) // self.kv_per_token if self.kv_per_token else 0
 
     def sequences(self, length: int) -> float:
-        """Count the sequences of `length` tokens that fit at once."""
+        """Return how many sequences of `length` tokens fit at once."""
         return max(0, self.kv) / (self.kv_per_token * length + self.state_per_sequence)
 
 
 def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, utilization: float) -> EngineMemory:
-    """Work out the memory of one GPU of an engine.
+    """Return the memory of one GPU of an engine.
 
     Args:
-        shape: of its model.
-        layout: how it is cut.
-        gpu_bytes: bytes that the GPU has.
-        utilization: the share of them that vLLM may use, 0 to 1.
+        gpu_bytes: total memory of the GPU [bytes].
+        utilization: share of it that vLLM may use, 0 to 1.
     """
     weights = weight_bytes(shape, layout)
     reserve = _reserve(shape, layout)
@@ -84,13 +82,12 @@ def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, uti
 
 
 def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Work out the bytes of weights on one GPU.
-
-    Linear layers are cut by tensor parallelism, except for what MLA compresses with and the indexer, which every rank
-    holds. Experts are cut over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
-    routers, norms and the encoder of images are never quantised. vLLM keeps a second, absorbed copy of MLA's value and
-    key up-projections.
-    """
+    """Return the bytes of weights on one GPU."""
+    # Tensor parallelism splits linear layers, except the down-projections of MLA and the indexer, which every rank
+    # holds.
+    # Experts are split over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
+    # routers,
+    # norms and vision encoder are never quantised. vLLM keeps a second, absorbed copy of MLA's up-projections.
     p = count(shape)
     replicated, absorbed = _mla_parts(shape)
     scale = 4 / FP8_BLOCK**2 if layout.weight_bytes == 1 else 0
@@ -101,11 +98,13 @@ def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, layout: EngineLayout) -> int:
-    """Work out the bytes that the KV cache of one token takes on one GPU.
+    """Return the bytes of KV cache per token on one GPU.
 
-    GQA: K and V of this rank's heads (at least one). MLA: the compressed KV and the RoPE key, on every rank; in FP8 the
-    sparse kernels take 656 bytes (512 FP8 + 4 scales + 64 bfloat16). DSA: the indexer's key in FP8 with its scales.
-    Layers with a sliding window count as state of the sequence.
+    GQA: K and V of the rank's heads (at least one). MLA: compressed KV and RoPE key on every rank; in FP8 the sparse
+    kernels
+    take 656 bytes (512 FP8 + 4 scales + 64 bfloat16). DSA: the indexer's key in FP8 with its scales. Layers with a
+    sliding
+    window count as state of the sequence.
     """
     layers = shape.attention_layers - shape.window_layers
     if shape.mla:
@@ -144,7 +143,7 @@ def _state(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def _mla_parts(shape: ModelShape) -> tuple[int, int]:
-    """Parameters (that every tensor-parallel rank holds, of absorbed copies)."""
+    """Return the parameters that every tensor-parallel rank holds, and those of the absorbed copies."""
     if shape.mla is None:
         return 0, 0
     mla, layers = shape.mla, shape.attention_layers
@@ -161,10 +160,8 @@ def _reserve(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def _activations(shape: ModelShape, layout: EngineLayout) -> int:
-    """Peak of a forward pass over the largest batch: one layer's tensors, and logits of sampled positions or prompts.
-
-    A token of a MoE layer exists top_k times: its input, two intermediate results and its output.
-    """
+    """Return the peak of a forward pass over the largest batch: tensors of one layer, and logits."""
+    # A token of a MoE layer exists top_k times: its input, two intermediate results and its output.
     widest = 3 * shape.dense_width / layout.tp
     if shape.experts:
         e = shape.experts
@@ -176,11 +173,10 @@ def _activations(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def prompt_logit_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Work out the bytes of prompts' logits.
-
-    Those of some tokens are still there while those of the next ones are computed. With tensor parallelism each rank
-    has its own part of these, all parts as they came, and all in order.
-    """
+    """Return the bytes of prompt logits."""
+    # Logits of one step still exist while the next ones are computed. With tensor parallelism, each rank has its own
+    # shard,
+    # all gathered shards, and their concatenation.
     copies = 2 if layout.tp == 1 else 3 + 1 / layout.tp
     return int(min(layout.batched_tokens, PROMPT_TOKENS) * shape.vocab * layout.dtype_bytes * copies)
 
@@ -194,10 +190,8 @@ def _buffers(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def low_latency_bytes(shape: ModelShape, tokens: int) -> int:
-    """Work out the bytes of DeepEP's low-latency buffer.
-
-    It has room for every rank's tokens at every expert, sent and received, twice.
-    """
+    """Return the bytes of DeepEP's low-latency buffer."""
+    # It has a slot for every rank's tokens at every expert, for sending and receiving, double buffered.
     if shape.experts is None:
         return 0
     return 4 * shape.experts.count * tokens * (shape.experts.latent or shape.hidden) * 2

@@ -1,4 +1,4 @@
-"""What a plan needs and gives: memory per role, tokens of KV cache, seconds of a policy update, GPU-hours. Pure."""
+"""Estimate a run: memory per role, KV cache tokens, seconds of a weight update, GPU-hours. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from primeslurm.models.shape import ModelShape
 from primeslurm.plan.batch_job import cpus_per_gpu
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
-from primeslurm.plan.memory.buffered import buffered_amount
+from primeslurm.plan.forecast import Estimate, Quantity, RoleMemory
+from primeslurm.plan.gpus import GIB, Gpu, gpu_of
+from primeslurm.plan.memory.checkpoint_size import checkpoint_bytes, in_memory, local_amounts, local_bytes
 from primeslurm.plan.memory.engine import (
     DEFAULT_BATCHED_TOKENS,
     EngineLayout,
@@ -17,10 +19,8 @@ from primeslurm.plan.memory.engine import (
     engine_memory,
     kv_bytes_per_token,
 )
-from primeslurm.plan.memory.forecast import Amount, Estimate, RoleMemory
-from primeslurm.plan.memory.gpus import GIB, Gpu, gpu_of
+from primeslurm.plan.memory.orchestrator_memory import orchestrator_memory
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.saved import checkpoint_bytes, in_memory, local_amounts, local_bytes
 from primeslurm.plan.memory.step_time import SPREAD, StepTime, moving_state, step_time
 from primeslurm.plan.memory.trainer import (
     ELEMENT_BYTES,
@@ -40,24 +40,21 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.recipe.sections.trainer import ENGINE_CONTEXT_BYTES
 
 LINE_SHARE = 0.5
-"""Share of the line rate that sending a policy reaches; what a published broadcast of GLM-5 (58 s) reached."""
+"""Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)."""
 TYPICAL = 4
-"""A typical rollout is a quarter of the longest one."""
+"""Typical rollouts have 1/4 of the longest length."""
 STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
-"""Per parameter with scales. A trained policy is bfloat16, unless the checkpoint was in FP8 blocks."""
+"""Bytes per parameter of a quantised checkpoint, including scales. Trained policies are bfloat16, except for FP8-block
+checkpoints."""
 BATCH_BYTES = 18
-"""Of a token in a batch, but for routed experts: id, mask, log-probability, advantage, temperature, on-policy."""
+"""Bytes per token of a batch without routed experts: id, mask, log-probability, advantage, temperature, on-policy."""
 
 
 def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape, source: str) -> Estimate:
-    """Estimate the memory of every role with known GPUs, and amounts of the whole run.
+    """Estimate the memory of every role with known GPUs, and quantities of the whole run.
 
     Args:
-        recipe: of the run.
-        site: where it is to run.
-        requests: what each role gets.
-        shape: of the policy's model.
-        source: where the shape is from.
+        source: source of the shape, for the reader.
     """
     roles: list[RoleMemory] = []
     for request in requests:
@@ -67,13 +64,13 @@ def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         if request.role == "train":
             roles.append(_trainer_role(recipe, request, shape, gpu))
         elif request.role in ENGINE_ROLES:
-            asked = isinstance(recipe.teacher, PolicyTeacher) and request.role != "decode"
-            roles.append(engine_role(recipe, request, shape, gpu, prompt_logprobs=asked))
+            scores_prompts = isinstance(recipe.teacher, PolicyTeacher) and request.role != "decode"
+            roles.append(engine_role(recipe, request, shape, gpu, prompt_logprobs=scores_prompts))
     return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, shape)))
 
 
 def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) -> EngineLayout:
-    """Say how engines of a role are cut, with the experts spread over `ep` GPUs."""
+    """Return the layout of a role's engines if the experts are spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
     adapter_for_checkpoint = recipe.task in ("serve", "eval") or shape.fp8_blocks
@@ -91,7 +88,7 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
 
 
 def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayout:
-    """Say how the trainer is cut on `gpus` GPUs in all."""
+    """Return the layout of the trainer on `gpus` GPUs in total."""
     trainer = recipe.trainer
     p = trainer.parallelism
     return TrainerLayout(
@@ -128,11 +125,7 @@ def engine_role(
     """Estimate the memory of one GPU of a role that runs engines.
 
     Args:
-        recipe: what they serve.
-        request: what the role gets.
-        shape: of their model.
-        gpu: the type of its GPUs.
-        prompt_logprobs: whether they are asked for log-probabilities of prompts.
+        prompt_logprobs: whether requests ask for log-probabilities of prompts.
     """
     role = ENGINE_ROLES[request.role]
     settings = settings_of(recipe, role)
@@ -184,82 +177,84 @@ def _trainer_role(recipe: Recipe, request: ResourceRequest, shape: ModelShape, g
     )
 
 
-def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape) -> list[Amount]:
+def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
     p = count(shape)
     gpus = count_gpus(requests)
     time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
     hours = gpus * minutes(time) / 60
-    found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
+    quantities = [
+        Quantity(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")
+    ]
     train = next((request for request in requests if request.role == "train"), None)
     if train:
-        found += _training(recipe, site, train, cpus_per_gpu(recipe, requests), shape)
+        quantities += _training(recipe, site, train, cpus_per_gpu(recipe, requests), shape)
     if recipe.task == "rl" and train:
-        found += _update(recipe, site, train, requests, shape)
-        found += _replay(recipe, shape)
-        found += _batch_files(recipe, site, shape)
-        found.append(buffered_amount(recipe, _routed_bytes(recipe, shape), BATCH_BYTES, TYPICAL))
-    found += _host_tier(recipe, requests, shape)
-    found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
-    return found
+        quantities += _update(recipe, site, train, requests, shape)
+        quantities += _replay(recipe, shape)
+        quantities += _batch_files(recipe, site, shape)
+        quantities.append(orchestrator_memory(recipe, _routed_bytes(recipe, shape), BATCH_BYTES, TYPICAL))
+    quantities += _host_tier(recipe, requests, shape)
+    quantities.append(Quantity(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
+    return quantities
 
 
-def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, shape: ModelShape) -> list[Amount]:
+def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, shape: ModelShape) -> list[Quantity]:
     adapters = lora_parameters(shape, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
     trained = trained_parameters(shape, adapters, _frozen_vision(recipe))
     moments = recipe.checkpoint.moments
     size = checkpoint_bytes(recipe, trained, STATE_BYTES[recipe.trainer.optimizer.type])
     how = "float32 masters and optimizer state" + (" in bfloat16" if moments == "bfloat16" else "")
-    saved = [Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how=how)]
+    saved = [Quantity(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how=how)]
     saved += local_amounts(recipe, size, train.nodes)
     gpu = gpu_of(train.kind)
     if gpu is None:
         return saved
     shared = f"of {train.gpus} ranks a node: those nearest to its GPU, and as many threads"
-    found = [*saved, Amount(name="cores", value=cores, unit="for a trainer rank", how=shared)]
+    quantities = [*saved, Quantity(name="cores", value=cores, unit="for a trainer rank", how=shared)]
     if recipe.trainer.memory.optimizer_state_offload:
-        found.append(_moved_state(recipe, train, trained))
+        quantities.append(_moved_state(recipe, train, trained))
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
     nic = _line_rate(site, train)
     if nic is None:
-        return found
+        return quantities
     times = [
         step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, rows=rollouts, length=length)
         for length in (recipe.seq_len, max(1, recipe.seq_len // TYPICAL))
     ]
-    return [*found, *(_step(time, how) for time, how in zip(times, _LENGTHS, strict=True))]
+    return [*quantities, *(_step(time, how) for time, how in zip(times, _LENGTHS, strict=True))]
 
 
-def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Amount:
-    """What a step of the optimizer moves between a GPU and host memory."""
-    own = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
-    moved = own * STATE_BYTES[recipe.trainer.optimizer.type]
+def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quantity:
+    """Return the optimizer state that a step moves between a GPU and host memory."""
+    parameters = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
+    moved = parameters * STATE_BYTES[recipe.trainer.optimizer.type]
     seconds = moving_state(moved, train.gpus)
     how = f"to each GPU and back, during the update: {units.duration(seconds)} at the end of a step"
-    return Amount(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
+    return Quantity(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
 
 
 _LENGTHS = ("trainer step, sequences of seq_len", "trainer step, of a quarter of that")
 
 
-def _step(time: StepTime, name: str) -> Amount:
+def _step(time: StepTime, name: str) -> Quantity:
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.parts.items())
     how = [f"{parts} s, within {SPREAD:.0%}"]
     if time.network < 0.05:
-        return Amount(name=name, value=round(time.shortest, 1), unit="s", how=how[0])
+        return Quantity(name=name, value=round(time.shortest, 1), unit="s", how=how[0])
     how.append(f"network {time.network:.1f} s, not measured: {units.duration(time.longest)} if it is not overlapped")
-    return Amount(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how), most=round(time.longest, 1))
+    return Quantity(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how), most=round(time.longest, 1))
 
 
 def _line_rate(site: Site, request: ResourceRequest) -> float | None:
-    """Gbit/s between nodes for each GPU, as the site says or as such GPUs usually have."""
+    """Return the bandwidth between nodes per GPU [Gbit/s]: the site's, or that of a typical node with such GPUs."""
     gpu = gpu_of(request.kind)
     return site.network.gbps_per_gpu or (gpu.nic_gbps if gpu else None)
 
 
 def _update(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], shape: ModelShape
-) -> list[Amount]:
-    """Bytes of one policy, and the seconds until every engine holds it."""
+) -> list[Quantity]:
+    """Return the size of one policy, and the seconds until every engine has it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
     fp8 = recipe.inference.quantization == "fp8" or shape.fp8_blocks
     parameters = count(shape)
@@ -268,18 +263,19 @@ def _update(
     common = projections + (parameters.total - parameters.experts - parameters.attention - parameters.dense) * element
     size = experts + common
     form = "FP8" if fp8 else recipe.model.dtype
-    found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
+    quantities = [Quantity(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
     if recipe.weights.transport == "filesystem":
         speed = site.network.storage_gbytes_per_s * train.nodes
         how = f"written by {train.nodes} nodes and read, at {site.network.storage_gbytes_per_s:g} GB/s each"
-        return [*found, Amount(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
-    return [*found, *_sending(recipe, site, train, requests, common, experts)]
+        return [*quantities, Quantity(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
+    return [*quantities, *_sending(recipe, site, train, requests, common, experts)]
 
 
 def _sending(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], common: float, experts: float
-) -> list[Amount]:
-    """Trainer GPUs share what is sent; each engine GPU takes its own experts, and all else."""
+) -> list[Quantity]:
+    """Return the seconds of a weight update over the network."""
+    # Trainer GPUs share the sending. Each engine GPU takes its own experts, and everything else.
     gbps = _line_rate(site, train)
     if gbps is None:
         return []
@@ -290,27 +286,27 @@ def _sending(
     seconds = max(sent, taken) * 8 / (gbps * 1e9 * LINE_SHARE)
     speed = f"{LINE_SHARE:.0%} of {gbps:g} Gbit/s"
     how = f"{units.size(sent)} from a trainer GPU, {units.size(taken)} to an engine GPU, at {speed}"
-    return [Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
+    return [Quantity(name="weight update", value=round(seconds, 1), unit="s", how=how)]
 
 
-def _replay(recipe: Recipe, shape: ModelShape) -> list[Amount]:
+def _replay(recipe: Recipe, shape: ModelShape) -> list[Quantity]:
     if not recipe.trainer.router_replay or shape.experts is None:
         return []
     per_token = _routed_bytes(recipe, shape)
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size
     how = f"{per_token} bytes a token, {recipe.orchestrator.batch_size} rollouts of seq_len"
-    return [Amount(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
+    return [Quantity(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
 
 
 def _routed_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    """Bytes of a token's routed experts, where the trainer replays them."""
+    """Return the bytes per token of routed experts that the trainer replays."""
     if not recipe.trainer.router_replay or shape.experts is None:
         return 0
     return shape.layers * shape.experts.top_k * (1 if shape.experts.count <= 256 else 2)
 
 
-def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Amount]:
-    """What batches take on the shared file system, if that is how ranks get them."""
+def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Quantity]:
+    """Return the size of batches on the shared file system, if ranks read them there."""
     if recipe.orchestrator.rollout_transport != "filesystem":
         return []
     per_token = BATCH_BYTES + _routed_bytes(recipe, shape)
@@ -318,11 +314,12 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Amount]:
     speed, steps = site.network.storage_gbytes_per_s, min(recipe.checkpoint.interval, recipe.max_steps)
     how = f"{per_token} bytes per token; written in {units.duration(batch / speed)} at {speed:g} GB/s, "
     how += f"and kept until the commit: {units.size(batch * steps * 1e9)} after {steps} steps"
-    return [Amount(name="batch files", value=round(batch, 1), unit="GB per step", how=how)]
+    return [Quantity(name="batch files", value=round(batch, 1), unit="GB per step", how=how)]
 
 
-def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Amount]:
-    """Tokens whose KV fits into host memory: a Mooncake store's pool, or the tiers of all engines that have one."""
+def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
+    """Return the tokens whose KV fits into host memory."""
+    # Mooncake has one shared pool. With native offload, each engine has its own tier.
     offload = recipe.inference.kv_offload
     holders = [request for request in requests if request.role in ENGINE_ROLES]
     if offload is None or not holders:
@@ -334,7 +331,7 @@ def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShap
         pools = sum(request.nodes * request.gpus // layout.tp for request in holders if request.role != "decode")
         how = f"{units.gib(offload.cpu.bytes / GIB)} of each of {pools} engines, its own"
     tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(shape, layout) * layout.tp)
-    return [Amount(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
+    return [Quantity(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
 
 
 def _gib(size: float) -> float:

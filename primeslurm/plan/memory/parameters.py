@@ -1,4 +1,4 @@
-"""How many parameters a model has, split as sharding needs it: experts, the rest of a layer, and the two ends."""
+"""Parameter counts of a model, split as sharding needs them: experts, other layers, embedding and output."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ class Parameters:
     """Numbers of parameters."""
 
     embedding: int
-    """Token embedding."""
     head: int
-    """Output projection; 0 if it is the embedding."""
+    """Output projection. 0 if it is tied to the embedding."""
     attention: int
     """Attention, Mamba and delta nets of all layers."""
     recurrent: int
-    """Mamba and delta nets of them."""
+    """Mamba and delta nets, which `attention` includes."""
     dense: int
     """Dense feed-forward networks and shared experts of all layers."""
     routers: int
@@ -28,26 +27,27 @@ class Parameters:
     active_experts: int
     """Routed experts that one token passes."""
     vision: int
-    """The encoder of images."""
+    """Vision encoder."""
 
     @property
     def language(self) -> int:
-        """All but the encoder of images."""
+        """Return all parameters except the vision encoder."""
         return self.embedding + self.head + self.attention + self.dense + self.routers + self.experts + self.norms
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Return all parameters."""
         return self.language + self.vision
 
     @property
     def active(self) -> int:
-        """Those in the matrix products of a token of text: the embedding is a look-up, unless it is the output too."""
+        """Return the parameters in the matrix products of a text token."""
+        # The embedding is a look-up, unless it is tied to the output.
         return self.language - self.experts + self.active_experts - (self.embedding if self.head else 0)
 
     @property
     def layers(self) -> int:
-        """All of the language model but embedding and output."""
+        """Return the parameters of the language model without embedding and output."""
         return self.language - self.embedding - self.head
 
 
@@ -81,11 +81,7 @@ def count(shape: ModelShape) -> Parameters:
 
 
 def largest_layer(shape: ModelShape) -> tuple[int, int]:
-    """Count the parameters of the largest layer.
-
-    Returns:
-        (routed experts, everything else).
-    """
+    """Return the parameters of the largest layer: routed experts, everything else."""
     if shape.experts is None:
         rest = _attention(shape) + (3 if shape.gated else 2) * shape.hidden * shape.dense_width
         return 0, rest
@@ -96,7 +92,7 @@ def largest_layer(shape: ModelShape) -> tuple[int, int]:
 
 
 def largest_tensor(shape: ModelShape) -> int:
-    """Count the parameters of the largest tensor: embedding, one matrix of all experts, or of a dense layer."""
+    """Return the parameters of the largest tensor: embedding, one matrix of all experts, or of a dense layer."""
     experts = 0
     if shape.experts:
         experts = shape.experts.count * (shape.experts.latent or shape.hidden) * shape.experts.width
@@ -141,10 +137,8 @@ def _norms(shape: ModelShape) -> int:
 
 
 def _vision(vision: Vision) -> int:
-    """Count the encoder of images, whose linear layers and norms have biases.
-
-    Patches that become one token pass a network as wide as they are together, one for each output.
-    """
+    """Count the parameters of a vision encoder whose linear layers and norms have biases."""
+    # A merger network per output joins patches to a token. Its width is that of all joined patches.
     hidden, width, merged = vision.hidden, vision.width, vision.hidden * vision.patches
     block = 4 * hidden * (hidden + 1) + 2 * hidden * width + width + hidden + 4 * hidden
     embedding = hidden * (vision.patch_values + 1) + hidden * vision.positions

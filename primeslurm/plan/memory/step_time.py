@@ -1,9 +1,8 @@
-"""What a step of the trainer takes, in parts: of the shape, by rates that were measured on H200s. Pure.
+"""Predict the time of a trainer step from the shape and from rates measured on H200s. Pure.
 
-Rates are shares of the GPU's peak, executed operations with those of recomputation, of layers at full width on one or
-two H200 of one host (`benchmarks/results/training_speed_h200.json`, `training_speed_h200x2.json`,
-`sparse_attention_h200.json`). What happens between nodes
-has not been measured: it is bytes by the line rate.
+Rates are shares of the GPU's peak. They count executed operations, including recomputation, of layers at full width on
+one or two H200 of one host (`benchmarks/results/training_speed_h200.json`, `training_speed_h200x2.json`,
+`sparse_attention_h200.json`). Traffic between nodes has not been measured: it is bytes divided by the line rate.
 """
 
 from __future__ import annotations
@@ -12,37 +11,40 @@ import math
 from dataclasses import dataclass
 
 from primeslurm.models.shape import ModelShape
-from primeslurm.plan.memory.gpus import Gpu
+from primeslurm.plan.gpus import Gpu
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.recipe import Recipe
 
 PRODUCTS = ((768, 0.21), (2048, 0.47))
-"""Products with weights and all that one node does between them, by experts' width: Qwen3-30B-A3B; GLM-5, measured with
-all experts on one GPU (0.50) and taken as slower by what travelling to those of another took before."""
+"""Rate of matrix products with weights and everything between them on one node, by width of the experts: Qwen3-30B-A3B,
+and GLM-5. GLM-5 was measured with all experts on one GPU (0.50). The rate includes the loss that earlier measurements
+showed for dispatch to other GPUs."""
 IN_FP8 = ((768, 0.8), (2048, 1.35))
-"""How much faster these are in FP8."""
+"""Speed-up of these products in FP8."""
 COMPILED = ((768, 1.26), (2048, 1.0))
-"""How much faster these are compiled."""
+"""Speed-up of these products in compiled layers."""
 SPREAD = 0.08
-"""How far a prediction was from a measured step of one node, at most, as a share of it."""
+"""Largest relative error of a predicted step on one node."""
 ATTENTION = 0.66
 SPARSE_FORWARD, SPARSE_BACKWARD = 0.56, 0.235
 SELECTION = 0.326
-"""The indexer's scores and the choice of keys. Ranks that share rows score equally many: the mean is that of each."""
+"""Indexer scores and key selection. Ranks that share rows score equally many keys, so the mean holds for each of
+them."""
 DELTA, STATE_SPACE = 0.0106, 0.0068
-"""Recurrences and their convolutions by kernels, of which few are products of matrices: timed alone, not within steps
+"""Recurrences and their convolutions by kernels, which do few matrix products. Timed alone, not within steps
 (`recurrence_kernels_h200.json`)."""
 OPERATIONS = {"none": 6, "selective": 7, "full": 8}
-"""Of products with weights, for each that a token meets: two forward, four backward, and those of recomputation."""
+"""Operations per weight and token: two forward, four backward, and those of recomputation."""
 NETWORK_SHARE = 0.8
-"""Of the line rate, for collectives of large layers. Assumed."""
+"""Share of the line rate that collectives of large layers reach. Assumed."""
 OPTIMIZER_BYTES = 28
-"""Read and written for a parameter by AdamW, in float32."""
+"""Bytes that AdamW reads and writes per parameter in float32."""
 ADDED_BYTES = 12
-"""Read and written for a parameter where a gradient is added to another, in float32."""
+"""Bytes read and written per parameter to add one gradient to another in float32."""
 GPU_BYTES_S, LINK_BYTES_S, HOST_BYTES_S = 4e12, 4.7e10, 2e11
-"""An H200's memory under AdamW; its link to the host, both ways at once (both measured); a node's memory (assumed)."""
+"""An H200's memory under AdamW, its link to the host with traffic both ways (both measured), and a node's host memory
+(assumed)."""
 
 
 @dataclass(frozen=True)
@@ -50,58 +52,55 @@ class StepTime:
     """Seconds of a step."""
 
     products: float
-    """Products with weights, elementwise work, tokens to experts and back within a node."""
+    """Products with weights, elementwise work, and expert dispatch within a node."""
     attention: float
     selection: float
-    """Of keys, by the indexer of sparse attention."""
+    """Key selection by the indexer of sparse attention."""
     recurrences: float
-    """Of Mamba-2 layers and delta nets."""
+    """Mamba-2 layers and delta nets."""
     optimizer: float
     network: float
-    """Weights that are gathered and gradients that are summed between nodes."""
+    """All-gathers of weights and reductions of gradients between nodes."""
 
     @property
     def in_node(self) -> float:
-        """Without what is between nodes."""
+        """Return the time without traffic between nodes."""
         return self.products + self.attention + self.selection + self.recurrences + self.optimizer
 
     @property
     def shortest(self) -> float:
-        """All between nodes is hidden behind the rest."""
+        """Return the time if traffic between nodes overlaps completely."""
         return max(self.in_node, self.network)
 
     @property
     def longest(self) -> float:
-        """Nothing is."""
+        """Return the time if traffic between nodes does not overlap."""
         return self.in_node + self.network
 
     @property
     def parts(self) -> dict[str, float]:
-        """Those within a node that take any time."""
-        found = {
+        """Return the parts within a node that take measurable time."""
+        seconds_by_part = {
             "products": self.products,
             "attention": self.attention,
             "selecting keys": self.selection,
             "recurrences, timed alone": self.recurrences,
             "optimizer": self.optimizer,
         }
-        return {name: seconds for name, seconds in found.items() if seconds >= 0.05}
+        return {name: seconds for name, seconds in seconds_by_part.items() if seconds >= 0.05}
 
 
 def step_time(
     recipe: Recipe, shape: ModelShape, gpu: Gpu, *, nodes: int, gpus: int, gbps: float, rows: int, length: int
 ) -> StepTime:
-    """Predict a step.
+    """Predict the time of a step.
 
     Args:
-        recipe: of the run.
-        shape: of the model.
-        gpu: type of the trainer's GPUs.
-        nodes: of the trainer.
-        gpus: of each node.
-        gbps: line rate between nodes, for each GPU, in Gbit/s.
-        rows: sequences of a batch.
-        length: tokens of each.
+        nodes: number of trainer nodes.
+        gpus: GPUs per node.
+        gbps: line rate between nodes per GPU [Gbit/s].
+        rows: sequences per batch.
+        length: tokens per sequence.
     """
     trainer = recipe.trainer
     full = trainer.parallelism.activation_checkpointing == "full"
@@ -122,7 +121,7 @@ def step_time(
 
 
 def _multiplied(shape: ModelShape, width: int, compiled: bool) -> float:
-    """Weights that a token meets, those in compiled layers as what they are worth in others: recurrences are not."""
+    """Return the weights that a token meets, scaled by the speed-up of compiled layers. Recurrences have none."""
     parameters = count(shape)
     others = parameters.active - parameters.recurrent
     return parameters.recurrent + others / (_between(COMPILED, width) if compiled else 1.0)
@@ -135,7 +134,7 @@ def _between(points: tuple[tuple[float, float], tuple[float, float]], x: float) 
 
 
 def _attention(shape: ModelShape, length: int, full: bool) -> float:
-    """Operations of attention for a token, each divided by the share of the peak that it reaches."""
+    """Return the attention operations per token, divided by the share of the peak that they reach."""
     again = 2 if full else 1
     if shape.indexer and shape.mla:  # absorbed: keys are compressed keys and rotary parts, values the compressed keys
         pairs = 2.0 * shape.attention_layers * shape.heads * min(shape.indexer.top_k, length)
@@ -155,7 +154,8 @@ def _selection(shape: ModelShape, length: int) -> float:
 
 
 def _recurrences(shape: ModelShape, full: bool) -> float:
-    """As `_attention`: a state space learns and reads, the delta rule looks up what it knows before."""
+    """Return the operations of recurrences per token, as `_attention` does."""
+    # A state space writes and reads its state. The delta rule also reads it before it writes.
     again, m, d = 4 if full else 3, shape.mamba, shape.delta_nets
     spaces = 2 * 2.0 * m.layers * m.heads * m.head_dim * m.state / STATE_SPACE if m else 0.0
     nets = 3 * 2.0 * d.layers * d.value_heads * d.value_dim * d.key_dim / DELTA if d else 0.0
@@ -163,39 +163,36 @@ def _recurrences(shape: ModelShape, full: bool) -> float:
 
 
 def moving_state(size: float, gpus: int) -> float:
-    """Predict the seconds in which the GPUs of a node have brought optimizer state there and taken it back.
-
-    Both ways at once over each GPU's link; host memory is read and written for all of them.
+    """Predict the seconds to move optimizer state from host memory to the GPUs of a node and back.
 
     Args:
-        size: bytes of state of each GPU.
-        gpus: of a node.
+        size: bytes of state per GPU.
+        gpus: GPUs of the node.
     """
     return max(size / LINK_BYTES_S, 2 * gpus * size / HOST_BYTES_S)
 
 
 def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int) -> float:
     copies = recipe.trainer.parallelism.dp_replicate
-    own = 0.0 if recipe.trainer.lora else copies * count(shape).total / (nodes * gpus)
+    parameters = 0.0 if recipe.trainer.lora else copies * count(shape).total / (nodes * gpus)
     if recipe.trainer.memory.optimizer_state_offload:
-        moved = own * STATE_BYTES[recipe.trainer.optimizer.type]
-        return max(own * OPTIMIZER_BYTES / GPU_BYTES_S, moving_state(moved, gpus))
+        moved = parameters * STATE_BYTES[recipe.trainer.optimizer.type]
+        return max(parameters * OPTIMIZER_BYTES / GPU_BYTES_S, moving_state(moved, gpus))
     if not recipe.trainer.memory.optimizer_offload:
-        return own * OPTIMIZER_BYTES / GPU_BYTES_S
-    return gpus * own * OPTIMIZER_BYTES / HOST_BYTES_S + _gradients_on_host(own, gpus, passes)
+        return parameters * OPTIMIZER_BYTES / GPU_BYTES_S
+    return gpus * parameters * OPTIMIZER_BYTES / HOST_BYTES_S + _gradients_on_host(parameters, gpus, passes)
 
 
-def _gradients_on_host(own: float, gpus: int, passes: int) -> float:
-    """Predict the seconds in which gradients arrive in host memory and are added up, while their GPUs wait.
-
-    FSDP copies what it adds to something synchronously: nothing is queued behind it (torch 2.13, `foreach_reduce`).
-    """
-    arriving = max(4 * own / LINK_BYTES_S, 4 * gpus * own / HOST_BYTES_S)
-    return passes * arriving + (passes - 1) * gpus * own * ADDED_BYTES / HOST_BYTES_S
+def _gradients_on_host(parameters: float, gpus: int, passes: int) -> float:
+    """Predict the seconds to copy gradients to host memory and add them, while the GPUs wait."""
+    # FSDP copies a gradient synchronously if it adds it to another one, so nothing overlaps (torch 2.13,
+    # `foreach_reduce`).
+    arriving = max(4 * parameters / LINK_BYTES_S, 4 * gpus * parameters / HOST_BYTES_S)
+    return passes * arriving + (passes - 1) * gpus * parameters * ADDED_BYTES / HOST_BYTES_S
 
 
 def _bytes_into_node(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int) -> float:
-    """Bytes that a node receives in a step: for each of its GPUs' experts once, and once for what all of them share."""
+    """Return the bytes that a node receives in a step: the experts of each GPU, and one copy of everything else."""
     parallel = recipe.trainer.parallelism
     shards = max(1, nodes // parallel.dp_replicate)
     p = count(shape)

@@ -1,6 +1,6 @@
-"""Time limits that follow bytes: of engines that start, and of trainer ranks that load.
+"""Time limits that depend on the bytes to read: start of engines, and loading of trainer ranks.
 
-A recipe that sets one of them has it as it says.
+Limits that the recipe sets are left alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from primeslurm.models.registry import family_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import START_S, settings_of
+from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.estimate import STORED_BYTES
-from primeslurm.plan.memory.forecast import Amount
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import STATE_BYTES
 from primeslurm.plan.placement.inference import served
@@ -23,24 +23,14 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_PHASE_S
 
 SLOW = 0.1
-"""Share of the storage's speed of a node that it is sure to get, while all nodes read."""
+"""Share of a node's storage bandwidth that is guaranteed while all nodes read."""
 
 
 def with_limits(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
-) -> tuple[Recipe, list[Amount]]:
-    """Fill in the limits that a recipe leaves open.
-
-    Args:
-        recipe: of the run.
-        site: says what its storage gives a node.
-        requests: what each role gets.
-        shape: of the policy's model; what is not known takes no time.
-        teacher: of the teacher's.
-
-    Returns:
-        The recipe with its limits, and each of those that it needs with where it is from.
-    """
+) -> tuple[Recipe, list[Quantity]]:
+    """Return the recipe with its open limits filled in, and each limit as a quantity."""
+    # A model of unknown shape adds no time.
     engines = _engine_start(recipe, site, requests, shape, teacher)
     ranks = _trainer_loading(recipe, site, requests, shape)
     update: dict[str, object] = {}
@@ -53,19 +43,17 @@ def with_limits(
 
 def _engine_start(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
-) -> Amount | None:
-    """An hour, and the time in which a node's engines read their weights; None if the run has no engines."""
-    asked = [request for request in requests if request.role in ENGINE_ROLES or request.role == "teacher"]
-    if not asked:
+) -> Quantity | None:
+    engine_requests = [request for request in requests if request.role in ENGINE_ROLES or request.role == "teacher"]
+    if not engine_requests:
         return None
-    size = max(_read(recipe, asked, shape, teacher))
+    size = max(_read(recipe, engine_requests, shape, teacher))
     return _limit("engine start", recipe.inference.start_timeout_s, START_S, size, site)
 
 
 def _trainer_loading(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape | None
-) -> Amount | None:
-    """Two hours, and the time in which a node reads its part of the model and a checkpoint; None without a trainer."""
+) -> Quantity | None:
     train = next((request for request in requests if request.role == "train"), None)
     if train is None:
         return None
@@ -75,18 +63,18 @@ def _trainer_loading(
     return _limit("trainer loading", recipe.trainer.long_phase_timeout_s, LONG_PHASE_S, size, site)
 
 
-def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Amount:
+def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Quantity:
     if given is not None:
-        return Amount(name=name, value=given, unit="s", how="time limit of the recipe")
+        return Quantity(name=name, value=given, unit="s", how="time limit of the recipe")
     speed = SLOW * site.network.storage_gbytes_per_s * 1e9
     how = f"time limit: {units.duration(base)}, and {units.size(size)} per node at {speed / 1e9:g} GB/s"
-    return Amount(name=name, value=base + 60 * math.ceil(size / speed / 60), unit="s", how=how)
+    return Quantity(name=name, value=base + 60 * math.ceil(size / speed / 60), unit="s", how=how)
 
 
 def _read(
     recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape | None, teacher: ModelShape | None
 ) -> Iterator[float]:
-    """Bytes that the engines of a node of each role read, each by itself."""
+    """Yield the bytes that the engines of one node read, for each role."""
     for request in requests:
         if request.role == "teacher":
             alone = served(recipe)
@@ -101,7 +89,7 @@ def _read(
 
 
 def _stored(recipe: Recipe, shape: ModelShape | None, share: float) -> float:
-    """Bytes of a model as it is stored, with a share of its experts."""
+    """Return the bytes of a stored model with this share of its experts."""
     if shape is None:
         return 0.0
     parameters = count(shape)

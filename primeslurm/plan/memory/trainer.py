@@ -1,4 +1,4 @@
-"""Memory of one trainer GPU under FSDP x EP x CP, and of its node's host memory."""
+"""Memory of one trainer GPU under FSDP x EP x CP, and host memory per GPU."""
 
 from __future__ import annotations
 
@@ -14,89 +14,93 @@ from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, STATE_BUFFERS, STA
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
-"""Optimizer state of a parameter. (Muon leaves embedding and head to AdamW: a few per cent of a large model.)"""
+"""Bytes of optimizer state per parameter. (Muon uses AdamW for embedding and head: a few per cent of a large model.)"""
 LOGIT_BYTES = 16
-"""Per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16 gradient."""
+"""Bytes per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16
+gradient."""
 
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """How the trainer's model and batch are cut."""
+    """Settings of the trainer that determine its memory."""
 
     shard: int
-    """GPUs that a copy of the model is spread over."""
+    """GPUs that share a copy of the model."""
     ep: int
     tokens: int
-    """Tokens of a micro batch on one GPU: after context parallelism has cut them."""
+    """Tokens of a micro batch on one GPU, after context parallelism has split them."""
     checkpointing: str
     """none, selective or full."""
     optimizer_offload: bool = False
     activation_offload: bool = False
     logit_tokens: int | None = None
-    """Tokens whose logits exist at once; None for all."""
+    """Tokens whose logits exist at once. None: all."""
     lora_parameters: int = 0
-    """Trained parameters; 0 for all of the model."""
+    """Trained parameters. 0: all of the model."""
     dtype_bytes: int = 2
     """Bytes per element of compute."""
     state_bytes: int = 8
-    """Optimizer state of a trained parameter: two float32 moments with AdamW."""
+    """Bytes of optimizer state per trained parameter: two float32 moments with AdamW."""
     reshard: bool = True
-    """Whether gathered layers are given up after their forward pass."""
+    """Whether gathered layers are freed after their forward pass."""
     reduced_once: bool = False
     """Whether gradients stay unsharded until the last micro batch of a step."""
     staged: bool = False
     """Whether checkpoints are written from a copy in host memory."""
     cp: int = 1
-    """Ranks that share each row. They share no images: each sees those of all its tokens."""
+    """Ranks that share each row. They do not share images: each encodes those of all its tokens."""
     images: bool = False
     """Whether rows have images."""
     frozen_vision: bool = True
-    """Whether the encoder of images stays as it is."""
+    """Whether the vision encoder is frozen."""
     state_offload: bool = False
-    """Whether optimizer state alone is in host memory."""
+    """Whether only the optimizer state is in host memory."""
     gradient_bytes: int = 4
-    """Bytes per element of gradients on their way to be summed over ranks."""
+    """Bytes per element of gradients during reduction."""
     keeps_selection: bool = True
-    """Whether selected keys are kept where checkpointing is full."""
+    """Whether full checkpointing keeps the selected keys."""
     experts_in_fp8: bool = False
     """Whether experts are gathered in FP8."""
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one trainer GPU, and in host memory for each of them."""
+    """Bytes on one trainer GPU, and in host memory per GPU."""
 
     weights: int
-    """This rank's shard of the float32 masters."""
+    """The rank's shard of the float32 masters."""
     gradients: int
     optimizer: int
-    """Its state; of one in host memory, what buffers take beyond what is not there during the optimizer's step."""
+    """Optimizer state. If it is in host memory: what its buffers need beyond memory that is free during the optimizer
+    step."""
     gathered: int
-    """The layer that computes and the next one that is prefetched, unsharded, with gradients before reduction."""
+    """The current and the prefetched layer, unsharded, with gradients before reduction."""
     activations: int
     images: int
-    """What the encoder keeps, as if every token stood for a part of an image."""
+    """What the vision encoder keeps, if every token belongs to an image."""
     logits: int
     host: int
 
     @property
     def allocated(self) -> int:
-        """What torch allocates at the peak."""
+        """Return the peak of torch's allocations."""
         states = self.weights + self.gradients + self.optimizer
         return states + self.gathered + self.activations + self.images + self.logits
 
     @property
     def total(self) -> int:
-        """With the CUDA context."""
+        """Return the peak with the CUDA context."""
         return self.allocated + CONTEXT_BYTES
 
 
 def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
-    """Work out the peak of one trainer GPU, in bytes.
+    """Return the peak of one trainer GPU.
 
-    States: float32 masters, gradients and two AdamW moments, 16 bytes a parameter over the shard (Rajbhandari et al.,
-    ZeRO, arXiv 1910.02054, stage 3). With optimizer offload all three are in host memory, with offload of the state
-    that alone. With LoRA the model is frozen: masters only.
+    Float32 masters, gradients and two AdamW moments are 16 bytes per parameter over the shard (Rajbhandari et al.,
+    ZeRO,
+    arXiv 1910.02054, stage 3). Optimizer offload moves all three to host memory, offload of the state only that. With
+    LoRA
+    the model is frozen: masters only.
     """
     total, trained = count(shape).total, trained_parameters(shape, layout.lora_parameters, layout.frozen_vision)
     masters, gradients, state = 4 * total, 4 * trained, layout.state_bytes * trained
@@ -122,19 +126,16 @@ def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
 
 
 def trained_parameters(shape: ModelShape, adapters: int, frozen_vision: bool) -> int:
-    """Count parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
+    """Return the number of parameters with gradients: adapters if there are any, else everything that is not frozen."""
     parameters = count(shape)
     return adapters or (parameters.language if frozen_vision else parameters.total)
 
 
 def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int, expert_bytes: int | None = None) -> int:
-    """Work out the bytes of one unsharded layer on a GPU: experts stay spread over the expert-parallel ranks.
+    """Return the bytes of one unsharded layer on a GPU. Experts stay spread over the `ep` expert-parallel ranks.
 
     Args:
-        shape: of the model.
-        ep: ranks that experts are spread over.
-        bytes_per_parameter: of each.
-        expert_bytes: of each of experts; None: the same.
+        expert_bytes: bytes per parameter of experts. None: `bytes_per_parameter`.
     """
     experts, rest = largest_layer(shape)
     each = bytes_per_parameter if expert_bytes is None else expert_bytes
@@ -142,14 +143,14 @@ def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int, exp
 
 
 def experts_in_fp8(recipe: Recipe, ranks: int, shape: ModelShape) -> bool:
-    """Say whether FSDP gathers experts in FP8 on `ranks` GPUs that hold a copy of the model."""
+    """Return whether FSDP gathers experts in FP8 on `ranks` GPUs that share a copy of the model."""
     trainer = recipe.trainer
-    asked = trainer.fp8 and trainer.grouped_mm and not trainer.memory.optimizer_offload
-    return asked and shards_have_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
+    requested = trainer.fp8 and trainer.grouped_mm and not trainer.memory.optimizer_offload
+    return requested and shards_have_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Count parameters of adapters on every linear layer: rank x (inputs + outputs)."""
+    """Count the parameters of adapters on every linear layer: rank x (inputs + outputs)."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     per_layer = (shape.hidden + q) * 2 + (shape.hidden + kv) * 2
     total = shape.attention_layers * per_layer + shape.dense_layers * 3 * (shape.hidden + shape.dense_width)
@@ -161,7 +162,7 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def _unreduced(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
-    """Gradients that are added up before they are split: of all parameters but other ranks' experts."""
+    """Return the bytes of unsharded gradients: of all parameters except other ranks' experts."""
     if not layout.reduced_once:
         return 0
     experts = 0 if layout.lora_parameters else count(shape).experts
@@ -169,17 +170,17 @@ def _unreduced(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
 
 
 def _state_buffers(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
-    """What state passes through on its way from host memory and back: pieces of it, or the largest tensor's."""
+    """Return the bytes of buffers between host and GPU for pieces of optimizer state, or for the largest tensor's."""
     largest = 0 if layout.lora_parameters else largest_tensor(shape) // layout.shard
     piece = layout.state_bytes * max(STATE_CHUNK_BYTES // 4, largest)
     return min(STATE_BUFFERS * piece, layout.state_bytes * trained // layout.shard)
 
 
 def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
-    """Two layers in the compute dtype, or all; gradients of one, and their copy on the way to the reduction.
-
-    An encoder of images is gathered, block by block, when no layer is: only one that stays gathered counts.
-    """
+    """Return the bytes of gathered layers and their gradients."""
+    # Two layers in the compute dtype, or all of them, and the gradients of one with a copy for the reduction. Blocks of
+    # a
+    # vision encoder are gathered while no layer is, so only an encoder that stays gathered counts.
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + layout.gradient_bytes
     copies = 2 if layout.reshard else shape.layers
@@ -192,11 +193,10 @@ def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
 
 
 def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
-    """Work out the bytes that the forward pass keeps for the backward pass, and those of the layer that is recomputed.
-
-    With offload, two layers' are here, and the keys that all of them selected. Ranks that share rows share the heads of
-    recurrent layers, too.
-    """
+    """Return the bytes that the forward pass keeps, and those of the layer that is recomputed."""
+    # With offload, two layers are on the GPU, and the selected keys of all layers. Ranks that share rows also share the
+    # heads
+    # of recurrent layers.
     kinds = layers_of(shape, layout.dtype_bytes)
     kept = sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
     if layout.activation_offload:
@@ -207,11 +207,10 @@ def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
 
 
 def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
-    """Work out the bytes of images beside their tokens, if every token stands for a part of one.
-
-    The encoder works before and after all layers of the language model, when what these take, `beside`, is not there:
-    only more than that counts. A frozen one keeps nothing but its results.
-    """
+    """Return the bytes of images in addition to their tokens, if every token belongs to an image."""
+    # The encoder runs before and after all layers of the language model, when their memory (`beside`) is free. Only
+    # what
+    # exceeds it counts. A frozen encoder keeps only its results.
     if shape.vision is None or not layout.images:
         return 0
     each = images_of(shape.vision, layout.dtype_bytes)
@@ -224,7 +223,7 @@ def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
 
 
 def _waiting(shape: ModelShape, layout: TrainerLayout) -> int:
-    """Activations in host memory."""
+    """Return the bytes of offloaded activations."""
     if not layout.activation_offload:
         return 0
     kinds = layers_of(shape, layout.dtype_bytes)

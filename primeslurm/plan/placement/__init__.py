@@ -1,1 +1,1 @@
-"""Which node does what: what is asked of the site, and who is put where."""
+"""Node assignment: resources that each role requests, and the processes of each node."""

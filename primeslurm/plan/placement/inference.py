@@ -1,8 +1,8 @@
-"""Engines and routers on the inference nodes: who shares experts with whom, and which router stands in front.
+"""Engines and routers on the inference nodes, and the teacher's engines on theirs.
 
-The teacher's engines are planned as if the teacher were served by a recipe of its own, on nodes of its own. They have
-no gate and no router: they keep the weights they load, and the orchestrator, their only client, deals its requests to
-them itself.
+The teacher's engines are planned from a recipe of their own (`served`). They keep the weights that they load, so they
+need
+no version gate. They have no router: the orchestrator is their only client and balances its requests itself.
 """
 
 from __future__ import annotations
@@ -27,22 +27,17 @@ from primeslurm.wire.names import STATUS_PATH
 
 @dataclass(frozen=True)
 class _Group:
-    """Nodes whose engines share the experts, if they do: a replica's, or one of its prefill or decode groups."""
+    """Nodes whose engines may share experts: those of a replica, or one of its prefill or decode groups."""
 
     role: EngineRole
     builders: Sequence[NodeBuilder]
 
 
 def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[Replica]:
-    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node.
-
-    Args:
-        recipe: of the run.
-        site: where it is to run.
-        builders: all nodes; those of a replica are filled.
+    """Put one engine per data-parallel rank on every inference node, and a router on the first node of each replica.
 
     Returns:
-        The replicas, by index.
+        The replicas by index.
     """
     members: dict[int, list[NodeBuilder]] = {}
     for builder in builders:
@@ -53,11 +48,10 @@ def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> 
 
 
 def _place_store(recipe: Recipe, site: Site, head: NodeBuilder, builders: list[NodeBuilder]) -> None:
-    """A client of the Mooncake store on every inference node, and its master on the head's.
-
-    All clients and engines know the master's address. Nothing outlives the head's node: on any other one, the master
-    would end an attempt that other replicas could go on with.
-    """
+    """Put a client of the Mooncake store on every inference node, and the store's master on the head node."""
+    # All clients and engines know the master's address. On another node than the head's, its loss would end an attempt
+    # that
+    # other replicas could continue.
     offload = recipe.inference.kv_offload
     if not isinstance(offload, MooncakeOffload) or not builders:
         return
@@ -74,7 +68,6 @@ def _place_store(recipe: Recipe, site: Site, head: NodeBuilder, builders: list[N
 
 
 def _stores(recipe: Recipe, builder: NodeBuilder) -> tuple[str, ...]:
-    """Return the processes that an engine on this node waits for: the store's client on the same node, if any."""
     return (f"store-{builder.index}",) if isinstance(recipe.inference.kv_offload, MooncakeOffload) else ()
 
 
@@ -100,13 +93,13 @@ def _groups(recipe: Recipe, nodes: list[NodeBuilder]) -> Iterator[_Group]:
     if isinstance(inference, Disaggregated):
         sizes = {"prefill": inference.prefill.nodes_per_replica, "decode": inference.decode.nodes_per_replica}
     for role, size in sizes.items():
-        own = [builder for builder in nodes if ENGINE_ROLES[builder.role] == role]
-        for first in range(0, len(own), size):
-            yield _Group(role, own[first : first + size])
+        role_nodes = [builder for builder in nodes if ENGINE_ROLES[builder.role] == role]
+        for first in range(0, len(role_nodes), size):
+            yield _Group(role, role_nodes[first : first + size])
 
 
 def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names: list[str]) -> None:
-    """Put engines on nodes in rank order; with expert parallelism they are ranks of one data-parallel group."""
+    """Put engines on nodes in rank order. With expert parallelism they are the ranks of data-parallel groups."""
     tp, role = recipe.inference.parallel.tp, group.role
     places = [(builder, first) for builder in group.builders for first in range(0, builder.gpus, tp)]
     dp = (recipe.inference.parallel.dp or len(places)) if recipe.inference.expert_parallel else 1
@@ -136,10 +129,8 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
 
 
 def served(recipe: Recipe) -> Recipe | None:
-    """Make the recipe that would serve the teacher; None if the run has no teacher engines.
-
-    An engine must accept the longest trained sequence and the one token that every request has to ask for.
-    """
+    """Return the recipe that would serve the teacher; None if the run has no teacher engines."""
+    # An engine must accept the longest trained sequence and the one token that every request has to generate.
     teacher = recipe.teacher
     if not isinstance(teacher, TeacherEngines):
         return None
@@ -164,16 +155,7 @@ def served(recipe: Recipe) -> Recipe | None:
 
 
 def place_teacher(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[str]:
-    """Put an engine on every `tp` GPUs of the teacher's nodes.
-
-    Args:
-        recipe: of the run.
-        site: where it is to run.
-        builders: all nodes; those of role teacher are filled.
-
-    Returns:
-        Names of the engines; none if the run has no teacher engines.
-    """
+    """Put an engine on every `tp` GPUs of the teacher's nodes. Returns the names of the engines."""
     alone = served(recipe)
     if alone is None:
         return []

@@ -1,7 +1,7 @@
-"""A node of the plan while processes are put on it: GPUs and preferred ports are handed out in order.
+"""A node of the plan while processes are added: it hands out GPUs and preferred ports in order.
 
-Each role fills builders of its own. With `layout: one_node` they are all parts of node 0: they share its ports, and
-each has the GPUs after those of the builder before, unless the recipe colocates engines and trainer.
+Each role has its own builders. With `layout: one_node` all of them are parts of node 0: they share its ports, and each
+uses the GPUs after those of the previous builder, unless the recipe colocates engines and trainer.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from primeslurm.plan.commands.command import Command
+from primeslurm.plan.commands.command import RENDEZVOUS_PORT, Command
 from primeslurm.plan.model import Health, HeartbeatLimits, Node, NodeRole, Process, Restart, Role
 
-RENDEZVOUS_PORT = "master"
 RENDEZVOUS_OFFSET = 500
 """torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port."""
 
 
 @dataclass
 class NodeBuilder:
-    """A node while it is being filled."""
+    """A node to which processes are added."""
 
     index: int
     group: int
@@ -47,20 +46,7 @@ class NodeBuilder:
         heartbeats: HeartbeatLimits | None = None,
         after: Iterable[str] = (),
     ) -> None:
-        """Put a process on the node. All else is as in `Process`.
-
-        Args:
-            name: unique in the plan.
-            role: what it is for.
-            command: how to start it, and the ports that it listens on.
-            gpus: counted from the node's first one.
-            replica: which one it is of.
-            restart: what its death leads to.
-            unit: its restart group.
-            health: how it shows that it is ready.
-            beats: for how long its main loop may be silent, if that beats.
-            after: processes that must be ready before it starts.
-        """
+        """Add a process. `gpus` counts from the builder's first GPU. Other arguments are as in `Process`."""
         self.processes.append(
             Process(
                 name=name,
@@ -84,7 +70,7 @@ class NodeBuilder:
         )
 
     def holds(self, process: str | None) -> bool:
-        """Say whether a process of this name is on the node."""
+        """Return whether the node has a process of this name."""
         return any(placed.name == process for placed in self.processes)
 
     def _port(self, name: str) -> int:
@@ -92,7 +78,7 @@ class NodeBuilder:
 
 
 def finish(builders: Sequence[NodeBuilder]) -> tuple[Node, ...]:
-    """Make the nodes of a plan. Builders of the same index become one node, whose role is then `all`."""
+    """Return the nodes of a plan. Builders of the same index become one node of role `all`."""
     parts: dict[int, list[NodeBuilder]] = {}
     for builder in builders:
         parts.setdefault(builder.index, []).append(builder)

@@ -1,4 +1,4 @@
-"""What each role of a recipe asks of a site: nodes and GPUs, or every reason why the site cannot give them."""
+"""Nodes and GPUs that each role of a recipe requests from a site."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from primeslurm.recipe.site import NodeKind
 WITHOUT_GPUS: tuple[NodeRole, ...] = ("control", "environments")
 """Roles that use no GPU."""
 MAX_NODES = 10_000
-"""More than any cluster has: what asks for more is a slip of the pen, and would be planned for hours."""
+"""Larger requests are typing errors. Planning them would take hours."""
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What one role gets."""
+    """Resources of one role."""
 
     role: NodeRole
     nodes: int
     gpus: int
     """GPUs used on each node."""
     kind: NodeKind
-    """Its cores and memory are those that go with these GPUs."""
+    """Node kind, with the cores and memory that belong to these GPUs."""
     nodes_per_replica: int
-    """Nodes of this role in one inference replica; 0 for roles outside of inference."""
+    """Nodes of this role per inference replica. 0 for other roles."""
     spares: int
-    """Nodes on top that replace others."""
+    """Additional nodes that replace failed ones."""
     colocated: bool = False
-    """Whether its GPUs are those of the trainer, whose request counts them."""
+    """Whether the role shares the trainer's GPUs, which the trainer's request counts."""
 
 
 @dataclass(frozen=True)
 class _Ask:
-    """What the recipe says about one role, and where it says so."""
+    """What the recipe requests for one role, and the field with the request."""
 
     role: NodeRole
     field: str
@@ -48,17 +48,17 @@ class _Ask:
 
     @property
     def asked_nodes(self) -> tuple[str, str]:
-        """Return the field that says how many nodes, and its value. Nodes of engines follow from several fields."""
+        """Return the field that sets the number of nodes, and its value. For engines, several fields set it."""
         if self.nodes_per_replica:
             return self.field, f"{self.nodes} nodes"
         return f"{self.field}.nodes", f"{self.nodes}"
 
 
 def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
-    """List nodes and GPUs of each role, in het-group order. The head runs on the first node.
+    """Return nodes and GPUs of each role, in order of the job's components. The head runs on the first node.
 
     Raises:
-        UsageError: the site cannot give what is asked; every reason at once.
+        UsageError: the site cannot provide them. Lists every reason.
     """
     problems: list[Violation] = []
     asks = _asks(recipe)
@@ -75,24 +75,24 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
         why = f"one allocation cannot span partitions {', '.join(partitions)}"
         problems.append(Violation("deployment.layout", "single", why, "use layout: het"))
     if (nodes := sum(request.nodes + request.spares for request in requests)) > MAX_NODES:
-        problems.append(Violation("deployment", f"{nodes} nodes", f"is more than the {MAX_NODES} that can be planned"))
+        problems.append(Violation("deployment", f"{nodes} nodes", f"more than {MAX_NODES} nodes cannot be planned"))
     if problems:
         raise UsageError(problems)
     return requests
 
 
 def together(requests: Sequence[ResourceRequest]) -> ResourceRequest:
-    """Return what the roles of one shared node ask for in all."""
+    """Return the sum of the requests of roles that share one node."""
     return replace(requests[0], gpus=count_gpus(requests))
 
 
 def count_gpus(requests: Sequence[ResourceRequest]) -> int:
-    """Count the GPUs of all roles. A GPU that two roles share counts once, as Slurm bills it."""
+    """Count the GPUs of all roles. A GPU that two roles share counts once, as in Slurm's billing."""
     return sum(request.nodes * request.gpus for request in requests if not request.colocated)
 
 
 def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: list[Violation]) -> list[ResourceRequest]:
-    """Divide the GPUs of one node among the roles. At most one role may leave open how many it gets: the rest."""
+    """Divide the GPUs of one node among the roles. At most one role may leave its number open. It gets the rest."""
     field, why = "deployment.layout", "all roles share one node"
     problems += [
         Violation(*ask.asked_nodes, why, "use 1 node and 1 replica, or layout: single or het")
@@ -106,17 +106,19 @@ def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: lis
         return [request for ask in asks[:1] if (request := _place(recipe, ask, site, problems))]
     colocated = [ask for ask in asks if recipe.colocated and ask.role == "inference"]
     counted = [ask for ask in asks if ask not in colocated]
-    asked = sum(ask.gpus or 0 for ask in counted)
+    requested = sum(ask.gpus or 0 for ask in counted)
     open_asks = [ask for ask in counted if ask.gpus is None]
     if len(open_asks) > 1:
         names = ", ".join(f"{ask.field}.gpus_per_node" for ask in open_asks)
-        fix = f"set all but one of {names}; together they get {kind.gpus - asked} GPUs"
-        problems.append(Violation(field, "one_node", "does not say how the roles divide the GPUs of the node", fix))
+        fix = f"set all but one of {names}; together they get {kind.gpus - requested} GPUs"
+        problems.append(
+            Violation(field, "one_node", "the recipe does not say how the roles share the GPUs of the node", fix)
+        )
         return []
-    rest = kind.gpus - asked
+    rest = kind.gpus - requested
     if rest < 0 or (open_asks and rest == 0):
-        what = f"the roles ask for at least {asked + len(open_asks)} GPUs"
-        why = f"{what}, and nodes of partition {kind.partition} have {kind.gpus}"
+        what = f"the roles need at least {requested + len(open_asks)} GPUs"
+        why = f"{what}, but nodes of partition {kind.partition} have {kind.gpus}"
         problems.append(Violation(field, "one_node", why, "lower gpus_per_node of a role"))
         return []
     sizes = {ask.role: rest if ask.gpus is None else ask.gpus for ask in counted}
@@ -135,13 +137,13 @@ def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: lis
 
 
 def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violation]:
-    """Say whether all roles, which share one machine's GPUs, ask for more than it has."""
+    """Return a problem if the roles together request more GPUs than this machine has."""
     if site.device != "cuda":
         return []
-    asked, there = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())
-    if asked <= there:
+    requested, available = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())
+    if requested <= available:
         return []
-    why = f"the roles together ask for {asked} GPUs, this machine has {there}"
+    why = f"the roles together need {requested} GPUs, but this machine has {available}"
     return [Violation("deployment", "", why, "lower gpus_per_node of a role")]
 
 
@@ -176,8 +178,8 @@ def _teacher_ask(recipe: Recipe) -> list[_Ask]:
 
 
 def _environments_ask(recipe: Recipe) -> list[_Ask]:
-    asked = recipe.deployment.environments
-    return [_Ask("environments", "deployment.environments", asked.nodes, 0)] if asked else []
+    nodes = recipe.deployment.environments
+    return [_Ask("environments", "deployment.environments", nodes.nodes, 0)] if nodes else []
 
 
 def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> ResourceRequest | None:
@@ -193,7 +195,9 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
         fix = f"nearest: {kind.gpus}" if kind.gpus else "use nodes that have GPUs"
         problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, fix))
     if ask.role not in WITHOUT_GPUS and gpus == 0:
-        problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
+        problems.append(
+            Violation(ask.field, "", f"role {ask.role} needs GPUs, but partition {kind.partition} has none")
+        )
     cpus = recipe.deployment.environments.cpus if recipe.deployment.environments else None
     if ask.role == "environments" and cpus is not None and cpus > kind.cpus:
         why = f"a job may use {kind.cpus} CPU cores of a node of partition {kind.partition}"
@@ -228,7 +232,7 @@ def _engine_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
 
 
 def _router_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
-    """vllm-router does not start with a policy that has nothing to choose from."""
+    # vllm-router exits if its policy has a single engine to choose from.
     router, tp = recipe.inference.router, recipe.inference.parallel.tp
     if router.type != "vllm-router" or router.policy != "power_of_two":
         return []
@@ -237,7 +241,7 @@ def _router_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
         for request in requests
         if request.nodes_per_replica and request.nodes_per_replica * request.gpus // tp < 2
     ]
-    why = "chooses between two engines, and a replica has only one of role {}"
+    why = "chooses between two engines, but a replica has only one of role {}"
     return [
         Violation("inference.router.policy", router.policy, why.format(request.role), "nearest: consistent_hash")
         for request in few
@@ -245,7 +249,7 @@ def _router_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
 
 
 def _expert_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
-    """Expert-parallel groups must fill their nodes evenly."""
+    """Return problems of data-parallel groups that do not fill their nodes evenly."""
     tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp
     if dp is None:
         return []
@@ -271,7 +275,7 @@ def _expert_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
 
 
 def group_nodes(recipe: Recipe, request: ResourceRequest) -> int:
-    """Count the nodes of one group of engines: those that share the experts, with expert parallelism."""
+    """Return the nodes of one group of engines. With expert parallelism, they share the experts."""
     inference = recipe.deployment.inference
     if isinstance(inference, Disaggregated):
         return (inference.prefill if request.role == "prefill" else inference.decode).nodes_per_replica
@@ -279,7 +283,7 @@ def group_nodes(recipe: Recipe, request: ResourceRequest) -> int:
 
 
 def expert_ranks(recipe: Recipe, request: ResourceRequest) -> int:
-    """Count the GPUs over which the experts of an engine are spread; 1 without expert parallelism."""
+    """Return the GPUs over which the experts of an engine are spread; 1 without expert parallelism."""
     if not recipe.inference.expert_parallel:
         return 1
     tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp

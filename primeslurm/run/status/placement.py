@@ -67,7 +67,7 @@ def placement_of(attempt: Attempt) -> RunPlacement:
         RunError: there is no readable plan.
     """
     try:
-        plan = plain(files.read_bytes(attempt.plan_file), PlacedProcess.__struct_fields__)
+        plan = plain(files.read_bytes(attempt.plan_file))
         return msgspec.convert(plan, RunPlacement)
     except (OSError, ValueError) as error:
         raise RunError(f"{attempt.plan_file} cannot be read: {error}") from None

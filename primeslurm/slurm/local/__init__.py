@@ -1,1 +1,1 @@
-"""The same agents without Slurm."""
+"""Run a Plan's agents on this machine without Slurm."""

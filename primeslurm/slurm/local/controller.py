@@ -1,7 +1,8 @@
-"""Keeps a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MOST_STARTS SUBMISSION`.
+"""Control a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MOST_STARTS SUBMISSION`.
 
-submitit's own controller starts a job at most six times, waits for every task although one asked for a requeue, and
-leaves tasks one second to end. Agents end the processes of a whole node; here they are treated as Slurm treats them.
+submitit's own controller starts a job at most six times, waits for every task even if one asked for a requeue, and
+gives
+tasks one second to end. An agent ends the processes of a whole node, so this one treats agents as Slurm does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _POLL_S = 0.1
 
 
 class PlanController(Controller):
-    """submitit's local controller with Slurm's manners at the end of an attempt. SIGTERM to it ends the run."""
+    """submitit's local controller with Slurm's behaviour at the end of an attempt. SIGTERM to it ends the run."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -34,15 +35,16 @@ class PlanController(Controller):
         self._stopping = True
 
     def start_tasks(self) -> None:
-        """Start the tasks, with a word that is new each time, as the batch script of a Slurm job has."""
+        """Start the tasks with a new `START` word, as the batch script of a Slurm job does."""
         os.environ[START] = str(uuid.uuid4())
         super().start_tasks()
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """Exit codes once all tasks ended, one asked for a requeue, the time is over, or the run is to end.
+        """Return the exit codes once all tasks ended, one asked for a requeue, the time is over, or the run is to end.
 
-        USR2 reaches all tasks `signal_delay_s` before the time is over. Inside an allocation of Slurm, that is when the
-        allocation ends, and no attempt follows one that ends so late.
+        Tasks get USR2 `signal_delay_s` before the time is over. Inside a Slurm allocation the time also ends with the
+        allocation,
+        and no attempt follows one that ends then.
         """
         deadline = time.monotonic() + min(self.timeout_s, _allocation_left_s())
         warned = False
@@ -58,7 +60,7 @@ class PlanController(Controller):
             time.sleep(_POLL_S)
 
     def kill_tasks(self) -> None:
-        """End the tasks that still run: SIGTERM, up to KILL_WAIT_S, SIGKILL; close their logs."""
+        """End running tasks with SIGTERM, and with SIGKILL after KILL_WAIT_S. Close their logs."""
         self._forward_signal(signal.SIGTERM)
         deadline = time.monotonic() + KILL_WAIT_S
         while any(task.poll() is None for task in self.tasks) and time.monotonic() < deadline:
@@ -67,7 +69,7 @@ class PlanController(Controller):
 
 
 def _allocation_left_s() -> float:
-    """Return the seconds until the allocation of Slurm that this process is in ends."""
+    """Return the seconds until this process's Slurm allocation ends."""
     return float(os.environ.get("SLURM_JOB_END_TIME", "inf")) - time.time()
 
 

@@ -1,4 +1,4 @@
-"""The same agents without Slurm: one process per node of the Plan on this machine, through submitit."""
+"""Start, find and cancel a run without Slurm: one process per node of the Plan on this machine, through submitit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
 _EXEC_POLLS, _EXEC_POLL_S = 20, 0.01
-"""A process that is just being started has an empty command line for a moment, one that has ended keeps it empty."""
+"""A process has an empty command line for a moment while it starts, and for good after it has ended."""
 
 
 def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
-    """Start a Plan's agents and return the job id, which is the pid of their controller.
+    """Start a Plan's agents and return the job id: the pid of their controller.
 
-    The controller outlives the caller, starts the agents again after a checkpoint, and ends an attempt at the recipe's
-    time. Inside an allocation of Slurm, the run ends with a checkpoint before the allocation does, and `resume` goes on
-    with it. Its own messages are in `submitit/controller.log` of the run, those of the agents beside it. Modules and
-    prologue of the site are for batch scripts and not run here.
+    The controller outlives the caller, restarts the agents after a checkpoint, and ends an attempt at the recipe's time
+    limit.
+    Inside a Slurm allocation, the run ends with a checkpoint before the allocation does, and `resume` continues it.
+    Logs of the
+    controller and the agents are in `submitit/` of the run. The site's modules and prologue are for batch scripts and
+    do not
+    run here.
 
     Args:
-        plan: of the run.
-        agent: what runs once per node of the plan.
-        submission: unique word, by which `find` finds the controller.
+        submission: unique word by which `find` finds the controller.
     """
     write_pickle(plan, agent, submission)
     folder = submitit_folder(plan)
@@ -68,19 +69,19 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
 
 
 def _libraries(plan: Plan) -> dict[str, str]:
-    """LD_LIBRARY_PATH as the batch script would set it."""
+    """Return LD_LIBRARY_PATH as the batch script would set it."""
     inherited = [path for path in [os.environ.get("LD_LIBRARY_PATH")] if path]
-    found = [*plan.library_path, *inherited]
-    return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
+    paths = [*plan.library_path, *inherited]
+    return {"LD_LIBRARY_PATH": ":".join(paths)} if paths else {}
 
 
 def find(submission: str) -> str | None:
-    """Find the controller that was started for a submission; None if none runs on this host."""
+    """Return the pid of the controller of a submission; None if none runs on this host."""
     return next((str(pid) for pid, argv in _processes() if _CONTROLLER in argv and submission in argv), None)
 
 
 def being_submitted(submission: str) -> bool:
-    """Whether a process of this host, such as sbatch, has the word of a submission among its arguments."""
+    """Return whether a process of this host, such as sbatch, has the word of a submission in its arguments."""
     return any(submission in word for _, argv in _processes() for word in argv)
 
 
@@ -90,13 +91,13 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
 
 
 def is_running(plan: Plan, job_id: str) -> bool:
-    """Whether the controller of this run still runs; false for a later process with the same pid."""
+    """Return whether the controller of this run still runs; false for a later process with the same pid."""
     argv = _argv(int(job_id))
     return _CONTROLLER in argv and str(submitit_folder(plan)) in argv
 
 
 def _argv(pid: int) -> list[str]:
-    """The command line of a process; empty if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         for _ in range(_EXEC_POLLS):
@@ -107,10 +108,10 @@ def _argv(pid: int) -> list[str]:
 
 
 def cancel(plan: Plan, job_id: str) -> None:
-    """Ask the controller of a run to end its agents and itself.
+    """Tell the controller of a run to end its agents and itself.
 
     Raises:
-        RunError: it does not run.
+        RunError: the controller does not run.
     """
     if not is_running(plan, job_id):
         raise RunError(f"run {plan.run}: its local job {job_id} does not run")

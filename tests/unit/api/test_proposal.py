@@ -8,8 +8,8 @@ import pytest
 
 from primeslurm.api.setup.proposal import propose
 from primeslurm.slurm.accounting import Accounting, Association, Qos, TresLimits
+from primeslurm.slurm.cluster_fit import ClusterFacts
 from primeslurm.slurm.partitions import Partition, PartitionNode
-from primeslurm.slurm.placement import ClusterFacts
 
 
 def nodes(

@@ -147,7 +147,7 @@ BAD = [
     (
         {"model": {"path": "./none"}},
         (),
-        "error: model.path = ./none: is no directory on this machine, and not in the Hugging Face cache "
+        "error: model.path = ./none: is not a directory on this machine, and not in the Hugging Face cache "
         "(give a directory, or a hub id in the cache)\n",
     ),
     (

@@ -152,10 +152,10 @@ def test_what_stays_offline_tries_none(place: Path, verb: str, args: list[str]) 
 
 def test_a_python_that_is_broken_is_named() -> None:
     tried = try_all({"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/false", {}))
-    why = "they cannot be tried: /bin/false ends with exit code 1: without a word"
+    why = "cannot be loaded: /bin/false ends with exit code 1: no output"
     assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]
     tried = try_all({"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/true", {}))
-    why = "they cannot be tried: /bin/true gives no answer"
+    why = "cannot be loaded: /bin/true does not answer"
     assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]
 
 

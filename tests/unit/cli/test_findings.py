@@ -109,7 +109,7 @@ def test_missing_training_data_blocks(place: Path) -> None:
     (place / "r.yaml").write_text(yaml.safe_dump(data))
     result = primeslurm("check", "r.yaml", cwd=place)
     assert result.code == 0
-    assert f"blocked: sft.data.path = {place}/none.jsonl: there is no such file" in result.err
+    assert f"blocked: sft.data.path = {place}/none.jsonl: does not exist" in result.err
     (place / "none.jsonl").write_text('{"text": "x"}\n')
     result = primeslurm("check", "r.yaml", cwd=place)
     assert (result.code, result.out) == (2, "")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from primeslurm.cli.views.plan_verdict import RoleRow, resources, role_rows, verdict
-from primeslurm.plan.memory.forecast import RoleMemory
+from primeslurm.plan.forecast import RoleMemory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe

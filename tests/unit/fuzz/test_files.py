@@ -251,9 +251,9 @@ def test_bad_nodes(directory: Path, data: bytes) -> None:
 
 FOLDED = {
     "run_dir": "/r",
-    "nodes": plan_file.fold([{"name": f"n{i}", "processes": 2} for i in range(3)]),
-    "processes": plan_file.fold([{"name": f"p-{i}", "port": 8000 + i} for i in range(6)]),
-    "replicas": plan_file.fold([{"router": "r-0"}]),
+    "nodes": {"templates": [{"name": "n%(0)", "processes": 2}], "rows": [[0, i] for i in range(3)]},
+    "processes": {"templates": [{"name": "p-%(0)", "port": {"%": "%(0+8000)"}}], "rows": [[0, i] for i in range(6)]},
+    "replicas": {"templates": [{"router": "r-0"}], "rows": [[0]]},
 }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from primeslurm.models import Capabilities, Family
-from primeslurm.plan.commands import processes
-from primeslurm.plan.commands.processes import decided
+from primeslurm.plan import auto_fields
+from primeslurm.plan.auto_fields import resolve_auto_fields
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
@@ -27,12 +27,14 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         "llama": Family(name="llama", model_types={"llama": Capabilities(compile=True)}),
         "glm4_moe": Family(name="glm4_moe", model_types={"glm4_moe": with_cp}),
     }
-    monkeypatch.setattr(processes, "family_of", families.get)
+    monkeypatch.setattr(auto_fields, "family_of", families.get)
 
 
 def test_heads_of_several_ranks_have_run_and_keys_of_several_have_not() -> None:
     styles = {style: recipe(parallelism={"cp": 2, "cp_style": style}) for style in ("ulysses", "allgather")}
-    assert {style: decided(asked, "glm4_moe", "cuda").trainer.compile for style, asked in styles.items()} == {
+    assert {
+        style: resolve_auto_fields(asked, "glm4_moe", "cuda").trainer.compile for style, asked in styles.items()
+    } == {
         "ulysses": True,
         "allgather": False,
     }
@@ -40,7 +42,7 @@ def test_heads_of_several_ranks_have_run_and_keys_of_several_have_not() -> None:
 
 @pytest.mark.parametrize("modes", [{}, {"fp8": True}, {"fp8": True, "lora": {}}])
 def test_modes_that_have_run_are_compiled(modes: dict[str, Any]) -> None:
-    assert decided(recipe(**modes), "qwen3_moe", "cuda").trainer.compile is True
+    assert resolve_auto_fields(recipe(**modes), "qwen3_moe", "cuda").trainer.compile is True
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,9 @@ def test_modes_that_have_run_are_compiled(modes: dict[str, Any]) -> None:
     ],
 )
 def test_what_has_not_run_on_a_gpu_stays_eager(asked: Recipe, model_type: str | None, device: str) -> None:
-    assert decided(asked, model_type, device).trainer.compile is False
+    assert resolve_auto_fields(asked, model_type, device).trainer.compile is False
 
 
 @pytest.mark.parametrize("said", [True, False])
 def test_a_recipe_has_the_last_word(said: bool) -> None:
-    assert decided(recipe(compile=said), "llama", "cuda").trainer.compile is said
+    assert resolve_auto_fields(recipe(compile=said), "llama", "cuda").trainer.compile is said

@@ -156,10 +156,10 @@ def test_a_field_that_does_not_exist_is_named() -> None:
 
 CAPACITY = [
     (recipe({"nodes": 2}, (128,)), "", "64 workers of a core fit on 64"),
-    (recipe({"nodes": 2}, (129,)), "error: .*65 workers of 1 CPU cores, and has 64", ""),
-    (recipe({"nodes": 2, "cpus_per_worker": 16}, (9,)), "error: .*5 workers of 16 CPU cores, and has 64", ""),
-    (recipe({"nodes": 2, "cpus": 4}, (10,)), "error: .*5 workers of 1 CPU cores, and has 4", ""),
-    (recipe({"nodes": 2, "memory_per_worker": "60G"}, (4,)), "error: .*2 workers of 60G, and has 100 GiB", ""),
+    (recipe({"nodes": 2}, (129,)), "error: .*65 workers of 1 CPU cores, but has 64", ""),
+    (recipe({"nodes": 2, "cpus_per_worker": 16}, (9,)), "error: .*5 workers of 16 CPU cores, but has 64", ""),
+    (recipe({"nodes": 2, "cpus": 4}, (10,)), "error: .*5 workers of 1 CPU cores, but has 4", ""),
+    (recipe({"nodes": 2, "memory_per_worker": "60G"}, (4,)), "error: .*2 workers of 60G, but has 100 GiB", ""),
     (recipe({"nodes": 2, "memory_per_worker": "60G", "memory": "119G"}, (4,)), "error: .*has 119 GiB", ""),
     (recipe({"nodes": 4}, (3,)), "warning: .*3 workers leave 1 of 4 nodes idle", ""),
     (recipe({"nodes": 2, "max_rollouts_per_node": 100}, (4,)), "warning: .*run 200 of 256", "twice batch_size"),
@@ -189,7 +189,7 @@ def test_sandboxes_that_may_take_more_memory_than_a_node_has(
     made = recipe({"nodes": 2, **more}, environments=environments)
     requests, _ = requests_of(made, site(environments=BIG), local=False)
     found = [finding.text for finding in environment_capacity(made, requests) if "by their limits" in finding.text]
-    text = f"128 rollouts of a node may take {expected} GiB by their limits, and it has 100"
+    text = f"a node has 100 GiB, but its 128 rollouts may use {expected} GiB by their limits"
     assert found == ([] if expected is None else [text])
 
 

@@ -16,6 +16,8 @@ from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision
 from primeslurm.plan.checks import model_files
+from primeslurm.plan.forecast import Quantity
+from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.activations import Mixer, delta_net, images_of, layers_of, mamba
 from primeslurm.plan.memory.engine import (
     EngineLayout,
@@ -25,8 +27,6 @@ from primeslurm.plan.memory.engine import (
     prompt_logit_bytes,
 )
 from primeslurm.plan.memory.estimate import engine_layout, trainer_layout
-from primeslurm.plan.memory.forecast import Amount
-from primeslurm.plan.memory.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.step_time import moving_state
 from primeslurm.plan.memory.trainer import TrainerLayout, layer_gather_bytes, trainer_memory
@@ -361,7 +361,7 @@ def test_a_trained_encoder_of_images_is_named_where_it_does_not_fit() -> None:
 def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
     changes = {"seq_len": 40960, "inference": {"kv_cache_bytes": 2**30}, "deployment": {"train": {"nodes": 4}}}
     texts = found(changes, "Qwen/Qwen3-30B-A3B")
-    assert any("the KV cache of a GPU holds 10,922 tokens; one sequence may have 40,960" in text for text in texts)
+    assert any("the KV cache of a GPU holds 10,922 tokens, but one sequence may have 40,960" in text for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_local_copies_in_memory_must_fit_the_host() -> None:
     where = {"/dev/shm": 1, "/dev/shm/x": 1, "/dev/shmoo": 0, "/scratch": 0}
     for local, errors in where.items():
         texts = found(merge(two, {"checkpoint": {"local": local}}), "Qwen/Qwen3-30B-A3B", memory_gib=300)
-        assert sum("GiB of offloaded states and activations, and copies of checkpoints" in t for t in texts) == errors
+        assert sum("offloaded states and activations, and checkpoint copies take" in t for t in texts) == errors
 
 
 def test_local_copies_on_disk_must_fit_it() -> None:
@@ -466,21 +466,22 @@ def test_local_copies_on_disk_must_fit_it() -> None:
         [text for text in found(changes, "Qwen/Qwen3-30B-A3B", **disk) if "checkpoint.local" in text]
         for disk in ({"disk_gib": 300}, {}, {"disk_gib": 400})
     )
-    assert small == "error checkpoint.local: does not fit: copies take 341 GiB of each train node's disk, which has 300"
-    assert unknown.startswith("note checkpoint.local: copies take 341 GiB") and not large
+    text = "does not fit: checkpoint copies take 341 GiB of each train node's disk, which has 300 GiB"
+    assert small == f"error checkpoint.local: {text}"
+    assert unknown.startswith("note checkpoint.local: may not fit: checkpoint copies take 341 GiB") and not large
     in_memory = merge(two, {"checkpoint": {"local": "/dev/shm"}})
     assert not [text for text in found(in_memory, "Qwen/Qwen3-30B-A3B", disk_gib=1) if "checkpoint.local" in text]
 
 
 def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
-    assert found({}, gres="gpu") == ["note site: no memory estimate: the type of the GPUs in gpu is not known"]
+    assert found({}, gres="gpu") == ["note site: memory is not estimated: the GPU type of partition gpu is unknown"]
 
 
 def amounts(**changes: Any) -> dict[str, float]:
     return {amount.name: amount.value for amount in explained(**changes)}
 
 
-def explained(**changes: Any) -> list[Amount]:
+def explained(**changes: Any) -> list[Quantity]:
     recipe = Recipe.model_validate(
         recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primeslurm.api.sites import local_site
 from primeslurm.base.errors import UsageError
 from primeslurm.node.agent.node_context import Addresses, resolve
-from primeslurm.plan.checks.review import advise
+from primeslurm.plan.checks.run_checks import check_plan
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
@@ -191,8 +191,8 @@ BAD = [
         {},
         {"nodes": {"default": {"gpus": 0}}},
         [
-            "deployment.train: role train needs GPUs, partition gpu has none",
-            "deployment.inference: role inference needs GPUs, partition gpu has none",
+            "deployment.train: role train needs GPUs, but partition gpu has none",
+            "deployment.inference: role inference needs GPUs, but partition gpu has none",
         ],
     ),
     (
@@ -204,15 +204,15 @@ BAD = [
         one_node(None, {}),
         {},
         [
-            "deployment.layout = one_node: does not say how the roles divide the GPUs of the node (set all but one of "
-            "deployment.train.gpus_per_node, deployment.inference.gpus_per_node; together they get 8 GPUs)"
+            "deployment.layout = one_node: the recipe does not say how the roles share the GPUs of the node (set all "
+            "but one of deployment.train.gpus_per_node, deployment.inference.gpus_per_node; together they get 8 GPUs)"
         ],
     ),
     (
         one_node(6, {"gpus_per_node": 4}),
         {},
         [
-            "deployment.layout = one_node: the roles ask for at least 10 GPUs, and nodes of partition gpu have 8 "
+            "deployment.layout = one_node: the roles need at least 10 GPUs, but nodes of partition gpu have 8 "
             "(lower gpus_per_node of a role)"
         ],
     ),
@@ -270,7 +270,7 @@ def test_local_roles_share_the_gpus_of_one_machine(tmp_path: Path) -> None:
     plan = derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
     assert [p.gpus for p in plan.processes() if p.gpus] == [(0,), (1,), (2,)]
     groups["inference"]["gpus_per_node"] = 4
-    with pytest.raises(UsageError, match="ask for 5 GPUs, this machine has 4"):
+    with pytest.raises(UsageError, match="need 5 GPUs, but this machine has 4"):
         derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
 
 
@@ -282,7 +282,7 @@ def test_a_local_run_with_fewer_cores_than_gpu_processes_is_warned(cores: int, w
     kind = machine.nodes["default"].model_copy(update={"cpus": cores})
     machine = machine.model_copy(update={"nodes": {"default": kind}})
     recipe = Recipe.model_validate(recipe_data(**colocated(2, 2)))
-    found = advise(recipe, derive(recipe, machine, RUN, local=True))
+    found = check_plan(recipe, derive(recipe, machine, RUN, local=True))
     assert [f.fix for f in found if f.field == "--local"] == [
         "inside an allocation, start it with srun --cpus-per-task=N"
     ] * warned
@@ -497,5 +497,5 @@ def test_copies_of_checkpoints_are_in_a_directory_of_each_train_node() -> None:
 def test_copies_of_checkpoints_that_nobody_would_read_are_told_of() -> None:
     for spares, told in (({}, ["deployment.spares.train: 1"]), ({"spares": {"train": 1}}, [])):
         changes = {"checkpoint": {"local": "/scratch"}, "deployment": {"train": {"nodes": 2}, **spares}}
-        findings = advise(Recipe.model_validate(recipe_data(**changes)), plan_for(**changes))
+        findings = check_plan(Recipe.model_validate(recipe_data(**changes)), plan_for(**changes))
         assert [finding.fix for finding in findings if finding.field == "checkpoint.local"] == told

@@ -79,4 +79,4 @@ def test_only_the_beginning_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     long = {"prompt": "x" * 300, "completion": "y"}
     assert said(write(tmp_path / "data.jsonl", *RIGHT[1:], long, "no json")) == []
     assert said(write(tmp_path / "long.jsonl", long)) == [], "its only line is longer"
-    assert said(write(tmp_path / "empty.jsonl", "", "")) == ["holds no conversation (one JSON object a line)"]
+    assert said(write(tmp_path / "empty.jsonl", "", "")) == ["has no conversation (write one JSON object per line)"]

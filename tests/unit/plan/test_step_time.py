@@ -11,7 +11,7 @@ import pytest
 
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
-from primeslurm.plan.memory.gpus import GPUS
+from primeslurm.plan.gpus import GPUS
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.step_time import COMPILED, SPREAD, StepTime, step_time
 from primeslurm.recipe import Recipe

@@ -123,8 +123,8 @@ def test_its_files_and_tokenizer_are_checked(tmp_path: Path) -> None:
     changes = {"model": {"path": str(policy)}}
     (found,) = problems(recipe(changes, path=str(teacher)))
     assert str(found) == (
-        f"teacher.path = {teacher}: its tokenizer is not the policy's: 3 tokens differ"
-        " (a model with the vocabulary of model.path)"
+        f"teacher.path = {teacher}: its tokenizer differs from the policy's in 3 tokens"
+        " (use a model with the vocabulary of model.path)"
     )
     tokenizer(teacher, "a", "b", "c")
     assert problems(recipe(changes, path=str(teacher))) == []

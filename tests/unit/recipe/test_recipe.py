@@ -30,8 +30,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"batch_size": 3}, ["batch_size = 3: no such key (did you mean orchestrator.batch_size or sft.batch_size?)"]),
     ({"trainer": {"ep": 8}}, ["trainer.ep = 8: no such key (did you mean trainer.parallelism.ep?)"]),
     ({"seed": 2**32}, ["seed = 4294967296: must be at most 4294967295 (nearest: 4294967295)"]),
-    ({"seed": -1}, ["seed = -1: must be at least 0 (nearest: 0)"]),
     ({"max_steps": 0}, ["max_steps = 0: must be greater than 0 (nearest: 1)"]),
+    ({"max_steps": "many"}, ["max_steps = 'many': must be a whole number"]),
     ({"model": {"dtype": "float"}}, ["model.dtype = 'float': is not a valid choice (did you mean float32?)"]),
     (
         {"deployment": {"inference": {"type": "disagregated"}}},
@@ -209,14 +209,6 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ],
     ),
     ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),
-    (
-        {"max_steps": "many", "seq_len": -1, "nam": "x"},
-        [
-            "max_steps = 'many': must be a whole number",
-            "seq_len = -1: must be greater than 0 (nearest: 1)",
-            "nam = 'x': no such key (did you mean name?)",
-        ],
-    ),
 ]
 
 
@@ -366,7 +358,6 @@ def test_slurm_time_in_minutes(text: str, expected: int) -> None:
     ("override", "expected"),
     [
         ("trainer.optimizer.lr=-1", "trainer.optimizer.lr = -1: must be greater than 0"),
-        ("checkpoint.interval=-1", "checkpoint.interval = -1: must be greater than 0 (nearest: 1)"),
         ("max_steps=9223372036854775808", "max_steps = 9.22e+18: is too large (nearest: 9223372036854775807)"),
         (
             "environments.0.args={top: -1" + "0" * 30 + "}",

@@ -9,7 +9,7 @@ import pytest
 from primeslurm.records.attempt import Obstacle
 from primeslurm.slurm.client import JobComponent, JobState, Shared, SlurmClient, parse_job
 from primeslurm.slurm.partitions import parse_reservations
-from primeslurm.slurm.waiting import depends_on_others, is_reserved, obstacles, reasons
+from primeslurm.slurm.pending_reasons import depends_on_others, is_reserved, obstacles, reasons
 
 # 22.05.8, shortened.
 LIMIT = """\

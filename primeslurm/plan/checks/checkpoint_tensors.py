@@ -1,7 +1,8 @@
-"""Whether a model's checkpoint has the tensors that its config asks for, by the headers of its files.
+"""Check that a model's checkpoint has the tensors that its config requires, from the headers of its files.
 
-No torch is needed, so nothing is known of single modules. What is compared is the layers with one another: a tensor
-that all other layers of the kind have, and one does not, is missing.
+torch is not needed, so the modules are unknown. Instead, layers are compared with each other: if all other layers of a
+kind
+have a tensor and one does not, it is missing.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from primeslurm.models import family_of
 from primeslurm.models.shape import ModelShape
 
 _HEADERS_AT_ONCE = 8
-"""Headers that are read side by side: each is a wait for the file system."""
+"""Headers that are read in parallel, because the file system answers slowly."""
 _SHOWN = 5
-"""Names that are shown."""
+"""Names that a message lists."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|word_embeddings|tok_embeddings|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|output_layer)\.")
 _NORM = re.compile(r"(^|\.)(norm|norm_f|final_layernorm|ln_f)\.weight$")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 _ELSEWHERE = re.compile(r"(^|\.)(visual|vision\w*|mtp|mm_projector|multi_modal_projector)\.")
-"""What is no part of the language model."""
+"""Tensors outside of the language model."""
 _BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$|(^|\.)indexer\.")
-"""What some layers may have and others not: parts of a quantised weight, and DSA's shared indexers."""
+"""Tensors that only some layers have: parts of a quantised weight, and shared indexers of DSA."""
 _PACKED = re.compile(r"_(packed|blocks)$")
 _ENCODED = re.compile(r"image|audio|video|vision")
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""By the name of a tensor."""
+"""Shape of each tensor by name."""
 
 
 def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShape | None) -> list[Violation]:
-    """Find what a checkpoint lacks, and tokens that it has no embedding for.
+    """Return tensors that a checkpoint lacks, and tokens without an embedding.
 
     Args:
-        directory: of the model, with safetensors files.
+        directory: model directory with safetensors files.
         config: its config.json.
-        shape: what the config says; None if it is not understood.
+        shape: the model's shape; None if its config is not understood.
     """
     where = str(directory)
     if "model_type" not in config:
@@ -58,17 +59,17 @@ def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShap
     problems = [Violation("model.path", where, why, fix) for why, fix in _unembedded(directory, config, shapes)]
     if shape is not None:
         lacks = [*_ends(config, shapes, shape), *(_lacking(shapes, shape) if family_of(shape.model_type) else [])]
-        fix = "get the model's files again"
+        fix = "download the model's files again"
         problems += [Violation("model.path", where, f"its checkpoint {why}", fix) for why in lacks]
     return problems
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Read the names and shapes of all tensors of a model, from the headers of its files.
+    """Return the shapes of all tensors of a model, by name.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: a file is no safetensors file.
+        ValueError: a file is not a safetensors file.
     """
     index = directory / INDEX
     if index.is_file():
@@ -77,7 +78,7 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{INDEX} is damaged") from None
         if absent := [name for name in names if not (directory / name).is_file()]:
-            raise ValueError(f"{INDEX} names {', '.join(absent[:_SHOWN])}, which {_is(absent)} not there")
+            raise ValueError(f"{INDEX} names missing files: {', '.join(absent[:_SHOWN])}")
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
     with ThreadPoolExecutor(_HEADERS_AT_ONCE, "headers") as threads:
@@ -86,31 +87,31 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def token_ids(directory: Path) -> dict[int, str]:
-    """Read which ids a model's tokenizer gives, from its files; empty if it has none that are JSON."""
+    """Return the tokens of a model's tokenizer by id, from its JSON files; empty if it has none."""
     main, added, settings = (
         _object(directory / name) for name in ("tokenizer.json", "added_tokens.json", "tokenizer_config.json")
     )
-    found: dict[int, str] = {}
+    tokens: dict[int, str] = {}
     vocabulary = (main.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, dict):
-        found |= {number: token for token, number in vocabulary.items() if isinstance(number, int)}
+        tokens |= {number: token for token, number in vocabulary.items() if isinstance(number, int)}
     else:  # a Unigram's tokens are numbered as they are listed
-        found |= {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
-    found |= {entry["id"]: entry["content"] for entry in main.get("added_tokens") or ()}
-    found |= {number: token for token, number in added.items() if isinstance(number, int)}
+        tokens |= {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
+    tokens |= {entry["id"]: entry["content"] for entry in main.get("added_tokens") or ()}
+    tokens |= {number: token for token, number in added.items() if isinstance(number, int)}
     decoder = settings.get("added_tokens_decoder") or {}
-    return found | {int(number): str(entry["content"]) for number, entry in decoder.items()}
+    return tokens | {int(number): str(entry["content"]) for number, entry in decoder.items()}
 
 
 def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
-    """Tokens that have no row in the embedding."""
+    """Return why tokens have no row in the embedding, and the fix."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     rows = next((shape[0] for name, shape in shapes.items() if _is_embedding(name) and shape), text.get("vocab_size"))
     try:
         ids = token_ids(directory)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return [("its tokenizer's files are damaged", "get them again")]
+        return [("its tokenizer's files are damaged", "download them again")]
     # Gemma 3 of one billion parameters sees no images, and has a token for them behind its last row.
     sees = bool(config.get("vision_config") or config.get("audio_config"))
     ids = {number: token for number, token in ids.items() if sees or not _ENCODED.search(token)}
@@ -122,30 +123,30 @@ def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> l
 
 
 def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
-    """What is wrong with embedding and head."""
-    known = family_of(shape.model_type) is not None
-    said = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
-    found = []
-    if not any(_HEAD.search(name) for name in shapes) and not shape.tied and (known or said):
-        found.append("has no head (lm_head.weight), and its config does not tie it to the embedding")
+    """Return what is wrong with embedding and head."""
+    is_known_family = family_of(shape.model_type) is not None
+    tied = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
+    problems = []
+    if not any(_HEAD.search(name) for name in shapes) and not shape.tied and (is_known_family or tied):
+        problems.append("has no head (lm_head.weight), and its config does not tie it to the embedding")
     embeddings = {name: rows for name, rows in shapes.items() if _is_embedding(name)}
-    if known and not embeddings:
-        found.append("has no embedding (model.embed_tokens.weight)")
+    if is_known_family and not embeddings:
+        problems.append("has no embedding (model.embed_tokens.weight)")
     wrong = [f"{name} has {rows[0]} rows" for name, rows in embeddings.items() if rows and rows[0] != shape.vocab]
-    if known and wrong:
-        found.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_some(wrong)}")
-    return found
+    if is_known_family and wrong:
+        problems.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_some(wrong)}")
+    return problems
 
 
 def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
-    """What is missing of the layers of a family that the trainer knows, and behind them."""
+    """Return what is missing in and after the layers, for a model family of the trainer."""
     layers: dict[int, set[str]] = defaultdict(set)
     prefixes: Counter[str] = Counter()
     for name in shapes:
-        if _ELSEWHERE.search(name) or _BESIDE.search(name) or not (found := _LAYER.search(name)):
+        if _ELSEWHERE.search(name) or _BESIDE.search(name) or not (match := _LAYER.search(name)):
             continue
-        layers[int(found[2])].add(_PACKED.sub("", found[3]))
-        prefixes[name[: found.start(2)]] += 1
+        layers[int(match[2])].add(_PACKED.sub("", match[3]))
+        prefixes[name[: match.start(2)]] += 1
     if absent := [number for number in range(shape.layers) if number not in layers]:
         return [f"has no tensors of {_some(f'layer {number}' for number in absent)}"]
     beginning = prefixes.most_common(1)[0][0]
@@ -158,29 +159,27 @@ def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
 
 
 def _unlike(number: int, layers: Mapping[int, set[str]]) -> list[str]:
-    """What a layer lacks, as a whole or in one of its modules, that another one has beside all that it has itself.
-
-    Nothing if yet another one is like it: layers may be of several kinds.
-    """
-    found: list[str] = []
+    """Return the tensors that a layer lacks: another one has all its tensors, of the layer or a module, and more."""
+    # Layers may be of several kinds, so a layer with an equal one is complete.
+    missing: list[str] = []
     for module in ("", *sorted({_module(name) for name in layers[number]})):
         every = [{name for name in names if not module or _module(name) == module} for names in layers.values()]
-        own = {name for name in layers[number] if not module or _module(name) == module}
-        fuller = [names for names in every if names > own]
-        if fuller and every.count(own) == 1:
-            found += sorted(min(fuller, key=len) - own)
-    return found
+        tensors = {name for name in layers[number] if not module or _module(name) == module}
+        fuller = [names for names in every if names > tensors]
+        if fuller and every.count(tensors) == 1:
+            missing += sorted(min(fuller, key=len) - tensors)
+    return missing
 
 
 def _module(name: str) -> str:
-    """The module of a layer that a tensor is in; those in none, as norms are, are together."""
+    """Return the module of a tensor within its layer. Tensors without a module, such as norms, are "norms"."""
     module, _, rest = name.partition(".")
     return "norms" if rest in ("", "weight", "bias") else module
 
 
 def _experts(names: Collection[str], shape: ModelShape) -> list[str]:
-    """The experts that a layer lacks, if they are stored one by one."""
-    numbers = {int(found[2]) for name in names if (found := _EXPERT.search(name))}
+    """Return the experts that a layer lacks, if experts are stored one by one."""
+    numbers = {int(match[2]) for name in names if (match := _EXPERT.search(name))}
     count = shape.experts.count if shape.experts else 0
     return [f"mlp.experts.{number}" for number in range(count) if numbers and number not in numbers]
 
@@ -199,16 +198,16 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         beginning = file.read(8)
         length = struct.unpack("<Q", beginning)[0] if len(beginning) == 8 else size
         if length > size - 8:
-            raise ValueError(f"{path.name} is no safetensors file, or is cut short")
+            raise ValueError(f"{path.name} is not a safetensors file, or is truncated")
         try:
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            raise ValueError(f"{path.name}: its header is damaged") from None
+            raise ValueError(f"{path.name} has a damaged header") from None
     if size < 8 + length + end:
-        raise ValueError(f"{path.name} is cut short: {size} bytes of {8 + length + end}")
+        raise ValueError(f"{path.name} is truncated: it has {size} of {8 + length + end} bytes")
     return shapes
 
 
@@ -224,7 +223,3 @@ def _some(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more
-
-
-def _is(names: Collection[str]) -> str:
-    return "are" if len(names) > 1 else "is"

@@ -12,7 +12,7 @@ from primeslurm.orchestrator.batching.batches import KEPT_STEPS
 from primeslurm.orchestrator.dispatch import DispatchLimits
 from primeslurm.orchestrator.pipeline.recovery import limits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.plan.memory.buffered import (
+from primeslurm.plan.memory.orchestrator_memory import (
     BATCHES_AHEAD,
     BUFFERED,
     ROLLOUT_BYTES,
@@ -58,7 +58,7 @@ def test_the_large_glm5_run_buffers_up_to_236_gigabytes_which_its_head_node_hold
 
 
 def test_a_head_node_that_cannot_hold_it_is_refused_with_what_it_takes() -> None:
-    fix = "slurm.control.mem: 220G, a smaller batch, or less max_off_policy_steps"
+    fix = "slurm.control.mem: 220G, a smaller batch_size or max_off_policy_steps"
     assert said(glm5_r3(), mem="64G")[1] == [
         f"note may not fit: buffered rollouts of seq_len would take 220 of 64 GiB of the head node's memory; {fix}"
     ]

@@ -22,6 +22,7 @@ from primeslurm.slurm.accounting import (
     parse_qos,
     parse_tres,
 )
+from primeslurm.slurm.cluster_fit import ClusterFacts, cluster_fit_problems
 from primeslurm.slurm.limits import clock
 from primeslurm.slurm.partitions import (
     Gres,
@@ -33,7 +34,6 @@ from primeslurm.slurm.partitions import (
     parse_partitions,
     parse_reservations,
 )
-from primeslurm.slurm.placement import ClusterFacts, placement_problems
 from tests.support.recipes import recipe_data, site
 from tests.support.slurm_plans import group, plan
 
@@ -60,7 +60,7 @@ FACTS = ClusterFacts(parse_partitions(PARTITIONS, ROWS))
 
 
 def problems(given: Plan, facts: ClusterFacts = FACTS) -> list[str]:
-    return [str(each) for each in placement_problems(given, facts)]
+    return [str(each) for each in cluster_fit_problems(given, facts)]
 
 
 def make(*groups: HetGroup, **job: object) -> Plan:
@@ -86,7 +86,7 @@ def test_what_fits_has_no_problem() -> None:
         ({"partition": "gpus"}, "slurm.train.partition = gpus: no such partition (did you mean gpu?)"),
         (
             {"nodes": 4, "gres": "gpu:h100:2"},
-            "slurm.train.partition = gpu: has 3 usable nodes of 4, and the job needs 4: train 4 "
+            "slurm.train.partition = gpu: has 3 usable nodes of 4, but the job needs 4: train 4 "
             "(lower the nodes or replicas of a role, or use another partition)",
         ),
         (
@@ -104,7 +104,7 @@ def test_what_fits_has_no_problem() -> None:
         ),
         (
             {"nodes": 4, "gres": "gpu:h100:4"},
-            "deployment.train.gpus_per_node = 4: 3 nodes of partition gpu have as many gpu:h100, 4 are needed "
+            "deployment.train.gpus_per_node = 4: 3 nodes of partition gpu have as many gpu:h100, but 4 are needed "
             "(nearest: 2, or correct `gpus` of the site's nodes)",
         ),
         (
@@ -129,7 +129,7 @@ def test_what_fits_has_no_problem() -> None:
         ),
         (
             {"constraint": "ib&nvmee"},
-            "slurm.train.constraint = nvmee: 0 nodes of partition gpu have this feature, 1 are needed "
+            "slurm.train.constraint = nvmee: 0 nodes of partition gpu have this feature, but 1 are needed "
             "(did you mean nvme?)",
         ),
         ({"nodelist": "n[4-6]"}, "slurm.train.nodelist = n[5-6]: not in partition gpu"),
@@ -175,7 +175,7 @@ def test_a_partition_that_is_not_for_this_user() -> None:
     given = make(train(partition="closed", cpus_per_task=8, mem="40G"))
     found = problems(given, replace(FACTS, groups=frozenset({"users"})))
     assert [each.partition(" (")[0] for each in found] == [
-        "slurm.train.partition = closed: is down: it starts no jobs",
+        "slurm.train.partition = closed: is down, so it starts no jobs",
         "slurm.train.partition = closed: is only for members of chem, physics",
         "slurm.train.partition = closed: is only for root",
         "slurm.train.partition = closed: only runs jobs that name a reservation",
@@ -195,12 +195,12 @@ def test_nodes_of_a_reservation_count_for_its_jobs_only() -> None:
     facts = ClusterFacts(parse_partitions(PARTITIONS, rows), tuple(lab))
     assert problems(make(train(2)), facts) == [], "reserved nodes are not broken: the job waits for them"
     (few,) = problems(make(train(2), reservation="lab"), facts)
-    assert "has 1 usable node of 4" not in few and "has 1 usable node of 2, and the job needs 2: train 2" in few
+    assert "has 1 usable node of 4" not in few and "has 1 usable node of 2, but the job needs 2: train 2" in few
 
 
 def test_nodes_that_the_recipe_excludes_do_not_count() -> None:
     (few,) = problems(make(train(3), exclude="n[1-2]"))
-    assert "has 1 usable node of 4, and the job needs 3: train 3" in few
+    assert "has 1 usable node of 4, but the job needs 3: train 3" in few
 
 
 ONE_NODE = [["n1", "gpu", "idle", "96", "64000", "gpu:h200:8", ""]]
@@ -211,20 +211,20 @@ ONE_NODE = [["n1", "gpu", "idle", "96", "64000", "gpu:h200:8", ""]]
     [
         (
             {"train": {"gpus_per_node": 4}, "inference": {"type": "single_node", "gpus_per_node": 4}},
-            "gpu: has 1 usable node, and the job needs 2: train 1 x 4 GPUs, inference 1 x 4 GPUs (to run all roles on "
+            "gpu: has 1 usable node, but the job needs 2: train 1 x 4 GPUs, inference 1 x 4 GPUs (to run all roles on "
             "one node, set deployment.layout: one_node. Or run it in an allocation of one node: salloc --partition=gpu "
             "--nodes=1 --gres=gpu:h200:8 --cpus-per-task=96 srun --cpus-per-task=96 primeslurm submit RECIPE --local "
             "--wait)",
         ),
         (
             {"layout": "single"},
-            "gpu: has 1 usable node, and the job needs 2: train 1 x 8 GPUs, inference 1 x 8 GPUs (to run all roles on "
+            "gpu: has 1 usable node, but the job needs 2: train 1 x 8 GPUs, inference 1 x 8 GPUs (to run all roles on "
             "one node, set deployment.layout: one_node, and gpus_per_node of each role so that together they use at "
             "most 8 GPUs)",
         ),
         (
             {"train": {"nodes": 2, "gpus_per_node": 1}},
-            "gpu: has 1 usable node, and the job needs 3: train 2 x 1 GPUs, inference 1 x 8 GPUs (lower the nodes or "
+            "gpu: has 1 usable node, but the job needs 3: train 2 x 1 GPUs, inference 1 x 8 GPUs (lower the nodes or "
             "replicas of a role, or use another partition)",
         ),
     ],
@@ -264,34 +264,34 @@ TWO = (CONTROL, train(2, mem="10G"), group(2, "decode", 1, partition="gpu", gres
         (
             TresLimits(per_job={"gres/gpu": 3}),
             [
-                "slurm.qos = small: allows gres/gpu=3 to each component, train asks for 4",
-                "slurm.qos = small: allows gres/gpu=3 to each component, decode asks for 4",
+                "slurm.qos = small: allows gres/gpu=3 per component, but train requests 4",
+                "slurm.qos = small: allows gres/gpu=3 per component, but decode requests 4",
             ],
         ),
         (TresLimits(per_job={"gres/gpu": 4, "node": 2, "cpu": 4}), []),
         (
             TresLimits(per_node={"gres/gpu": 3}),
-            ["slurm.qos = small: allows gres/gpu=3 on a node, decode asks for 4"],
+            ["slurm.qos = small: allows gres/gpu=3 per node, but decode requests 4"],
         ),
         (
             TresLimits(per_user={"gres/gpu": 7, "mem": 20480}),
-            ["slurm.qos = small: allows gres/gpu=7 to a user, the recipe asks for 8"],
+            ["slurm.qos = small: allows gres/gpu=7 for a user, but the recipe requests 8"],
         ),
         (
             TresLimits(total={"node": 3}),
-            ["slurm.qos = small: allows node=3 to all jobs together, the recipe asks for 4"],
+            ["slurm.qos = small: allows node=3 for all jobs together, but the recipe requests 4"],
         ),
         (
             TresLimits(least={"gres/gpu": 1}),
-            ["slurm.qos = small: needs gres/gpu=1 in each component, control asks for 0"],
+            ["slurm.qos = small: requires gres/gpu=1 per component, but control requests 0"],
         ),
         (
             TresLimits(jobs=2),
-            ["slurm.qos = small: runs 2 jobs at a time, and each of the 3 components is one"],
+            ["slurm.qos = small: runs 2 jobs at a time, but each of the 3 components counts as one"],
         ),
         (
             TresLimits(per_job={"gres/gpu:h100": 3}),
-            ["slurm.qos = small: allows gres/gpu:h100=3 to each component, decode"],
+            ["slurm.qos = small: allows gres/gpu:h100=3 per component, but decode"],
         ),
         (TresLimits(per_job={"billing": 1}, least={"billing": 5}), []),
     ],
@@ -307,13 +307,13 @@ def test_with_deny_on_limit_the_limit_of_a_job_counts_all_components_together() 
     job = make(*TWO, account="lab", qos="small")
     limits, deny = TresLimits(per_job={"gres/gpu": 7}), ("DenyOnLimit",)
     assert problems(job, accounting(limits, flags=deny)) == [
-        "slurm.qos = small: allows gres/gpu=7 to a job, the recipe asks for 8 (ask for less, or use another QOS)"
+        "slurm.qos = small: allows gres/gpu=7 for a job, but the recipe requests 8 (ask for less, or use another QOS)"
     ]
     assert problems(job, accounting(limits)) == []
     assert problems(job, accounting(TresLimits(per_job={"gres/gpu": 8}), flags=deny)) == []
     of_account = problems(job, accounting(TresLimits(), TresLimits(per_job={"node": 3}), flags=deny))
     assert of_account == [
-        "slurm.account = lab: allows node=3 to a job, the recipe asks for 4 (ask for less, or use another account)"
+        "slurm.account = lab: allows node=3 for a job, but the recipe requests 4 (ask for less, or use another account)"
     ]
 
 
@@ -321,7 +321,7 @@ def test_limits_of_an_account_count_where_the_qos_sets_none() -> None:
     account = TresLimits(per_job={"node": 1, "cpu": 2})
     found = problems(make(*TWO, qos="small"), accounting(TresLimits(per_job={"node": 8}), account))
     assert found == [
-        "slurm.account = lab: allows cpu=2 to each component, train asks for 4 (ask for less, or use another account)"
+        "slurm.account = lab: allows cpu=2 per component, but train requests 4 (ask for less, or use another account)"
     ]
     assert problems(make(*TWO, qos="small", time="3-00:00:00"), accounting(flags=("PartitionTimeLimit",))) == []
 

@@ -1,44 +1,42 @@
-"""Bytes of a checkpoint, and of its copies on the train nodes."""
+"""Size of a checkpoint and of its copies on the train nodes."""
 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from primeslurm.plan.memory.forecast import Amount
+from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
 LOCAL_COPIES = "local copies"
-"""Name of the amount that these copies take."""
+"""Name of the quantity with the size of these copies."""
 _MEMORY = PurePosixPath("/dev/shm")
 
 
 def checkpoint_bytes(recipe: Recipe, trained: int, state_bytes: int) -> int:
-    """Work out the bytes of float32 masters and optimizer state.
+    """Return the bytes of float32 masters and optimizer state.
 
     Args:
-        recipe: of the run.
-        trained: parameters.
-        state_bytes: of the optimizer, for each of them.
+        trained: number of trained parameters.
+        state_bytes: bytes of optimizer state per trained parameter.
     """
     return (4 + state_bytes // (2 if recipe.checkpoint.moments == "bfloat16" else 1)) * trained
 
 
 def local_bytes(recipe: Recipe, saved: int, nodes: int) -> int:
-    """Work out the bytes of copies on each train node: of its own ranks' files, and of those of another node."""
+    """Return the bytes of copies on a train node: files of its own ranks, and of another node if there is one."""
     if recipe.checkpoint.local is None:
         return 0
     return saved // nodes * (2 if nodes > 1 else 1)
 
 
 def in_memory(recipe: Recipe) -> bool:
-    """Tell whether local copies take host memory."""
+    """Return whether local copies take host memory."""
     return recipe.checkpoint.local is not None and PurePosixPath(recipe.checkpoint.local).is_relative_to(_MEMORY)
 
 
-def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Amount]:
-    """Say what local copies take, if there are any."""
+def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Quantity]:
     size = local_bytes(recipe, saved, nodes)
     if not size:
         return []
     how = f"in {recipe.checkpoint.local}: of its own ranks" + (", and of another node's" if nodes > 1 else "")
-    return [Amount(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB a train node", how=how)]
+    return [Quantity(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB a train node", how=how)]

@@ -111,7 +111,7 @@ def test_whole_checkpoints_are_right(tmp_path: Path) -> None:
         ({**QWEN, "model_type": "unheard_of"}, ["lm_head.weight"], "its checkpoint has no head"),
         (QWEN, ["model.embed_tokens.weight"], "its checkpoint has no embedding (model.embed_tokens.weight)"),
         (QWEN, ["model.norm.weight"], "its checkpoint lacks the norm behind the last layer"),
-        (QWEN, dense(2), "its checkpoint has no tensors of layer 2 (get the model's files again)"),
+        (QWEN, dense(2), "its checkpoint has no tensors of layer 2 (download the model's files again)"),
         (QWEN, ["model.layers.2.mlp.up_proj.weight"], "its checkpoint lacks model.layers.2.mlp.up_proj.weight ("),
         (QWEN, ["model.layers.3.input_layernorm.weight"], "lacks model.layers.3.input_layernorm.weight ("),
         (QWEN, [f"model.layers.1.{name}" for name in ATTENTION],
@@ -147,7 +147,7 @@ def test_an_index_that_names_a_file_that_is_not_there_is_refused(tmp_path: Path)
     weights = dict.fromkeys(of_qwen(), "model.safetensors") | {"model.norm.weight": "model-2.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}))
     (found,) = said(tmp_path)
-    assert f"its weights cannot be read: {INDEX} names model-2.safetensors, which is not there" in found
+    assert f"its weights cannot be read: {INDEX} names missing files: model-2.safetensors" in found
     (tmp_path / INDEX).write_text("{")
     assert f"{INDEX} is damaged" in said(tmp_path)[0]
 
@@ -159,7 +159,7 @@ def test_a_file_that_is_cut_short_is_refused(size: int, tmp_path: Path) -> None:
     with file.open("rb+") as opened:
         opened.truncate(size if size >= 0 else file.stat().st_size - 1)
     (found,) = said(tmp_path)
-    assert "model.safetensors is " in found and "cut short" in found
+    assert "model.safetensors is " in found and "truncated" in found
 
 
 def tokens(count: int, **added: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Why a job does not start: Slurm's reason of each component, and what to do where waiting is not enough. Pure.
+"""Explain why a job does not start: Slurm's reason for each component, and what to do if waiting does not help. Pure.
 
-The names of reasons are those of Slurm 20.11 to 25.05; scontrol writes underscores for the spaces in their details.
+The names of reasons are those of Slurm 20.11 to 25.05. scontrol writes underscores for spaces in their details.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _NEVER = (
     (rf"(QOS|Assoc)Grp{_AMOUNT}Minutes(Limit)?|(QOS|Assoc)GrpWall(Limit)?|QOSUsageThreshold",
      "the budget of its QOS or account is used up", "use another slurm.qos or slurm.account, or ask for more time"),
 )  # fmt: skip
-"""Reason, what it means, and what to do: none of these ends while the job waits, unless somebody acts."""
+"""Pattern of a reason, its meaning, and what to do. None of these ends unless somebody acts."""
 _SHARED = re.compile(r"(QOS|Assoc)(Grp|Max)\w+|Max\w+PerAccount|Association(Job|Resource)Limit|QOS(Job|Resource)Limit")
 """Limits for all jobs of a user, account or QOS together."""
 
 
 def reasons(job: JobState, names: Mapping[int, str]) -> str:
-    """Write the reasons of all components: that of the leading one, and the others' where they differ."""
+    """Return the reason of the leading component, and those of other components if they differ."""
     of_others: dict[str, list[str]] = {}
     for component in job.components:
         if component.state == "PENDING" and component.reason not in ("", job.reason):
@@ -67,12 +67,12 @@ def reasons(job: JobState, names: Mapping[int, str]) -> str:
 
 
 def depends_on_others(job: JobState) -> bool:
-    """Whether the job waits for a limit that other jobs count against."""
+    """Return whether the job waits for a limit that other jobs count against."""
     return any(_never(component.reason) is None and _SHARED.fullmatch(_name(component)) for component in job.components)
 
 
 def is_reserved(job: JobState) -> bool:
-    """Whether the job waits for nodes that a reservation may keep from it."""
+    """Return whether the job waits for nodes that a reservation may hold."""
     return any("maintenance" in component.reason for component in job.components)
 
 
@@ -82,30 +82,29 @@ def obstacles(
     maintenance: Sequence[Reservation] = (),
     rivals: Collection[Shared] = ("user", "account", "qos"),
 ) -> list[Obstacle]:
-    """List why the job does not start by waiting alone.
+    """Return the reasons why waiting alone does not start a pending job.
 
     Args:
-        job: that waits.
-        names: of the components, by their offset.
-        maintenance: reservations for maintenance of nodes that the job might get.
-        rivals: what other jobs that run share with this one: those count against its limits, and may end.
+        names: names of the components by offset.
+        maintenance: maintenance reservations of nodes that the job might get.
+        rivals: what other running jobs share with this one. They count against its limits, and may end.
     """
-    found = []
+    obstacles = []
     for component in job.components:
         if component.state != "PENDING":
             continue
-        told = _never(component.reason) or _temporary(component.reason, maintenance)
-        if told is None and _SHARED.fullmatch(_name(component)) and not _counted(_name(component)) & set(rivals):
-            told = "asks alone for more than all jobs of its user, account or QOS may have", _LESS, True
-        if told is not None:
-            text, fix, never = told
+        explanation = _never(component.reason) or _temporary(component.reason, maintenance)
+        if explanation is None and _SHARED.fullmatch(_name(component)) and not _counted(_name(component)) & set(rivals):
+            explanation = "alone requests more than all jobs of its user, account or QOS may have", _LESS, True
+        if explanation is not None:
+            text, fix, never = explanation
             who = names.get(component.offset, f"+{component.offset}") if len(job.components) > 1 else ""
-            found.append(Obstacle(who, component.reason, text, fix.format(job=job.job_id), never))
-    return _joined(found)
+            obstacles.append(Obstacle(who, component.reason, text, fix.format(job=job.job_id), never))
+    return _joined(obstacles)
 
 
 def _counted(reason: str) -> set[Shared]:
-    """Whose jobs a limit counts together."""
+    """Return whose jobs a limit counts together."""
     if "PerUser" in reason or reason.startswith("AssocMax"):
         return {"user"}
     if reason.startswith("QOSGrp"):
@@ -138,9 +137,9 @@ def _temporary(reason: str, maintenance: Sequence[Reservation]) -> tuple[str, st
     return None
 
 
-def _joined(found: Sequence[Obstacle]) -> list[Obstacle]:
-    """Say what several components share once."""
+def _joined(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
+    """Merge obstacles that several components share."""
     by_text: dict[tuple[str, str, str, bool], list[str]] = {}
-    for each in found:
+    for each in obstacles:
         by_text.setdefault((each.reason, each.text, each.fix, each.never), []).append(each.component)
     return [Obstacle(", ".join(who), *rest) for rest, who in by_text.items()]

@@ -1,6 +1,7 @@
-"""Whether this cluster can ever run a Plan: what the Plan asks for, compared with what Slurm says.
+"""Check whether a cluster can ever run a Plan: compare its requests with what Slurm reports.
 
-A job that asks for too much is often accepted, and then waits forever with a reason that only squeue shows. Busy or
+Slurm often accepts a job that requests too much. The job then pends forever, for a reason that only squeue shows. Busy
+and
 reserved nodes are no problem: the job waits for them.
 """
 
@@ -41,7 +42,7 @@ _NODES = {
     "teacher": "teacher.nodes",
     "environments": "deployment.environments.nodes",
 }
-"""Field of the recipe that says how many nodes a component has."""
+"""Recipe field that sets the number of nodes of a component."""
 _GPUS = {
     "inference": "deployment.inference.gpus_per_node",
     "prefill": "deployment.inference.prefill.gpus_per_node",
@@ -52,18 +53,18 @@ _GPUS = {
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What Slurm says about itself and about this user."""
+    """What Slurm reports about the cluster and this user."""
 
     partitions: dict[str, Partition]
-    """All of them, hidden ones, too."""
+    """All partitions, including hidden ones."""
     reservations: tuple[Reservation, ...] = ()
     accounting: Accounting = NO_ACCOUNTING
     groups: frozenset[str] | None = None
-    """Unix groups of the user; None for root, whom no partition refuses."""
+    """Unix groups of the user. None for root, who may use every partition."""
 
 
 def cluster_facts(client: SlurmClient) -> ClusterFacts:
-    """Ask Slurm. Raises ClusterError if it does not answer."""
+    """Query Slurm. Raises ClusterError if it does not answer."""
     groups = None
     if os.geteuid() != 0:
         names = set()
@@ -74,15 +75,15 @@ def cluster_facts(client: SlurmClient) -> ClusterFacts:
     return ClusterFacts(client.partitions(), tuple(client.reservations()), client.accounting(), groups)
 
 
-def placement_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
-    """Find every reason why the job could never start, each once. Pure."""
+def cluster_fit_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
+    """Return every reason why the job could never start, each one once. Pure."""
     partitions = {name: facts.partitions[name] for name in _asked_partitions(plan) if name in facts.partitions}
-    found = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]
+    problems = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]
     for partition in partitions.values():
         groups = [group for group in plan.groups if group.partition == partition.name]
-        found += _access_problems(plan, groups[0], partition, facts)
-        found += _resource_problems(plan, groups, partition, facts)
-    return [*found, *limit_problems(plan, facts.partitions, facts.accounting)]
+        problems += _access_problems(plan, groups[0], partition, facts)
+        problems += _resource_problems(plan, groups, partition, facts)
+    return [*problems, *limit_problems(plan, facts.partitions, facts.accounting)]
 
 
 def _asked_partitions(plan: Plan) -> list[str]:
@@ -90,7 +91,7 @@ def _asked_partitions(plan: Plan) -> list[str]:
 
 
 def _field(group: HetGroup, option: str) -> str:
-    """The field of the recipe that sets an option of a component."""
+    """Return the recipe field that sets an option of a component."""
     return f"slurm.{'train' if group.name == 'all' else group.name}.{option}"
 
 
@@ -103,11 +104,11 @@ def _unknown_partitions(plan: Plan, facts: ClusterFacts) -> Iterator[Violation]:
 
 
 def _reservation_problems(plan: Plan, facts: ClusterFacts) -> Iterator[Violation]:
-    known = [reservation.name for reservation in facts.reservations]
+    names = [reservation.name for reservation in facts.reservations]
     for name in (plan.job.reservation or "").split(","):
-        if name and name not in known:
+        if name and name not in names:
             why = "no such reservation, or it is not for this user"
-            yield Violation("slurm.reservation", name, why, suggestion(name, known))
+            yield Violation("slurm.reservation", name, why, suggestion(name, names))
 
 
 # Access
@@ -117,7 +118,7 @@ def _access_problems(plan: Plan, group: HetGroup, partition: Partition, facts: C
     field, name = _field(group, "partition"), partition.name
     other = "use another partition, or ask an administrator"
     if partition.state != "UP":
-        yield Violation(field, name, f"is {partition.state.lower()}: it starts no jobs", other)
+        yield Violation(field, name, f"is {partition.state.lower()}, so it starts no jobs", other)
     if facts.groups is not None and partition.groups is not None and not facts.groups & partition.groups:
         yield Violation(field, name, f"is only for members of {_listed(partition.groups)}", other)
     if facts.groups is not None and partition.root_only:
@@ -137,7 +138,7 @@ def _access_problems(plan: Plan, group: HetGroup, partition: Partition, facts: C
 
 
 def _may_use(name: str, allowed: frozenset[str] | None, denied: frozenset[str]) -> bool:
-    """Whether an account or a QOS may use a partition. Slurm ignores the second list where there is a first one."""
+    """Return whether an account or QOS may use a partition. Slurm ignores `denied` if there is an allow list."""
     return name in allowed if allowed is not None else name not in denied
 
 
@@ -148,26 +149,26 @@ def _resource_problems(
     plan: Plan, groups: Sequence[HetGroup], partition: Partition, facts: ClusterFacts
 ) -> list[Violation]:
     nodes = _candidates(plan, partition, facts)
-    found = list(_partition_size_problems(plan, groups, partition, facts))
+    problems = list(_partition_size_problems(plan, groups, partition, facts))
     seen: set[tuple[str, str]] = set()
     for group in groups:
         for problem in _node_problems(group, partition, nodes):
             kind = problem.field.rpartition(".")[2], problem.value
             if kind not in seen:  # the same mistake, which another component has, too
                 seen.add(kind)
-                found.append(problem)
+                problems.append(problem)
     wanted, usable = sum(group.nodes for group in groups), [node for node in nodes if not is_broken(node.state)]
-    if not found and wanted > len(usable):
-        there = f"has {len(usable)} usable {'node' if len(usable) == 1 else 'nodes'}"
-        there += f" of {len(partition.nodes)}" if len(usable) < len(partition.nodes) else ""
-        why = f"{there}, and the job needs {wanted}: {_needed(plan, groups)}"
+    if not problems and wanted > len(usable):
+        available = f"has {len(usable)} usable {'node' if len(usable) == 1 else 'nodes'}"
+        available += f" of {len(partition.nodes)}" if len(usable) < len(partition.nodes) else ""
+        why = f"{available}, but the job needs {wanted}: {_needed(plan, groups)}"
         fix = _on_one_node(plan, partition, usable) or "lower the nodes or replicas of a role, or use another partition"
-        found.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
-    return found
+        problems.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
+    return problems
 
 
 def _needed(plan: Plan, groups: Sequence[HetGroup]) -> str:
-    """Say how many nodes each role of these components needs, and how many GPUs of each."""
+    """Return how many nodes each role of these components needs, and how many GPUs per node."""
     indices = {group.index for group in groups}
     roles = Counter((node.role, _gpus(node)) for node in plan.nodes if node.group in indices)
     parts = [f"{role} {nodes}" + (f" x {gpus} GPUs" if gpus else "") for (role, gpus), nodes in roles.items()]
@@ -180,7 +181,7 @@ def _gpus(node: Node) -> int:
 
 
 def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode]) -> str:
-    """Say how all roles can share one node; nothing if they cannot."""
+    """Return how all roles can share one node; empty if they cannot."""
     with_gpus = [node for node in plan.nodes if _gpus(node)]
     several = len({node.role for node in with_gpus}) < len(with_gpus)
     others = plan.totals.environment_nodes or plan.totals.spares
@@ -188,18 +189,18 @@ def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode
     if plan.layout == "one_node" or not with_gpus or several or others or not nodes or gres is None:
         return ""
     name, (wanted,) = gres.rpartition(":")[0], parse_gres(gres)
-    there, asked = max(count_of(node.gres, wanted) for node in nodes), sum(map(_gpus, with_gpus))
+    available, requested = max(count_of(node.gres, wanted) for node in nodes), sum(map(_gpus, with_gpus))
     fix = "to run all roles on one node, set deployment.layout: one_node"
-    if asked > there:
-        return f"{fix}, and gpus_per_node of each role so that together they use at most {there} GPUs"
+    if requested > available:
+        return f"{fix}, and gpus_per_node of each role so that together they use at most {available} GPUs"
     cores = min(sum(group.cpus_per_task for group in plan.groups), max(_cores(node, partition) for node in nodes))
-    options = f"--partition={partition.name} --nodes=1 --gres={name}:{asked} --cpus-per-task={cores}"
+    options = f"--partition={partition.name} --nodes=1 --gres={name}:{requested} --cpus-per-task={cores}"
     command = f"salloc {options} srun --cpus-per-task={cores} primeslurm submit RECIPE --local --wait"
     return f"{fix}. Or run it in an allocation of one node: {command}"
 
 
 def _candidates(plan: Plan, partition: Partition, facts: ClusterFacts) -> list[PartitionNode]:
-    """Return the nodes that the job may get: not those that it excludes, and of its reservation only."""
+    """Return the nodes that the job may get: those of its reservation, without excluded ones."""
     excluded = set(expand(plan.job.exclude or ""))
     names = (plan.job.reservation or "").split(",")
     reserved = {node for each in facts.reservations if each.name in names and each.nodes for node in expand(each.nodes)}
@@ -223,8 +224,8 @@ def _partition_size_problems(
 
 
 def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[PartitionNode]) -> Iterator[Violation]:
-    there = {node.name for node in partition.nodes}
-    if absent := [name for name in expand(group.nodelist or "") if name not in there]:
+    node_names = {node.name for node in partition.nodes}
+    if absent := [name for name in expand(group.nodelist or "") if name not in node_names]:
         yield Violation(_field(group, "nodelist"), compress(absent), f"not in partition {partition.name}")
     if not nodes:
         return
@@ -241,26 +242,26 @@ def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[Partit
         for feature in group.constraint.split("&"):
             having = sum(feature in node.features for node in nodes)
             if having < min(group.nodes, len(nodes)):
-                known = sorted({name for node in nodes for name in node.features})
-                why = f"{having} nodes of partition {partition.name} have this feature, {group.nodes} are needed"
-                yield Violation(_field(group, "constraint"), feature, why, suggestion(feature, known))
+                features = sorted({name for node in nodes for name in node.features})
+                why = f"{having} nodes of partition {partition.name} have this feature, but {group.nodes} are needed"
+                yield Violation(_field(group, "constraint"), feature, why, suggestion(feature, features))
 
 
 def _gres_problems(
     group: HetGroup, partition: Partition, nodes: Sequence[PartitionNode], wanted: Gres
 ) -> Iterator[Violation]:
-    there = {each for node in nodes for each in parse_gres(node.gres)}
-    types = sorted({f"{each.name}:{each.type}" if each.type else each.name for each in there})
-    asked = f"{wanted.name}:{wanted.type}" if wanted.type else wanted.name
+    available = {each for node in nodes for each in parse_gres(node.gres)}
+    types = sorted({f"{each.name}:{each.type}" if each.type else each.name for each in available})
+    requested = f"{wanted.name}:{wanted.type}" if wanted.type else wanted.name
     field = "site: nodes.{}.gres".format("train" if group.name == "all" else group.name)
-    if not any(each.name == wanted.name and wanted.type in ("", each.type) for each in there):
+    if not any(each.name == wanted.name and wanted.type in ("", each.type) for each in available):
         if types:
             why, fix = f"nodes of partition {partition.name} have {_listed(types)}", f"nearest: {types[0]}"
         else:
             why = f"nodes of partition {partition.name} have no generic resources"
             fix = "`request_gpus: none` of the site's nodes, if Slurm does not count GPUs there"
-        yield Violation(field, asked, why, fix)
-    elif lack := _lack(group, partition, nodes, lambda node: count_of(node.gres, wanted), wanted.count, asked):
+        yield Violation(field, requested, why, fix)
+    elif lack := _lack(group, partition, nodes, lambda node: count_of(node.gres, wanted), wanted.count, requested):
         fix = f"nearest: {lack.nearest}, or correct `gpus` of the site's nodes"
         yield Violation(_GPUS.get(group.name, "deployment.train.gpus_per_node"), str(wanted.count), lack.why, fix)
 
@@ -269,7 +270,7 @@ def _gres_problems(
 class _Lack:
     why: str
     nearest: int
-    """The most that enough nodes have."""
+    """The largest amount that enough nodes have."""
 
 
 def _lack(
@@ -280,14 +281,14 @@ def _lack(
     wanted: int,
     unit: str,
 ) -> _Lack | None:
-    """Say what is missing if too few nodes have `wanted` of something. That nodes are too few is another mistake."""
+    """Describe the shortage if too few nodes have the wanted amount. Too few nodes in total is another problem."""
     values, needed = sorted(map(amount, nodes), reverse=True), min(group.nodes, len(nodes))
     enough = sum(value >= wanted for value in values)
     if enough >= needed:
         return None
     if not enough:
         return _Lack(f"nodes of partition {partition.name} have at most {values[0]} {unit}", values[needed - 1])
-    why = f"{enough} nodes of partition {partition.name} have as many {unit}, {group.nodes} are needed"
+    why = f"{enough} nodes of partition {partition.name} have as many {unit}, but {group.nodes} are needed"
     return _Lack(why, values[needed - 1])
 
 

@@ -1,4 +1,4 @@
-"""GPU types: what the memory model and the checks need to know of them, by the name that sites use in their gres."""
+"""GPU types by the name that sites use in their gres."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch's allocator reads its settings, the first one first."""
+"""Variables with the settings of torch's allocator, in order of precedence."""
 
 EXPANDABLE = "expandable_segments:True"
-"""Freed memory is put together again for what is larger. What is registered with a network must not be in it."""
+"""Let torch's allocator join freed segments. It moves memory, so memory registered with a NIC must not be in it."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Gpu:
 
     name: str
     memory_gib: float
-    """Memory that CUDA reports as total."""
+    """Total memory that CUDA reports."""
     sm: int
     """Compute capability, for example 90 for 9.0."""
     bf16_tflops: float
     """Dense peak."""
     nic_gbps: float
-    """Network bandwidth per GPU of the usual 8-GPU node, in Gbit/s."""
+    """Network bandwidth per GPU of a typical 8-GPU node [Gbit/s]."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -43,15 +43,15 @@ GPUS: dict[str, Gpu] = {
         Gpu("b300", 268.0, 103, 2250, 800),
     )
 }
-"""From the vendor's data sheets; memory as nvidia-smi shows it, which is a little less than on the sheet."""
+"""From the vendor's data sheets. Memory is what nvidia-smi shows, slightly less than on the sheet."""
 
 
 def gpu_of(kind: NodeKind) -> Gpu | None:
-    """Find the GPU of a kind of node: its `gpu` field, else the type in its gres (gpu:h200); None if unknown."""
+    """Return the GPU of a kind of node: its `gpu` field, else the type in its gres (gpu:h200); None if unknown."""
     names = [kind.gpu] if kind.gpu else kind.gres.lower().split(":")[1:]
     return next((GPUS[name.lower()] for name in names if name.lower() in GPUS), None)
 
 
 def alloc_conf(env: Mapping[str, str]) -> str:
-    """Return the settings of torch's allocator in an environment; none if it has none."""
+    """Return the settings of torch's allocator in an environment; empty if there are none."""
     return next((env[name] for name in ALLOC_CONF if env.get(name)), "")
