@@ -35,6 +35,7 @@ class PhaseLimits:
         trainer = recipe.trainer
         step_s = float(trainer.hang_timeout_s)
         long_s = max(float(trainer.long_phase_timeout_s or LONG_PHASE_S), step_s)
+        # Each wait has its own timeout. The limit is one step longer, so that the wait ends first and names its reason.
         return cls(step_s, recipe.weights.timeout_s + step_s, trainer.batch_timeout_s + step_s, long_s)
 
     def of_phase(self, phase: str, *, first_step: bool) -> float:
@@ -49,6 +50,7 @@ class PhaseLimits:
     @property
     def collective_s(self) -> float:
         """Timeout of collectives in steps and weight updates, after the first step."""
+        # One step longer than the phases, so that the node agent finds the rank first.
         return max(self.publish_s, self.step_s) + self.step_s
 
     @property

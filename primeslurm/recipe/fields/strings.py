@@ -78,6 +78,7 @@ def _problem(path: Path, value: str) -> tuple[str, str]:
         return f"is longer than {max_length} characters", ""
     if "prologue" in path:  # lines of a shell script
         return "", ""
+    # Plans use ${...} for placeholders that node agents replace.
     if "${" in value:
         return "${...} is not expanded here", "write the value itself, or set it in the site's prologue"
     if value.startswith("-") and not _may_begin_with_dash(path, value):

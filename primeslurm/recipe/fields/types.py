@@ -18,6 +18,7 @@ from primeslurm.recipe.fields.suggestions import suggestion
 _INVALID_TIME = "must be HH:MM:SS or D-HH:MM:SS, in quotes"
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
 _MEMORY = re.compile(r"\d+[KMGT]?")
+# Common forms that Slurm does not accept, such as 200GB or 200 GiB.
 _LOOSE_MEMORY = re.compile(r"(\d+)\s*([kKmMgGtT])i?[bB]?")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NAME = re.compile(r"\w[\w.@+:-]*")
@@ -27,6 +28,7 @@ _CONSTRAINT = re.compile(r"[\w.&|*()\[\],:=+-]+")
 _SWITCHES = re.compile(r"(\d+)(?:@(.+))?")
 _LICENSES = re.compile(r"[\w.-]+(?:@[\w.-]+)?(?::\d+)?(?:,[\w.-]+(?:@[\w.-]+)?(?::\d+)?)*")
 _MAIL = re.compile(r"[^\s,@]+(?:@[^\s,@]+)?")
+# A job id, with the index of an array task or the offset of a heterogeneous component.
 _JOB = re.compile(r"\d+(?:_\d+)?(?:\+\d+)?")
 _OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(?:=.*)?")
 _MOUNT = re.compile(r"(/[^:,]*)(?::(/[^:,]*))?(?::[\w+-]+)?")

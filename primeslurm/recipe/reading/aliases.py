@@ -108,6 +108,7 @@ def find_alias(path: str, min_parts: int = 1) -> Alias | None:
     for alias in aliases():
         for key in (key for keys in alias.keys.values() for key in keys):
             count = _matching_parts(parts, _normal(key))
+            # Advice to use the key that the user wrote would not help.
             if count > best[0] and (alias.field != path or alias.of_site):
                 best = count, alias
     return best[1]

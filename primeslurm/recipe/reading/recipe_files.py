@@ -153,6 +153,7 @@ def _draft(
             *input_faults,
             *(fault for details in error.errors() for fault in faults(model, details, source, other)),
         ]
+    # Rules need a valid recipe. Those of a faulty recipe are applied to its valid variants.
     if value is not None and not input_faults:
         variants = [value]
     else:
@@ -316,6 +317,7 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     return count
 
 
+# Without the resolver of timestamps, dates stay text.
 _Loader.yaml_implicit_resolvers = {
     first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -111,6 +111,7 @@ def _other_values(types: Sequence[Any], value: Any) -> Iterator[Any]:
         elif kind is bool:
             yield from (False, True)
         elif kind is int or kind is float:
+            # Multiples of the value often satisfy rules about divisibility.
             base = value if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6 else 1
             yield from (kind(1), kind(base * 2), kind(base * 8), kind(64))
         elif get_origin(kind) is tuple and isinstance(value, list) and len(value) > 1:
@@ -181,6 +182,7 @@ def _edited(node: Any, path: KeyPath, value: Any) -> Any:
     if not isinstance(node, Mapping):
         if value is _DROP:
             return node
+        # A single value stands where a section belongs.
         node = {}
     others = {k: v for k, v in node.items() if str(k) != key}
     if not below:

@@ -97,6 +97,7 @@ def faults(model: type[BaseModel], details: Any, source: str, other: OtherFile |
         missing = Violation(f"{field}.type", "", f"is required but missing in {source}", suggestion("", tags))
         return [InputFault(missing, (*path, "type"))]
     if kind in {"literal_error", "union_tag_invalid"}:
+        # Pydantic gives the choices only as text: "'a', 'b' or 'c'".
         expected = str(context.get("expected") or context.get("expected_tags", ""))
         valid = [part.strip(" '\"") for part in expected.replace(" or ", ", ").split(",")]
         path, given = (path, value) if kind == "literal_error" else ((*path, "type"), value["type"])
@@ -225,6 +226,7 @@ def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[tuple[str, 
         if part == "[key]":  # pydantic appends this to the path of a mapping's key
             continue
         options = members(current)
+        # The location of a value in a discriminated union contains the tag, which is no key of the file.
         tagged = [member for member in options if _tag(member) == part]
         if tagged and len(options) > 1:
             current = tagged[0]

@@ -106,6 +106,7 @@ def _group_sizes(recipe: Recipe) -> list[Violation]:
         nearest = max(largest, round(options.batch_size / largest) * largest)
         why = f"must be a multiple of {names[max(uneven)]} = {max(uneven)}"
         problems.append(Violation("orchestrator.batch_size", str(options.batch_size), why, f"nearest: {nearest}"))
+    # If each size divides the next larger one and the batch, complete groups of any mixture fill a batch exactly.
     for small, large in pairwise(sorted(names)):
         if large % small:
             why = f"must be a multiple of {names[small]} = {small}: batches could not be filled with whole groups"

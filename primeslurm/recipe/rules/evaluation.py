@@ -75,6 +75,7 @@ def _keep_best(recipe: Recipe) -> list[Violation]:
     metrics = [f"{each.label}/{name}" for each in evaluation.environments for name in each.comparable]
     if metric not in metrics:
         problems.append(Violation("evaluation.keep_best", metric, "is not measured", f"use {' or '.join(metrics)}"))
+    # The last step always has a checkpoint, so an interval beyond it is valid.
     every = recipe.checkpoint.interval
     if evaluation.interval % every and evaluation.interval < recipe.max_steps:
         nearest = max(every, round(evaluation.interval / every) * every)

@@ -108,6 +108,7 @@ def _colocated(recipe: Recipe) -> list[Violation]:
         why = f"deployment.colocated: the trainer has {deployment.train.gpus_per_node} GPUs, and both use the same ones"
         fix = "set the same number for both, or leave one out"
         problems.append(Violation("deployment.inference.gpus_per_node", str(inference.gpus_per_node), why, fix))
+    # The right split depends on the model, so there is no default.
     fraction = recipe.inference.gpu_memory_utilization
     if fraction is None or fraction == 1:
         why = "must be the fraction of each GPU's memory for the engines, because the trainer gets the rest"
@@ -157,6 +158,7 @@ def _teacher(recipe: Recipe) -> list[Violation]:
     ref_kl = None if isinstance(loss, CustomLoss) else loss.ref_kl
     is_default, factor = recipe.orchestrator.advantages == "opd", recipe.orchestrator.opd_reward
     uses_opd = is_default or any(environment.advantages == "opd" for environment in recipe.environments)
+    # Custom code may use the teacher without any field that says so.
     is_custom = isinstance(loss, CustomLoss) or recipe.orchestrator.algorithm is not None
     if factor and not uses_opd and recipe.orchestrator.algorithm is None:
         why = f"advantages: {recipe.orchestrator.advantages} already come from the reward"

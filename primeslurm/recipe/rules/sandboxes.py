@@ -128,6 +128,7 @@ def _harness(environment: AnyEnvironment) -> Iterator[Violation]:
     harness, runtime = environment.harness.id, environment.runtime
     name = module_name(harness)
     if name not in HARNESSES:
+        # Other packages may export harnesses, so only a likely misspelling is refused.
         close = difflib.get_close_matches(name, HARNESSES, n=1, cutoff=0.7)
         if close and not _installed(name):
             yield Violation("harness.id", harness, "no such harness", f"did you mean {close[0]}?")
@@ -197,5 +198,5 @@ def _e2b_sizes(limits: Limits, field: str) -> Iterator[Violation]:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
+    except (ImportError, ValueError):  # a missing parent package, or a module without a spec
         return False

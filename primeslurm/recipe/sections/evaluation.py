@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.sections.orchestrator import HOTTEST, AnyEnvironment
 
+# Metric that every evaluation environment has.
 REWARD_MEAN = "reward_mean"
 
 

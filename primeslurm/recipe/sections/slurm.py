@@ -131,6 +131,7 @@ class Submission(Section):
 
     def over(self, defaults: Submission) -> Submission:
         """Return these options, with `defaults` for options that are not set."""
+        # An empty list also counts as not set.
         options = {name: value for name in Submission.model_fields if (value := getattr(self, name)) not in (None, ())}
         return defaults.model_copy(update=options)
 
