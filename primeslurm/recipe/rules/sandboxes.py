@@ -38,7 +38,7 @@ HARNESSES = (
 )
 # Harnesses that verifiers also runs without any container or sandbox.
 WITHOUT_CONTAINER = ("bash", "null")
-# Harnesses that are Python scripts and need no installation. The others install programs into a container.
+# Harnesses that are Python scripts, whose packages set-up can install. The others install programs into a container.
 WITHOUT_INSTALLING = ("bash", "mini_swe_agent", "null", "terminus_2")
 # Harnesses that add no tools: `null` uses those of the task, and Terminus parses the model's text.
 WITHOUT_TOOLS = ("chat", "null", "terminus_2")
@@ -118,7 +118,7 @@ def _agent_options(environment: AnyEnvironment) -> Iterator[Violation]:
             yield Violation(f"{field}.harness.id", "null", why, 'write `harness: {id: "null"}`')
         for name in ("harness", "runtime"):
             if name in options and getattr(environment, name) is not None:
-                why = f"`{name}` of the environment sets the same"
+                why = f"`{name}` of the environment already sets this"
                 yield Violation(f"{field}.{name}", role, why, "keep one of them")
 
 
