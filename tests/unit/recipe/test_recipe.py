@@ -107,10 +107,6 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ["teacher = engines: task serve samples no tokens for it (leave it out)"],
     ),
     (
-        {"task": "sft", "sft": {"data": {"type": "jsonl", "path": "x"}}, "teacher": {"type": "engines", "path": "x"}},
-        ["teacher = engines: task sft samples no tokens for it (leave it out)"],
-    ),
-    (
         {"teacher": {"type": "engine", "path": "x"}},
         ["teacher.type = 'engine': is not a valid choice (did you mean engines?)"],
     ),
