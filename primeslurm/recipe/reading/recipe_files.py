@@ -52,7 +52,7 @@ class Draft(Generic[M]):
     def deprecations(self) -> list[Violation]:
         """Deprecated names of fields that the input uses. They are no faults."""
         return [
-            Violation(path, "", f"is deprecated: the field is now called {new}", f"write {new}")
+            Violation(path, "", "is a deprecated name of the field", f"use {new}")
             for path, new in deprecated_keys(self.model, self.data)
         ]
 

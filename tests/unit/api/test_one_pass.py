@@ -190,4 +190,4 @@ def test_deprecated_name_is_a_warning_of_check_and_of_the_submitted_plan() -> No
     examined = found("trainer.grouped_products=true")
     for findings in (examined.check().findings, examined.refuse().plan.findings):
         (warning,) = [each for each in findings if each.field == "trainer.grouped_products"]
-        assert (warning.level, warning.fix) == ("warning", "write grouped_mm")
+        assert (warning.level, warning.fix) == ("warning", "use grouped_mm")

@@ -394,9 +394,9 @@ def test_deprecated_names_are_accepted_with_one_warning_each(tmp_path: Path) -> 
     assert not recipe.trainer.grouped_mm
     assert recipe.orchestrator.staleness.min_rollouts == 3
     assert [(each.field, each.fix) for each in draft.deprecations] == [
-        ("orchestrator.staleness.at_least", "write min_rollouts"),
-        ("trainer.grouped_products", "write grouped_mm"),
-        ("trainer.loss.adv_tau", "write advantage_coef"),
+        ("orchestrator.staleness.at_least", "use min_rollouts"),
+        ("trainer.grouped_products", "use grouped_mm"),
+        ("trainer.loss.adv_tau", "use advantage_coef"),
     ]
 
 
