@@ -91,7 +91,7 @@ def test_parameter_that_changes_the_distribution_is_refused(recipe: Recipe, expe
         ),
     ],
 )
-def test_all_else_and_evaluation_are_free(recipe: Recipe) -> None:
+def test_unchanged_distribution_and_evaluation_are_accepted(recipe: Recipe) -> None:
     assert violations(recipe) == []
 
 
