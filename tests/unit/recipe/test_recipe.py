@@ -233,7 +233,10 @@ BROKEN = [
     ("- a\n", "{path}: must be a mapping of keys to values, is a list"),
     ("\t: x", "{path}:1:1: not valid YAML: found character '\\t' that cannot start any token"),
     ("a:\n  b: 1\n  b: 2\n", "{path}:3:3: not valid YAML: b is given twice (line 3)"),
-    ("a: 1\nb: {c: 1, c: 2}\na: 2\n", "{path}:2:11: not valid YAML: c is given twice (line 2), a is given twice (line 3)"),
+    (
+        "a: 1\nb: {c: 1, c: 2}\na: 2\n",
+        "{path}:2:11: not valid YAML: c is given twice (line 2), a is given twice (line 3)",
+    ),
     ("a: &x {b: *x}\n", "{path}:1:4: not valid YAML: an alias contains itself"),
     (DOUBLED, "{path}: not valid YAML: aliases repeat more than 100,000 values"),
     ("a: !!int x", "{path}: not valid YAML: invalid literal for int() with base 10: 'x'"),
