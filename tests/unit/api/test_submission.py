@@ -98,7 +98,7 @@ def test_a_signal_waits_until_the_job_is_on_record(
     until(lambda: slurm.jobs)
     os.killpg(process.pid, number)  # a terminal sends it to all of its processes, sbatch among them
     assert process.stderr is not None
-    until(lambda: "waits until" in process.stderr.readline())  # type: ignore[union-attr]
+    until(lambda: "is delayed until" in process.stderr.readline())  # type: ignore[union-attr]
     slurm.unset("hold")
     _, err = process.communicate(timeout=120)
     assert process.returncode == -number or (number == signal.SIGINT and "KeyboardInterrupt" in err)
