@@ -104,7 +104,7 @@ def test_every_environment_that_does_not_load_is_named_at_once(place: Path) -> N
         assert f"error: environments.{i + 1}.{text}" in result.err, result.err
     assert "environments.7.harness = needs-container: it cannot use the tools that the environment" in result.err
     assert "environments.3.args.n = many: input should be a valid integer" in result.err
-    assert "never_loads.py, line 7, in wait (load less, or allow more: load_timeout_s)" in result.err
+    assert "never_loads.py, line 7, in wait (load less, or raise load_timeout_s)" in result.err
     assert "Traceback" not in result.err
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
 

@@ -204,8 +204,9 @@ BAD = [
         one_node(None, {}),
         {},
         [
-            "deployment.layout = one_node: the recipe does not say how the roles share the GPUs of the node (set all but one of "
-            "deployment.train.gpus_per_node, deployment.inference.gpus_per_node; together they get 8 GPUs)"
+            "deployment.layout = one_node: the recipe does not say how the roles share the GPUs of the node "
+            "(set all but one of deployment.train.gpus_per_node, deployment.inference.gpus_per_node; "
+            "together they get 8 GPUs)"
         ],
     ),
     (
