@@ -135,7 +135,7 @@ class HetGroup(Section):
     exclusive: bool = False
 
     @property
-    def asked_gres(self) -> str | None:
+    def requested_gres(self) -> str | None:
         """Return the GPUs per node that the job requests, as a generic resource such as gpu:8."""
         return self.gres or (f"gpu:{self.gpus_per_node}" if self.gpus_per_node else None)
 

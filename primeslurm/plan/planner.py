@@ -92,7 +92,7 @@ def try_plan(
     about_files = [*files.absent, *as_findings(files.problems, "blocked")]
     if problems:
         return problems, [*findings, *about_files], None
-    located, limits = _settled(site, requests, files)
+    located, limits = _with_limits(site, requests, files)
     located = with_kv_cache_size(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     plan = place(located, site, run_dir, requests, local=local)
@@ -101,7 +101,7 @@ def try_plan(
     return [], findings, Planned(plan, located)
 
 
-def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
+def _with_limits(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
     """Return the recipe with time limits and `trainer.compile` filled in, and the time limits as quantities."""
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
@@ -199,7 +199,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         interface=site.network.interface,
         hcas=site.network.hcas,
         addresses=site.network.addresses,
-        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_key(recipe), *_secrets(recipe)))),
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_teacher_key(recipe), *_secrets(recipe)))),
         node_silent_s=site.node_silent_s,
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
@@ -279,7 +279,7 @@ def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -
         )
 
 
-def _key(recipe: Recipe) -> tuple[str, ...]:
+def _teacher_key(recipe: Recipe) -> tuple[str, ...]:
     """Return the variable with the API key of a teacher that is served elsewhere."""
     teacher = recipe.teacher
     return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()

@@ -56,9 +56,14 @@ def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShap
         shapes = read_shapes(directory)
     except (OSError, ValueError) as error:
         return [Violation("model.path", where, f"its weights cannot be read: {error}")]
-    problems = [Violation("model.path", where, why, fix) for why, fix in _unembedded(directory, config, shapes)]
+    problems = [
+        Violation("model.path", where, why, fix) for why, fix in _tokens_without_embedding(directory, config, shapes)
+    ]
     if shape is not None:
-        lacks = [*_ends(config, shapes, shape), *(_lacking(shapes, shape) if family_of(shape.model_type) else [])]
+        lacks = [
+            *_embedding_problems(config, shapes, shape),
+            *(_missing_in_layers(shapes, shape) if family_of(shape.model_type) else []),
+        ]
         fix = "download the model's files again"
         problems += [Violation("model.path", where, f"its checkpoint {why}", fix) for why in lacks]
     return problems
@@ -103,7 +108,7 @@ def token_ids(directory: Path) -> dict[int, str]:
     return tokens | {int(number): str(entry["content"]) for number, entry in decoder.items()}
 
 
-def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
+def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
     """Return why tokens have no row in the embedding, and the fix."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
@@ -118,11 +123,11 @@ def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> l
     if not isinstance(rows, int) or not ids or max(ids) < rows:
         return []
     beyond = [f"{ids[number]!r} is {number}" for number in sorted(ids) if number >= rows]
-    why = f"its tokenizer has ids up to {max(ids)}, and its embedding has {rows} rows: {_some(beyond)}"
+    why = f"its tokenizer has ids up to {max(ids)}, and its embedding has {rows} rows: {_first_names(beyond)}"
     return [(why, "resize the embedding, or use the tokenizer that the checkpoint was made with")]
 
 
-def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
+def _embedding_problems(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
     """Return what is wrong with embedding and head."""
     is_known_family = family_of(shape.model_type) is not None
     tied = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
@@ -134,11 +139,11 @@ def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[
         problems.append("has no embedding (model.embed_tokens.weight)")
     wrong = [f"{name} has {rows[0]} rows" for name, rows in embeddings.items() if rows and rows[0] != shape.vocab]
     if is_known_family and wrong:
-        problems.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_some(wrong)}")
+        problems.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_first_names(wrong)}")
     return problems
 
 
-def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
+def _missing_in_layers(shapes: Shapes, shape: ModelShape) -> list[str]:
     """Return what is missing in and after the layers, for a model family of the trainer."""
     layers: dict[int, set[str]] = defaultdict(set)
     prefixes: Counter[str] = Counter()
@@ -148,17 +153,19 @@ def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
         layers[int(match[2])].add(_PACKED.sub("", match[3]))
         prefixes[name[: match.start(2)]] += 1
     if absent := [number for number in range(shape.layers) if number not in layers]:
-        return [f"has no tensors of {_some(f'layer {number}' for number in absent)}"]
+        return [f"has no tensors of {_first_names(f'layer {number}' for number in absent)}"]
     beginning = prefixes.most_common(1)[0][0]
-    missing = [f"{beginning}{number}.{name}" for number in range(shape.layers) for name in _unlike(number, layers)]
+    missing = [
+        f"{beginning}{number}.{name}" for number in range(shape.layers) for name in _missing_tensors(number, layers)
+    ]
     if shape.experts:
         missing += [f"{beginning}{number}.{each}" for number in layers for each in _experts(layers[number], shape)]
     if not any(_NORM.search(name) and not _LAYER.search(name) and not _ELSEWHERE.search(name) for name in shapes):
         missing.append("the norm behind the last layer")
-    return [f"lacks {_some(dict.fromkeys(missing))}"] if missing else []
+    return [f"lacks {_first_names(dict.fromkeys(missing))}"] if missing else []
 
 
-def _unlike(number: int, layers: Mapping[int, set[str]]) -> list[str]:
+def _missing_tensors(number: int, layers: Mapping[int, set[str]]) -> list[str]:
     """Return the tensors that a layer lacks: another one has all its tensors, of the layer or a module, and more."""
     # Layers may be of several kinds, so a layer with an equal one is complete.
     missing: list[str] = []
@@ -219,7 +226,7 @@ def _object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _some(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more

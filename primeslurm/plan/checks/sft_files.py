@@ -35,7 +35,7 @@ class Rendered:
     violations: tuple[Violation, ...] = ()
     warnings: tuple[Violation, ...] = ()
     notes: tuple[Violation, ...] = ()
-    unprepared: str = ""
+    missing_package: str = ""
     """Package that the interpreter lacks, so that nothing could be rendered."""
 
 
@@ -70,7 +70,7 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
         recipe: recipe with absolute paths of a model and data that exist here.
     """
     # Not above: `render` reads data and renders none.
-    from primeslurm.plan.checks.environments import run_module, why_no_answer
+    from primeslurm.plan.checks.environments import exit_reason, run_module
     from primeslurm.wire.decoding import DamagedError
     from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
@@ -84,9 +84,9 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
         answer = None
     if answer is not None:
         return Rendered(tuple(answer.violations), tuple(answer.warnings), tuple(answer.notes))
-    lacks, how = why_no_answer(code or None, err)
+    lacks, how = exit_reason(code or None, err)
     if lacks:
-        return Rendered(unprepared=lacks)
+        return Rendered(missing_package=lacks)
     return Rendered((Violation("sft.data.path", data.path, f"cannot be rendered: {interpreter.python} {how}"),))
 
 

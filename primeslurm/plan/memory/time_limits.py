@@ -1,6 +1,6 @@
 """Time limits that depend on the bytes to read: start of engines, and loading of trainer ranks.
 
-Limits that the recipe sets are left alone.
+Limits that the recipe sets are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.estimate import STORED_BYTES
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import STATE_BYTES
-from primeslurm.plan.placement.inference import served
+from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_S
@@ -77,8 +77,8 @@ def _read(
     """Yield the bytes that the engines of one node read, for each role."""
     for request in requests:
         if request.role == "teacher":
-            alone = served(recipe)
-            yield request.gpus // alone.inference.parallel.tp * _stored(alone, teacher, 1.0) if alone else 0.0
+            serving = teacher_recipe(recipe)
+            yield request.gpus // serving.inference.parallel.tp * _stored(serving, teacher, 1.0) if serving else 0.0
             continue
         tp, spread = recipe.inference.parallel.tp, expert_ranks(recipe, request)
         family = family_of(shape.model_type) if shape else None
