@@ -24,10 +24,10 @@ from primeslurm.recipe.sections.slurm import (
 )
 from primeslurm.wire.transport import secret
 
+# Options that set the memory of a component
 _MEMORY = ("mem", "mem_per_gpu", "mem_per_cpu")
-"""Options that set the memory of a component."""
+# Patterns that submitit replaces in the path of its folder. Slurm's own patterns are escaped (`slurm.render`).
 _REPLACED = ("%j", "%t", "%A", "%a")
-"""Patterns that submitit replaces in the path of its folder. Slurm's own patterns are escaped (`slurm.render`)."""
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:

@@ -14,8 +14,8 @@ import msgspec
 
 from primeslurm.plan.model import Plan
 
+# Larger files are compressed. Smaller ones stay readable with `jq`.
 _COMPRESSED_BYTES = 2**20
-"""Larger files are compressed. Smaller ones stay readable with `jq`."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _PLACEHOLDER = re.compile(r"%%|%\(([0-9]+)([+-][0-9]+)?\)")
 

@@ -34,6 +34,7 @@ from primeslurm.slurm.partitions import (
 )
 
 _FEATURES = re.compile(r"[\w.+-]+(&[\w.+-]+)*")
+# Recipe field that sets the number of nodes of a component
 _NODES = {
     "train": "deployment.train.nodes",
     "inference": "deployment.inference.num_replicas",
@@ -42,7 +43,6 @@ _NODES = {
     "teacher": "teacher.nodes",
     "environments": "deployment.environments.nodes",
 }
-"""Recipe field that sets the number of nodes of a component."""
 _GPUS = {
     "inference": "deployment.inference.gpus_per_node",
     "prefill": "deployment.inference.prefill.gpus_per_node",

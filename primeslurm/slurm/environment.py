@@ -24,12 +24,12 @@ _PREFIXES = (
     # How submitit and an agent describe the job that the shell belongs to.
     *("SUBMITIT_", "PRIMESLURM_NODES"),
 )
+# Start and end of the shell's allocation, which a run without Slurm needs
 ALLOCATION_TIMES = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
-"""Start and end of the shell's allocation, which a run without Slurm needs."""
+# Cluster and credentials of the user. Not SLURM_CLUSTERS: the site file names the cluster (`slurm_conf`).
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY", "SLURM_SACK_JWKS"})
-"""Cluster and credentials of the user. Not SLURM_CLUSTERS: the site file names the cluster (`slurm_conf`)."""
+# GPUs of the shell's allocation. Slurm sets them for a job only if the job requests GPUs as a generic resource.
 _DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"})
-"""GPUs of the shell's allocation. Slurm sets them for a job only if the job requests GPUs as a generic resource."""
 
 
 def inherited(names: Iterable[str]) -> list[str]:

@@ -19,16 +19,16 @@ from primeslurm.slurm.client import require_conf
 from primeslurm.slurm.environment import inherited_by_jobs
 from primeslurm.slurm.render import submitit_folder
 
+# submitit limits timeouts and attempts. Here the head decides when to stop.
 UNLIMITED = 2**31
-"""submitit limits timeouts and attempts. Here the head decides when to stop."""
+# Callable that runs once per node. If it has `checkpoint()`, USR2 to its first task requeues the job.
 Agent = Callable[[], object]
-"""Callable that runs once per node. If it has `checkpoint()`, USR2 to its first task requeues the job."""
+# Longest wait for sbatch [s]. sbatch itself retries for minutes while the controller is busy.
 SBATCH_S = 600.0
-"""Longest wait for sbatch [s]. sbatch itself retries for minutes while the controller is busy."""
+# The second form is the output of a wrapper that adds `--parsable`
 _JOB = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
-"""The second form is the output of a wrapper that adds `--parsable`."""
+# Messages of sbatch if a request or its answer was lost, so Slurm may have the job
 _UNCERTAIN = re.compile(r"(?i)timed? ?out|unable to contact|communication|connection|socket|zero bytes|transmitted")
-"""Messages of sbatch if a request or its answer was lost, so Slurm may have the job."""
 
 
 class UncertainSubmissionError(ClusterError):

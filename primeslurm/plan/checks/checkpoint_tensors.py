@@ -21,24 +21,24 @@ from primeslurm.base.model_files import INDEX
 from primeslurm.models import family_of
 from primeslurm.models.shape import ModelShape
 
+# Headers that are read in parallel, because the file system answers slowly
 _HEADERS_AT_ONCE = 8
-"""Headers that are read in parallel, because the file system answers slowly."""
+# Names that a message lists
 _SHOWN = 5
-"""Names that a message lists."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|word_embeddings|tok_embeddings|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|output_layer)\.")
 _NORM = re.compile(r"(^|\.)(norm|norm_f|final_layernorm|ln_f)\.weight$")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+# Tensors outside of the language model
 _ELSEWHERE = re.compile(r"(^|\.)(visual|vision\w*|mtp|mm_projector|multi_modal_projector)\.")
-"""Tensors outside of the language model."""
+# Tensors that only some layers have: parts of a quantised weight, and shared indexers of DSA
 _BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$|(^|\.)indexer\.")
-"""Tensors that only some layers have: parts of a quantised weight, and shared indexers of DSA."""
 _PACKED = re.compile(r"_(packed|blocks)$")
 _ENCODED = re.compile(r"image|audio|video|vision")
 
+# Shape of each tensor by name
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shape of each tensor by name."""
 
 
 def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShape | None) -> list[Violation]:

@@ -35,14 +35,14 @@ from primeslurm.wire.probe_messages import (
 )
 
 PROBE = "primeslurm.orchestrator.environments.probe"
+# Environments that need only verifiers. If a recipe has no other, loading them is skipped.
 _SURE = ("reverse-text",)
-"""Environments that need only verifiers. If a recipe has no other, loading them is skipped."""
+# Fields that determine how an environment loads
 _LOADED = {"id", "args", "harness", "runtime", "load_timeout_s"}
-"""Fields that determine how an environment loads."""
+# Fields that determine how messages are rendered
 _RENDERED = {"path", "renderer", "renderer_options", "vlm"}
-"""Fields that determine how messages are rendered."""
+# Time to import Python and verifiers from a slow file system [s], in addition to an environment's own timeout
 _IMPORT_S = 180.0
-"""Time to import Python and verifiers from a slow file system [s], in addition to an environment's own timeout."""
 _UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|verifiers|transformers)\b")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 

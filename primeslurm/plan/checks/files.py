@@ -20,12 +20,12 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines
 
 _DEMO_FILE = re.compile(r"(?:.*/)?\.primeslurm/([a-z0-9-]+)/(?:model|random|demonstrations\.jsonl)/?")
+# Commands of a checkout that create the files of a demo
 _IN_CHECKOUT = {
     "reverse-text": "./just warm-start",
     "tool-use": "./just warm-start tool-use",
     "hangman": "./just warm-start hangman",
 }
-"""Commands of a checkout that create the files of a demo."""
 _ANYWHERE = {"smollm2": "primeslurm install --model smollm2"}
 
 

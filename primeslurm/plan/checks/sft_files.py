@@ -19,13 +19,13 @@ from primeslurm.recipe import Recipe
 if TYPE_CHECKING:
     from primeslurm.plan.checks.environments import Interpreter
 
+# Bytes of the file that are parsed here
 LOOKED_AT = 1 << 24
-"""Bytes of the file that are parsed here."""
 PROBE = "primeslurm.trainer.data.probe"
+# Timeout to import the tokenizer's library from a slow file system and to render for half a minute [s]
 _LIMIT_S = 180.0
-"""Timeout to import the tokenizer's library from a slow file system and to render for half a minute [s]."""
+# Rendering checks the roles, because they depend on the chat template
 _ANY = MessageForm(roles=None)
-"""Rendering checks the roles, because they depend on the chat template."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 
 TOKENIZER = "tokenizer.json"
+# Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match counts.
 _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("model", "teacher"))
-"""Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match
-counts."""
 _MORE_MEMORY = "raise teacher.tp, or set teacher.quantization: fp8"
 
 

@@ -7,8 +7,8 @@ from primeslurm.recipe.sections.routers import DynamoRouter
 
 WORKER = "dynamo.vllm"
 _MODES: dict[EngineRole, str] = {"engine": "agg", "prefill": "prefill", "decode": "decode"}
+# Options of vLLM's HTTP server, which a Dynamo worker does not have
 _SERVER_OPTIONS = ("host", "port", "enable_scale_out", "middleware", "disable_uvicorn_access_log")
-"""Options of vLLM's HTTP server, which a Dynamo worker does not have."""
 
 
 def frontend(router: DynamoRouter, replica: int) -> Command:

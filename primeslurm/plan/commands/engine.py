@@ -11,28 +11,28 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 
+# Model name in requests to engines and routers
 SERVED_MODEL = "policy"
-"""Model name in requests to engines and routers."""
+# Time for an engine to start, without reading its weights [s]: it compiles kernels and captures CUDA graphs
 START_S = 3600
-"""Time for an engine to start, without reading its weights [s]: it compiles kernels and captures CUDA graphs."""
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
+# The only all2all backend without GPUs. vLLM does not start on CPUs with another one.
 CPU_ALL2ALL = "allgather_reducescatter"
-"""The only all2all backend without GPUs. vLLM does not start on CPUs with another one."""
+# Log-probabilities of the distribution that tokens are drawn from, after the temperature. The trainer divides by it,
+# too, so `raw_logprobs` (before it) would not match.
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the distribution that tokens are drawn from, after the temperature. The trainer divides by it,
-too, so `raw_logprobs` (before it) would not match."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.version_gate.VersionGate"
+# Middleware without policy versions, for engines that keep the weights they loaded
 CORE_GATE = "primeslurm.inference.liveness_gate.LivenessGate"
-"""Middleware without policy versions, for engines that keep the weights they loaded."""
+# vLLM's name of the recipe's quantization. Blocks of 128 x 128, as DeepGEMM and the trainer use.
 QUANTIZATION = {"fp8": "fp8_per_block"}
-"""vLLM's name of the recipe's quantization. Blocks of 128 x 128, as DeepGEMM and the trainer use."""
+# Weights, by checkpoint name, that vLLM would quantise. Released FP8 checkpoints and the trainer keep them in full
+# precision (`wire.weight_transfer.tensor_names.in_fp8`). vLLM itself skips the others that are not quantised there.
 UNQUANTISED = ("*.in_proj_a", "*.in_proj_b", "*.gate")
-"""Weights, by checkpoint name, that vLLM would quantise. Released FP8 checkpoints and the trainer keep them in full
-precision (`wire.weight_transfer.tensor_names.in_fp8`). vLLM itself skips the others that are not quantised there."""
+# vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
-"""vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)."""
 
 
 class DataParallel(NamedTuple):

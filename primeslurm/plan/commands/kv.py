@@ -17,14 +17,14 @@ from primeslurm.plan.commands.command import Command, Device, EngineRole
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.kv_offload import KvOffload, MooncakeOffload, NativeOffload
 
+# Name of the process that knows the location of every block of the store
 STORE_MASTER = "store-master"
-"""Name of the process that knows the location of every block of the store."""
 STORE_CONFIG = "mooncake.json"
+# Bytes that each worker of an engine allocates for transfers to and from the store, unless the store is smaller
 MAX_TRANSFER_BUFFER = 4 * 2**30
-"""Bytes that each worker of an engine allocates for transfers to and from the store, unless the store is smaller."""
+# Time for which a block that was looked up cannot be evicted. An engine without free blocks loads it late. Blocks of
+# old policies must not stay for long.
 LEASE_MS = 120_000
-"""Time for which a block that was looked up cannot be evicted. An engine without free blocks loads it late. Blocks of
-old policies must not stay for long."""
 
 Config = dict[str, Any]
 

@@ -15,10 +15,10 @@ from typing import Any
 from primeslurm.plan.commands.command import Command, ReplicaEngines
 from primeslurm.recipe.sections.routers import LlmdRouter
 
+# Written as JSON, which is valid YAML and has simpler quoting
 PICKER_CONFIG, ENDPOINTS, ENVOY_CONFIG = "llm-d-picker.json", "llm-d-endpoints.json", "llm-d-envoy.json"
-"""Written as JSON, which is valid YAML and has simpler quoting."""
+# Requests in flight beyond which Envoy answers 500. Its default is 1,024.
 CIRCUIT_BREAKER = 100_000
-"""Requests in flight beyond which Envoy answers 500. Its default is 1,024."""
 _EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 

@@ -11,9 +11,9 @@ from primeslurm.wire.names import LOCAL_CHECKPOINTS
 RECIPE = "${run_dir}/recipe.resolved.json"
 WORKER = "primeslurm.orchestrator.worker.main"
 PRELOADED = "primeslurm.orchestrator.worker.preload"
+# Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB, half
+# of the time goes into allocating and freeing them. glibc before 2.35 and other C libraries ignore this.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB,
-half of the time goes into allocating and freeing them. glibc before 2.35 and other C libraries ignore this."""
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:

@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
+# Name of the quantity with the size of these copies
 LOCAL_COPIES = "local copies"
-"""Name of the quantity with the size of these copies."""
 _MEMORY = PurePosixPath("/dev/shm")
 
 

@@ -39,15 +39,15 @@ from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.recipe.sections.trainer import ENGINE_CONTEXT_BYTES
 
+# Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)
 LINE_SHARE = 0.5
-"""Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)."""
+# Typical rollouts have 1/4 of the longest length
 TYPICAL = 4
-"""Typical rollouts have 1/4 of the longest length."""
+# Bytes per parameter of a quantised checkpoint, including scales. Trained policies are bfloat16, except for FP8-block
+# checkpoints.
 STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
-"""Bytes per parameter of a quantised checkpoint, including scales. Trained policies are bfloat16, except for FP8-block
-checkpoints."""
+# Bytes per token of a batch without routed experts: id, mask, log-probability, advantage, temperature, on-policy
 BATCH_BYTES = 18
-"""Bytes per token of a batch without routed experts: id, mask, log-probability, advantage, temperature, on-policy."""
 
 
 def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape, source: str) -> Estimate:

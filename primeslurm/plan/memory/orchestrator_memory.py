@@ -6,16 +6,16 @@ from primeslurm.base import units
 from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
+# Name of the quantity
 BUFFERED = "buffered rollouts"
-"""Name of the quantity."""
+# Bytes per token of a rollout without routed experts: id, mask, log-probability, policy version
 ROLLOUT_BYTES = 13
-"""Bytes per token of a rollout without routed experts: id, mask, log-probability, policy version."""
+# Additional bytes per token of a teacher's log-probability
 TEACHER_BYTES = 4
-"""Additional bytes per token of a teacher's log-probability."""
+# Batches that the trainer may fetch again: the current one and one neighbour
 TRAINED_BATCHES = 2
-"""Batches that the trainer may fetch again: the current one and one neighbour."""
+# Batches of complete groups that wait for the trainer while other groups are open
 BATCHES_AHEAD = 2
-"""Batches of complete groups that wait for the trainer while other groups are open."""
 
 
 def buffered_rollouts(recipe: Recipe) -> int:

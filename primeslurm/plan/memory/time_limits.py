@@ -22,8 +22,8 @@ from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_S
 
+# Share of a node's storage bandwidth that is guaranteed while all nodes read
 SLOW = 0.1
-"""Share of a node's storage bandwidth that is guaranteed while all nodes read."""
 
 
 def with_limits(

@@ -12,10 +12,10 @@ from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.teacher import TeacherEngines
 from primeslurm.recipe.site import NodeKind
 
+# Roles that use no GPU
 WITHOUT_GPUS: tuple[NodeRole, ...] = ("control", "environments")
-"""Roles that use no GPU."""
+# Larger requests are typing errors. Planning them would take hours.
 MAX_NODES = 10_000
-"""Larger requests are typing errors. Planning them would take hours."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from primeslurm.slurm.executor import UNLIMITED, Agent, write_pickle
 from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
+# A process has an empty command line for a moment while it starts, and for good after it has ended
 _EXEC_POLLS, _EXEC_POLL_S = 20, 0.01
-"""A process has an empty command line for a moment while it starts, and for good after it has ended."""
 
 
 def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
