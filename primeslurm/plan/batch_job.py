@@ -129,12 +129,12 @@ def environment(site: Site) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "${interface}",
         "NCCL_SOCKET_IFNAME": "${nccl_interface}",
         "NCCL_IB_HCA": "${nccl_hcas}",
-        # DeepEP's NVSHMEM heeds neither: it would take IPoIB or the first Ethernet, and adapters of other networks.
+        # NVSHMEM (DeepEP) ignores NCCL's variables. It would use IPoIB or the first Ethernet, and other networks' HCAs.
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "${interface}",
         "NVSHMEM_HCA_LIST": "${hca_ports}",
     }
     if site.device == "cpu":
-        # One thread a process: an emulated cluster puts many "nodes" on few cores.
+        # One thread per process, because an emulated cluster runs many nodes on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
     return env | site.env | {secret.VARIABLE: "${secret}"}
 
@@ -183,7 +183,7 @@ def _exclusive(component: Component, request: ResourceRequest) -> bool:
 def node_memory(recipe: Recipe, request: ResourceRequest) -> int | None:
     """Return the memory of a role's node that the job may use [bytes]; None if neither recipe nor site says."""
     memory = _memory(_component(recipe, request.role), request)
-    if memory is not None and (size := bytes_of(memory)):  # 0 is all that there is
+    if memory is not None and (size := bytes_of(memory)):  # 0 requests all memory
         return size
     return None if request.kind.memory_gib is None else int(request.kind.memory_gib * 2**30)
 

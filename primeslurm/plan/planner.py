@@ -33,7 +33,7 @@ from primeslurm.recipe.sections.teacher import ServedTeacher
 
 @dataclass(frozen=True)
 class RecipeFiles:
-    """What is known about the files that a recipe names."""
+    """The files that a recipe names: their paths, shapes and problems."""
 
     located: Recipe
     """The recipe with absolute paths of the models and data that exist here."""
@@ -114,12 +114,12 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
     Raises:
         UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
-    recipe = resolve_auto_fields(recipe, None, site.device)  # stand-ins compile nothing
+    recipe = resolve_auto_fields(recipe, None, site.device)  # emulated trainers compile nothing
     requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
-    real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
+    real = site.model_copy(update={"device": "cuda"})  # the real run may have conflicts that the emulated one has not
     findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *check_plan(recipe, plan))
     return Planned(plan.model_copy(update={"findings": findings}), recipe)
 
@@ -174,7 +174,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
     # Engines that share GPUs with the trainer start first. vLLM refuses to start if its share of a GPU is not free, and
-    # it counts all memory that disappears while it profiles as its own.
+    # while it profiles, it counts memory that others allocate as its own.
     engines = [name for replica in replicas for name in replica.engines] if recipe.colocated else []
     trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
     if recipe.samples:

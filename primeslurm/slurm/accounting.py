@@ -58,7 +58,7 @@ class Association:
 
 @dataclass(frozen=True)
 class Accounting:
-    """What the accounting enforces for this user."""
+    """Accounts, QOS and limits that the accounting enforces for this user."""
 
     enforced: frozenset[str] = frozenset()
     """Words of AccountingStorageEnforce: associations, limits, qos, ... Empty: nothing."""

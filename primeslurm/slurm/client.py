@@ -140,7 +140,7 @@ class SlurmClient:
     def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
         self._timeout_s = timeout_s
-        # Times in a user's own format (SLURM_TIME_FORMAT) could not be read.
+        # Times in the user's own SLURM_TIME_FORMAT could not be parsed.
         self._environment = {**clean(os.environ, slurm_conf), "SLURM_TIME_FORMAT": "standard"}
 
     def ping(self) -> bool:
@@ -187,7 +187,7 @@ class SlurmClient:
         }
 
     def _nodes(self, columns: str) -> list[list[str]]:
-        # Not --partition: sinfo refuses it beside --all, without which it leaves out hidden partitions.
+        # Hidden partitions need --all, and sinfo refuses --partition together with it.
         return self._table("sinfo", "--noheader", "--all", "--Node", f"--format={columns}")
 
     def reservations(self) -> list[Reservation]:
@@ -369,7 +369,7 @@ class SlurmClient:
                 input=input,
                 capture_output=True,
                 encoding="utf-8",
-                errors="replace",  # administrators type names and reasons in any encoding
+                errors="replace",  # names and reasons may have any encoding
                 timeout=self._timeout_s,
                 check=False,
             )

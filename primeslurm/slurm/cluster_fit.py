@@ -53,7 +53,7 @@ _GPUS = {
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What Slurm reports about the cluster and this user."""
+    """Slurm's report about the cluster and this user."""
 
     partitions: dict[str, Partition]
     """All partitions, including hidden ones."""
@@ -154,7 +154,7 @@ def _resource_problems(
     for group in groups:
         for problem in _node_problems(group, partition, nodes):
             kind = problem.field.rpartition(".")[2], problem.value
-            if kind not in seen:  # the same mistake, which another component has, too
+            if kind not in seen:  # another component has the same problem
                 seen.add(kind)
                 problems.append(problem)
     wanted, usable = sum(group.nodes for group in groups), [node for node in nodes if not is_broken(node.state)]

@@ -53,7 +53,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, 
     write_pickle(plan, agent, submission)
     command = [*_sbatch(plan, slurm_conf), *_comment(plan, submission), str(script_path), submission]
     try:
-        # Its own session: Ctrl-C in the terminal, and closing it, must not end sbatch before it has said the job id.
+        # A new session, so that Ctrl-C or a closed terminal does not end sbatch before it prints the job id.
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -88,7 +88,7 @@ def write_pickle(plan: Plan, agent: Agent, submission: str) -> None:
 
 
 def _sbatch(plan: Plan, slurm_conf: str | None) -> list[str]:
-    # sbatch prefers SBATCH_PARTITION to a line of the script, and hands SLURM_* of this shell to the job's srun.
+    # sbatch prefers SBATCH_PARTITION to the script's option, and passes this shell's SLURM_* to the job's srun.
     foreign = inherited_by_jobs(os.environ.keys() - set(plan.pass_env))
     unset = [word for name in foreign for word in ("-u", name)]
     conf = [] if slurm_conf is None else [f"SLURM_CONF={slurm_conf}"]

@@ -67,7 +67,7 @@ class JobOutput:
         Raises:
             OSError: the file does not exist yet or cannot be read.
         """
-        # Opened each time: that is what makes a network file system ask its server.
+        # Opening the file makes a network file system ask its server for new data.
         lines, end, _ = files.reading(self._path, self._rest).rpartition(b"\n")
         self._read += len(lines) + len(end)
         text = (lines + end).decode(errors="replace")

@@ -100,7 +100,7 @@ def token_ids(directory: Path) -> dict[int, str]:
     vocabulary = (main.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, dict):
         tokens |= {number: token for token, number in vocabulary.items() if isinstance(number, int)}
-    else:  # a Unigram's tokens are numbered as they are listed
+    else:  # tokens of a Unigram are numbered in order
         tokens |= {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
     tokens |= {entry["id"]: entry["content"] for entry in main.get("added_tokens") or ()}
     tokens |= {number: token for token, number in added.items() if isinstance(number, int)}
@@ -117,7 +117,7 @@ def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes
         ids = token_ids(directory)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         return [("its tokenizer's files are damaged", "download them again")]
-    # Gemma 3 of one billion parameters sees no images, and has a token for them behind its last row.
+    # Gemma 3 1B has no vision encoder, but its tokenizer has an image token after the last row of the embedding.
     sees = bool(config.get("vision_config") or config.get("audio_config"))
     ids = {number: token for number, token in ids.items() if sees or not _ENCODED.search(token)}
     if not isinstance(rows, int) or not ids or max(ids) < rows:
@@ -128,7 +128,7 @@ def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes
 
 
 def _embedding_problems(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
-    """Return what is wrong with embedding and head."""
+    """Return problems of the embedding and the head."""
     is_known_family = family_of(shape.model_type) is not None
     tied = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
     problems = []
@@ -144,7 +144,7 @@ def _embedding_problems(config: Mapping[str, Any], shapes: Shapes, shape: ModelS
 
 
 def _missing_in_layers(shapes: Shapes, shape: ModelShape) -> list[str]:
-    """Return what is missing in and after the layers, for a model family of the trainer."""
+    """Return tensors missing in and after the layers, for a model family of the trainer."""
     layers: dict[int, set[str]] = defaultdict(set)
     prefixes: Counter[str] = Counter()
     for name in shapes:

@@ -121,7 +121,7 @@ def _envoy_config(picker_name: str) -> dict[str, Any]:
         "max_requests": CIRCUIT_BREAKER,
     }
     return {
-        # No "admin": whoever reaches Envoy's administration ends it.
+        # No "admin": anybody who reaches Envoy's admin interface can stop it.
         "static_resources": {
             "listeners": [
                 {
@@ -181,7 +181,7 @@ def _http_filter() -> dict[str, Any]:
         "processing_mode": dict.fromkeys(sent, "SEND") | streamed,
         "message_timeout": "1000s",
     }
-    # Rollouts take hours; the client gives up, not the proxy.
+    # Rollouts take hours. The client decides when to give up, not the proxy.
     picked = {"cluster": "picked", "timeout": "86400s", "idle_timeout": "86400s"}
     unpicked = {
         "envoy.filters.http.ext_proc": {"@type": _type("filters.http.ext_proc.v3.ExtProcPerRoute"), "disabled": True}

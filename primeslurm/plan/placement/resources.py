@@ -38,7 +38,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True)
 class _RoleRequest:
-    """What the recipe requests for one role, and the field with the request."""
+    """Resources that the recipe requests for one role, and the field of the request."""
 
     role: NodeRole
     field: str
@@ -213,7 +213,8 @@ def _place(recipe: Recipe, ask: _RoleRequest, site: Site, problems: list[Violati
 def _spares(recipe: Recipe, role: NodeRole) -> int:
     spares = recipe.deployment.spares
     if role == "control":
-        # It would be a component of one node, with which no job survives a node (`Plan.survives_nodes`).
+        # Without a spare, the head is a component of one node, and then no job survives the loss of a node
+        # (`Plan.survives_nodes`).
         environments = recipe.deployment.environments
         return int(any(value for _, value in spares) or (environments is not None and environments.nodes > 1))
     return int(getattr(spares, role))
