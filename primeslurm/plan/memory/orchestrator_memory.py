@@ -48,5 +48,5 @@ def orchestrator_memory(recipe: Recipe, routed_bytes: int, encoded_bytes: int, t
     if recipe.orchestrator.rollout_transport == "zmq":
         size += encoded_bytes * TRAINED_BATCHES * recipe.orchestrator.batch_size * recipe.seq_len
     how = f"{rollouts} rollouts of seq_len, {per_token} bytes per token; "
-    how += f"{units.size(size / typical)} if they have 1/{typical} of it"
+    how += f"{units.size(size / typical)} at 1/{typical} of seq_len"
     return Quantity(name=BUFFERED, value=round(size / 1e9, 1), unit="GB", how=how)

@@ -502,7 +502,7 @@ def test_a_step_is_printed_with_its_parts_and_its_error(path: str, recurrences: 
     (step,) = (one for one in explained(model={"path": path}, **train) if one.name.endswith("sequences of seq_len"))
     assert re.fullmatch(
         rf"products [\d.]+(, [a-z ]+ [\d.]+)*{recurrences}(, [a-z ]+ [\d.]+)* s, within 8%; "
-        r"network [\d.]+ s, not measured: .* if it is not overlapped",
+        r"network [\d.]+ s \(not measured\), .* in total without overlap",
         step.how,
     )
 
