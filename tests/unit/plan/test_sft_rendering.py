@@ -155,7 +155,7 @@ def test_the_python_of_jobs_renders_the_data(tmp_path: Path) -> None:
     assert violation.why.startswith("line 2: the chat template fails") and found.notes and not found.missing_package
 
 
-def test_what_the_python_of_jobs_lacks_is_told(tmp_path: Path) -> None:
+def test_missing_package_of_the_job_python_is_reported(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", GOOD)
     poor = tmp_path / "python"
     poor.write_text(f'#!/bin/sh\nexec {sys.executable} -S -c "import transformers"\n')
