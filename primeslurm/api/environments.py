@@ -16,7 +16,7 @@ from primeslurm.plan.checks.environments import Interpreter, environments_by_fie
 from primeslurm.plan.checks.sft_files import render_data
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
+from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.wire.probe_messages import UNKNOWN
 
 _FIELD = "environments"

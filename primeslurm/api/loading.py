@@ -19,6 +19,7 @@ from primeslurm.api.planning import (
     emulated_plan_of,
     examine,
     look_at_files,
+    with_warnings,
 )
 from primeslurm.api.sites import draft_site, with_python
 from primeslurm.base.errors import UsageError, Violation
@@ -81,7 +82,8 @@ class LoadedRecipe:
         if self.planned is not None:
             return self.planned
         if self.files is None:
-            return emulated_plan_of(self.recipe, self.site)
+            deprecations = self.draft.deprecations if self.draft else ()
+            return with_warnings(emulated_plan_of(self.recipe, self.site), deprecations)
         return self._examined().refuse()
 
     def check(self, *, slurm: bool = True) -> Check:
@@ -276,12 +278,12 @@ def _load_emulated(
     where = draft_site(site_file) if site_file is not None else None
     if problems := [*asked.violations, *(where.violations if where else ())]:
         raise UsageError(problems)
-    recipe = emulation.for_emulation(asked.sound())
+    recipe = emulation.for_emulation(asked.valid_value())
     if where is not None:
-        return LoadedRecipe(recipe, with_python(where.sound()), source, False, None)
+        return LoadedRecipe(recipe, with_python(where.valid_value()), source, False, None, draft=asked)
     emulation.refuse_without_packages()
     spec = emulation.cluster_for(recipe)
-    return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec)
+    return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec, draft=asked)
 
 
 def _words(overrides: Overrides) -> Sequence[str]:

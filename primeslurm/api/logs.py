@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from primeslurm.base import files
 from primeslurm.base.errors import RunError, UsageError, Violation
-from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.run.directory import Attempt
 
 BLOCK_BYTES = 64 * 1024

@@ -1,7 +1,8 @@
 """Plan a recipe, and find everything that can be said about it in one pass, although parts of it are faulty.
 
 A fault must not hide other faults, and its consequences must not be reported as further faults. Therefore the checks
-look at several variants of a faulty recipe (`recipe.reading.repair`), and keep the findings that all variants have.
+look at several variants of a faulty recipe (`recipe.reading.valid_variants`), and keep the findings that all variants
+have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, make_emulated_plan, refusals, try_plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, independent, is_below
-from primeslurm.recipe.reading.repair import path_of
+from primeslurm.recipe.reading.valid_variants import path_of
 from primeslurm.recipe.site import NodeKind
 
 LEVELS = ("error", "blocked", "warning", "note")
@@ -47,6 +48,12 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
 def emulated_plan_of(recipe: Recipe, site: Site) -> Planned:
     """Work out the plan of an emulated run; its files need not be there. Raises UsageError."""
     return make_emulated_plan(recipe, site, Path(site.runs) / recipe.name, model_files(recipe).shape)
+
+
+def with_warnings(planned: Planned, violations: Sequence[Violation]) -> Planned:
+    """Return the same plan with violations among its findings, as warnings."""
+    findings = (*planned.plan.findings, *as_findings(violations, "warning"))
+    return replace(planned, plan=planned.plan.model_copy(update={"findings": findings}))
 
 
 @dataclass(frozen=True)
@@ -177,7 +184,8 @@ def examine(
         errors = _causes(errors, lambda error: [each.errors for each in looks([error])])
         if not all(each.planned for each in first):
             plans_from = again
-    others = _common([each.others for each in plans_from], faulty)
+    deprecations = (*recipe.deprecations, *site.deprecations)
+    others = as_findings(deprecations, "warning") + _common([each.others for each in plans_from], faulty)
     tried = _try(first[0], faulty, local=local) if environments and first else _Tried()
     errors += [each for each in tried.errors if each not in errors]
     errors = [each for each in errors if not _said(each, tried.errors)]
@@ -190,8 +198,9 @@ def examine(
         if answer.note:
             others.append(Finding(level="note", field="slurm", text=answer.note))
     fatal = bool(given or not first or not first[0].planned or first[0].unusable or tried.errors)
+    planned = None if fatal else first[0].planned
     return Examined(
-        None if fatal else first[0].planned,
+        with_warnings(planned, deprecations) if planned else None,
         tuple(dict.fromkeys((*given, *errors))),
         (*others, *tried.others),
         (answer.details,) if answer.details else (),

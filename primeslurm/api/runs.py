@@ -15,7 +15,7 @@ from primeslurm.base import durable, files
 from primeslurm.base.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.base.paths import is_dir
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.claims import displaced
 from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted

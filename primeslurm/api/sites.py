@@ -15,9 +15,9 @@ from primeslurm.base.hostlists import compress
 from primeslurm.base.paths import expanded, is_file
 from primeslurm.plan.gpus import GPUS
 from primeslurm.recipe import Site
-from primeslurm.recipe.fields.text import text_problems
-from primeslurm.recipe.reading.explain import InputFault
+from primeslurm.recipe.fields.strings import string_problems
 from primeslurm.recipe.reading.recipe_files import Draft, read_site
+from primeslurm.recipe.reading.validation_errors import InputFault
 from primeslurm.recipe.site import Network, NodeKind
 from primeslurm.slurm.environment import allocated_elsewhere, cpus_given, gpus_given, memory_given_mib
 
@@ -37,7 +37,7 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
     Raises:
         UsageError: there is no site file, or something is wrong in it.
     """
-    return draft_site(path, local=local).sound()
+    return draft_site(path, local=local).valid_value()
 
 
 def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
@@ -45,16 +45,16 @@ def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
     if local and (nodes := allocated_elsewhere(os.environ, socket.gethostname())):
         why = f"this shell is on {socket.gethostname()}, and its Slurm allocation is node {compress(nodes)}"
         fix = "start it there: srun --ntasks=1 --cpus-per-task=N primeslurm submit RECIPE --local --wait"
-        return Draft(Site, text_problems, {}, None, (InputFault(Violation("--local", "", why, fix), ()),))
+        return Draft(Site, string_problems, {}, None, (InputFault(Violation("--local", "", why, fix), ()),))
     if local and path is None:
-        return Draft(Site, text_problems, {}, _with_libraries(local_site(Path("runs").resolve())))
+        return Draft(Site, string_problems, {}, _with_libraries(local_site(Path("runs").resolve())))
     candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
     for candidate in candidates:
         if path or is_file(candidate):
             return _located(read_site(candidate), candidate)
     why = f"there is no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
     fix = "`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; or use --local"
-    return Draft(Site, text_problems, {}, None, (InputFault(Violation("--site", "", why, fix), ()),))
+    return Draft(Site, string_problems, {}, None, (InputFault(Violation("--site", "", why, fix), ()),))
 
 
 def _located(draft: Draft[Site], file: Path) -> Draft[Site]:

@@ -24,7 +24,7 @@ from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import Planned, refusals, refuse
 from primeslurm.recipe import Site
-from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.recipe.reading.recipe_files import independent
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.claims import claim_attempt, new_word, owner

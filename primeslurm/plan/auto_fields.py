@@ -36,7 +36,7 @@ def _compiles(recipe: Recipe, model_type: str | None, device: str) -> bool:
         "router_replay": trainer.router_replay,
         "cp": cp_style == "ulysses",
         "all-gathered cp": cp_style == "allgather",
-        "one expert after the other": not trainer.grouped_products,
+        "one expert after the other": not trainer.grouped_mm,
     }
     return tested_modes is not None and {mode for mode, used in modes.items() if used} <= tested_modes
 

@@ -12,7 +12,7 @@ from primeslurm.base.units import duration
 from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
 from primeslurm.plan.placement.resources import ResourceRequest, combined_request
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes, times
+from primeslurm.recipe.fields.types import bytes_of, minutes, times
 from primeslurm.recipe.sections.slurm import (
     DEFAULT_TIME,
     Apptainer,

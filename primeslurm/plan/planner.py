@@ -135,7 +135,7 @@ def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
     return [Violation(f.field, f.value, f.text, f.fix) for f in findings if f.level in levels]
 
 
-def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked"]) -> list[Finding]:
+def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked", "warning"]) -> list[Finding]:
     """Return violations as findings of this level."""
     return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
 

@@ -1,4 +1,4 @@
-"""What the user writes: the recipe and the site file."""
+"""The input of a run: the recipe and the site file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Recipe", "Site"]
 
 
 def __getattr__(name: str) -> object:
-    """Import either when it is asked for: agents know sections of a plan, and keep neither in their memory."""
+    # Node agents import sections only. Importing both models at once would cost them memory.
     if name not in __all__:
         raise AttributeError(name)
     return getattr(import_module(f"{__name__}.{name.lower()}"), name)

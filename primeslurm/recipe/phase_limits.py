@@ -1,7 +1,7 @@
-"""For how long a trainer rank may be silent in which phase, and when torch's own time-outs follow. All in seconds.
+"""Timeouts of the trainer's phases and of torch collectives.
 
-What a rank waits for comes to light in this order: its agent and the head see that nobody goes on (the limits of the
-phases), and only where they do not, torch gives its collectives up.
+A rank that makes no progress for the limit of its phase is found by its node agent and the head. The timeouts of torch
+collectives are longer and only apply if both of them fail.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from primeslurm.recipe import Recipe
 
-LONG_S = 7200
-"""For what takes long, beside the time that bytes take."""
+# Limit of long phases [s], in addition to the time for reading and writing.
+LONG_PHASE_S = 7200
 
 
 @dataclass(frozen=True)
 class PhaseLimits:
-    """Limits of one recipe."""
+    """Limits of one recipe, all in seconds."""
 
     step_s: float
-    """Within a step, between two micro batches."""
+    """Between two micro batches of a step."""
     publish_s: float
-    """Between two parts of a policy: engines that do not come are waited for."""
+    """Between two chunks of a weight update. Includes the wait for engines that do not answer."""
     wait_s: float
-    """For a batch; of the ranks only the first says something meanwhile."""
+    """Wait for a batch. Only the first rank reports progress meanwhile."""
     long_s: float
     """Loading, the first step, checkpoints."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> PhaseLimits:
-        """Take the limits from a recipe."""
+        """Return the limits of a recipe."""
         trainer = recipe.trainer
         step_s = float(trainer.hang_timeout_s)
-        long_s = max(float(trainer.long_phase_timeout_s or LONG_S), step_s)
+        long_s = max(float(trainer.long_phase_timeout_s or LONG_PHASE_S), step_s)
+        # Each wait has its own timeout. The limit is one step longer, so that the wait ends first and names its reason.
         return cls(step_s, recipe.weights.timeout_s + step_s, trainer.batch_timeout_s + step_s, long_s)
 
     def of_phase(self, phase: str, *, first_step: bool) -> float:
-        """Return the limit of a phase by its name; `first_step`: no step is done yet, and kernels are compiled."""
+        """Return the limit of a phase. During the first step, kernels are compiled."""
         if phase in ("snapshot", "checkpoint", "load"):
             return self.long_s
         if phase == "wait":
@@ -48,10 +49,11 @@ class PhaseLimits:
 
     @property
     def collective_s(self) -> float:
-        """For collectives of steps and publishing, once the first step is done."""
+        """Timeout of collectives in steps and weight updates, after the first step."""
+        # One step longer than the phases, so that the node agent finds the rank first.
         return max(self.publish_s, self.step_s) + self.step_s
 
     @property
     def control_s(self) -> float:
-        """For those that wait for the orchestrator or for disks, and for all until the first step is done."""
+        """Timeout of collectives that wait for the orchestrator or a disk, and of all collectives in the first step."""
         return max(self.wait_s, self.long_s, self.collective_s) + self.step_s

@@ -1,4 +1,4 @@
-"""The recipe as a whole. Rules that span sections are in `rules.py`."""
+"""The recipe, and values that follow from several of its sections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, RunName
+from primeslurm.recipe.fields.types import EnvironmentName, RunName
 from primeslurm.recipe.sections.deployment import Deployment
 from primeslurm.recipe.sections.evaluation import Evaluation, EvaluationEnvironment, EvaluationSampling
 from primeslurm.recipe.sections.filters import Filters
@@ -40,9 +40,9 @@ class Recipe(Section):
     trainer: Trainer = Trainer()
     """Optimizer, loss, parallelism and memory of the trainer."""
     weights: Weights = Weights()
-    """How new weights reach the engines."""
+    """Transport of new weights to the engines."""
     checkpoint: Checkpoint = Checkpoint()
-    """How often checkpoints are written and how many are kept."""
+    """Interval of checkpoints, and number of checkpoints to keep."""
     environments: tuple[Environment, ...] = ()
     """Environments that the policy is trained on, for example `[{id: math-problems, args: {path: train.jsonl}}]`. RL
     needs at least one."""
@@ -58,7 +58,7 @@ class Recipe(Section):
     sft: Sft | None = None
     """Data and batch size of supervised fine-tuning. Needed for `task: sft`."""
     deployment: Deployment = Deployment()
-    """How many nodes and GPUs each role gets."""
+    """Number of nodes and GPUs of each role."""
     slurm: Slurm = Slurm()
     """Slurm options of the job, such as time limit, account and partition per role."""
     monitor: Monitor = Monitor()
@@ -69,22 +69,22 @@ class Recipe(Section):
 
     @property
     def samples(self) -> bool:
-        """Whether rollouts are sampled, by engines that know their policy's version."""
+        """True if the task samples rollouts."""
         return self.task in ("rl", "eval")
 
     @property
     def colocated(self) -> bool:
-        """Whether the trainer and the engines share GPUs. A task without a trainer or without engines shares none."""
+        """True if trainer and engines share GPUs. Only `task: rl` has both."""
         return self.task == "rl" and self.deployment.colocated
 
     @property
     def trainer_memory_share(self) -> float:
-        """Share of each GPU's memory that belongs to the trainer, 0 to 1."""
+        """Fraction of each GPU's memory for the trainer, from 0 to 1."""
         return 1 - (self.inference.gpu_memory_utilization or 0) if self.colocated else 1.0
 
     @property
     def max_inflight(self) -> int:
-        """Rollouts in flight at once."""
+        """Largest number of training rollouts in flight."""
         return self.orchestrator.max_inflight_rollouts or 2 * self.orchestrator.batch_size
 
     @property
@@ -94,9 +94,9 @@ class Recipe(Section):
 
     @property
     def max_evaluation_inflight(self) -> int:
-        """Evaluation rollouts in flight at once."""
-        own = self.evaluation.max_inflight_rollouts if self.evaluation else None
-        return own or max(1, self.max_inflight // (1 if self.task == "eval" else 4))
+        """Largest number of evaluation rollouts in flight."""
+        limit = self.evaluation.max_inflight_rollouts if self.evaluation else None
+        return limit or max(1, self.max_inflight // (1 if self.task == "eval" else 4))
 
     @property
     def evaluation_environments(self) -> tuple[EvaluationEnvironment, ...]:
@@ -104,25 +104,25 @@ class Recipe(Section):
         return self.evaluation.environments if self.evaluation else ()
 
     def environment(self, label: str) -> AnyEnvironment:
-        """Find an environment, of training or of evaluation. Raises KeyError."""
+        """Return the environment of training or evaluation with this label. Raises KeyError."""
         return {each.label: each for each in self.all_environments}[label]
 
     @property
     def all_environments(self) -> tuple[AnyEnvironment, ...]:
-        """Every environment that has worker processes: those of training, then those of evaluation."""
+        """All environments that have worker processes, those of training first."""
         return (*self.trained_environments, *self.evaluation_environments)
 
     @property
     def trained_environments(self) -> tuple[Environment, ...]:
-        """Environments that the policy is trained on, if it is."""
+        """Environments that the policy is trained on; none for tasks other than rl."""
         return self.environments if self.task == "rl" else ()
 
     def group_size(self, environment: Environment) -> int:
-        """Rollouts of one of the environment's prompts."""
+        """Return the number of rollouts per prompt of the environment."""
         return environment.group_size or self.orchestrator.group_size
 
     def sampling(self, environment: AnyEnvironment) -> Sampling | EvaluationSampling:
-        """Sampling parameters of the environment's rollouts."""
+        """Return the sampling parameters of the environment's rollouts."""
         if isinstance(environment, EvaluationEnvironment):
             return environment.sampling
         assert isinstance(environment, Environment)
@@ -130,17 +130,17 @@ class Recipe(Section):
         return self.orchestrator.sampling.model_copy(update=changes)
 
     def filters(self, environment: Environment) -> Filters:
-        """Return the filters that the environment's rollouts have to pass."""
+        """Return the filters for the environment's rollouts."""
         return self.orchestrator.filters if environment.filters is None else environment.filters
 
     def commits(self, step: int) -> bool:
-        """Tell whether a step ends with a checkpoint in any case: one of the interval, or the last."""
+        """Return whether a step ends with a checkpoint, because of the interval or because it is the last step."""
         return step % self.checkpoint.interval == 0 or step == self.max_steps
 
     def metrics_options(self) -> MetricsOptions:
-        """Say where metrics go besides metrics.jsonl."""
+        """Return where metrics are logged besides metrics.jsonl."""
         wandb = self.monitor.wandb
         if wandb is None:
             return {"tensorboard": self.monitor.tensorboard, "wandb": None}
-        told = {"name": self.name, "config": self.model_dump(mode="json", by_alias=True)}
-        return {"tensorboard": self.monitor.tensorboard, "wandb": wandb.model_dump() | told}
+        run = {"name": self.name, "config": self.model_dump(mode="json", by_alias=True)}
+        return {"tensorboard": self.monitor.tensorboard, "wandb": wandb.model_dump() | run}

@@ -1,4 +1,4 @@
-"""The recipe and site reference in Markdown: one table per section of the pydantic models, breadth first."""
+"""Write the reference of recipe and site fields in Markdown, with one table per section."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from primeslurm.recipe.fields.section import descriptions
 
 
 def markdown(model: type[BaseModel]) -> str:
-    """Write tables of a model and of every section below it."""
+    """Return the tables of a model and of all sections below it, breadth first."""
     lines: list[str] = []
     for section in _sections(model):
         lines += [f"## {section.__name__}", "", " ".join((section.__doc__ or "").split()), ""]
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         meanings = descriptions(section)
         lines += [_row(info.alias or name, info, meanings.get(name, "")) for name, info in section.model_fields.items()]
+        if renamed := getattr(section, "renamed", {}):
+            names = ", ".join(f"`{old}` (now `{new}`)" for old, new in renamed.items())
+            lines += ["", f"Deprecated names that still work: {names}."]
         lines.append("")
     return "\n".join(lines)
 
 
 def _sections(model: type[BaseModel]) -> list[type[BaseModel]]:
-    found = [model]
-    for section in found:  # grows while it is walked: breadth first
+    sections = [model]
+    for section in sections:  # the list grows in this loop
         for info in section.model_fields.values():
-            found += [below for below in _models(info.annotation) if below not in found]
-    return found
+            sections += [below for below in _models(info.annotation) if below not in sections]
+    return sections
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -46,7 +49,6 @@ def _row(name: str, info: FieldInfo, meaning: str) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """A type as a user reads it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0])

@@ -1,4 +1,4 @@
-"""The site file: facts of one cluster, which never belong in a recipe."""
+"""The site file, which describes one cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import Directory, EnvironmentName, Module, Name, SearchPath, share_of
+from primeslurm.recipe.fields.types import Directory, EnvironmentName, Module, Name, SearchPath, share_of
 from primeslurm.recipe.sections.slurm import ComponentOptions, Submission
 
 
@@ -24,7 +24,7 @@ class NodeKind(ComponentOptions):
     gres: Name = "gpu"
     """Name of the generic resource in Slurm, for example `gpu` or `gpu:h200`."""
     request_gpus: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How the job asks for GPUs: with `--gres`, with `--gpus-per-node`, or not at all, for clusters on which Slurm does
+    """Option with which the job asks for GPUs: `--gres`, `--gpus-per-node`, or none for clusters on which Slurm does
     not count GPUs. With `none` the job takes whole nodes, unless `exclusive` is false."""
     gpu: str | None = None
     """GPU type: a100, l40s, h100, h200, b200 or b300. Default: the type in `gres`. If it is unknown, `plan` gives no
@@ -38,10 +38,8 @@ class NodeKind(ComponentOptions):
     Default: the temporary directory."""
 
     def share(self, gpus: int) -> NodeKind:
-        """Give the part of a node that goes with some of its GPUs: as large a part of its cores and memory.
-
-        A job that takes all memory of a node with one of its GPUs waits for an empty node, and leaves the others idle.
-        """
+        """Return a kind of node with `gpus` of the GPUs, and the same fraction of cores and memory."""
+        # A job that asked for all memory with one GPU would wait for an empty node, and leave the other GPUs idle.
         if not 0 < gpus < self.gpus or self.request_gpus == "none":
             return self
         update = {
@@ -53,7 +51,7 @@ class NodeKind(ComponentOptions):
 
 
 class Network(Section):
-    """How nodes reach one another."""
+    """Network between the nodes."""
 
     interface: str | None = None
     """Network interface whose address is used, for example `ib0`. Default: the address that the host name resolves
@@ -90,8 +88,8 @@ class Site(Section):
     """Python interpreter of the environment on the nodes, for example `/shared/primeslurm/.venv/bin/python`. Default:
     the interpreter that submits."""
     nodes: dict[str, NodeKind]
-    """Kinds of nodes by role: control, train, inference, prefill, decode, teacher (if not named: that of inference),
-    environments (if not named: that of control). `default` serves all other roles that are not named."""
+    """Kinds of nodes by role: control, train, inference, prefill, decode, teacher (default: those of inference) and
+    environments (default: those of control). `default` is the kind for all other roles that are not named."""
     slurm: Submission = Submission()
     """Slurm options of every job, unless its recipe sets them."""
     modules: tuple[Module, ...] = ()
@@ -109,20 +107,20 @@ class Site(Section):
     """Directories put first on LD_LIBRARY_PATH, for example the `lib` of a UCX built for the cluster's network. A UCX
     in third_party/ucx of the checkout is found automatically."""
     network: Network = Network()
-    """How nodes reach one another."""
+    """Network between the nodes."""
     node_silent_s: PositiveInt = 90
     """Seconds without a heartbeat after which a node counts as lost. Network file systems may show old files for up to
     a minute."""
     node_start_s: PositiveInt = 300
-    """Seconds between the start of the first node agent and that of the last one, for example because a node pulls an
-    image."""
+    """Longest time in seconds between the start of the first and the last node agent. Raise it if nodes pull an image
+    first."""
     bad_node_hours: PositiveInt = 24
     """Hours for which new jobs avoid a node that failed."""
     port_base: int = Field(20000, ge=1024, le=60000)
     """First port number that a plan uses."""
 
     def kind(self, role: str) -> NodeKind | None:
-        """Find the kind of node that serves a role; None if the site has none."""
-        like = {"teacher": ("inference",), "environments": ("control",)}
-        names = (role, *like.get(role, ()), "default")
+        """Return the kind of node for a role; None if the site has none."""
+        fallbacks = {"teacher": ("inference",), "environments": ("control",)}
+        names = (role, *fallbacks.get(role, ()), "default")
         return next((self.nodes[name] for name in names if name in self.nodes), None)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from primeslurm.recipe.fields.slurm_syntax import bytes_of
+from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.slurm.partitions import parse_minutes
 
 ASSOCIATION_FORMAT = "account,partition,qos,defaultqos,maxwall,maxtres,maxtrespernode,grptres,maxjobs,grpjobs"

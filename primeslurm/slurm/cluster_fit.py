@@ -19,7 +19,7 @@ from primeslurm.base.errors import Violation
 from primeslurm.base.hostlists import compress, expand
 from primeslurm.base.units import count
 from primeslurm.plan.model import HetGroup, Node, Plan
-from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.slurm.accounting import NO_ACCOUNTING, Accounting
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.limits import limit_problems, memory_mib, qos_of

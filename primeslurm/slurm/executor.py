@@ -13,7 +13,7 @@ from submitit.helpers import DelayedSubmission
 from primeslurm.base import durable
 from primeslurm.base.errors import ClusterError
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.types import minutes
 from primeslurm.records.attempt import pickled_agent
 from primeslurm.slurm.client import require_conf
 from primeslurm.slurm.environment import inherited_by_jobs

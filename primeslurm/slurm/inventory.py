@@ -13,7 +13,7 @@ from primeslurm.base import files
 from primeslurm.base.errors import ClusterError, UsageError, Violation
 from primeslurm.base.paths import shipped
 from primeslurm.recipe import Site
-from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.partitions import is_broken, is_usable
 from primeslurm.wire.decoding import DamagedError, decode_json

@@ -9,8 +9,8 @@ from typing import Literal
 
 from primeslurm.base.errors import Violation
 from primeslurm.plan.model import HetGroup, Plan
-from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes
-from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.recipe.fields.suggestions import suggestion
+from primeslurm.recipe.fields.types import bytes_of, minutes
 from primeslurm.slurm.accounting import Accounting, TresLimits
 from primeslurm.slurm.partitions import Partition, parse_gres
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.types import minutes
 
 # sinfo format: name, partition, state, cores, memory [MiB], generic resources, features
 NODE_FORMAT = "%N|%R|%t|%c|%m|%G|%f"

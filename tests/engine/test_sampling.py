@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
-from primeslurm.recipe.sampling_rules import EXACT, OFF, is_off
+from primeslurm.recipe.rules.sampling import EXACT, OFF, is_off
 from primeslurm.recipe.sections.losses import DppoLoss
 from primeslurm.recipe.sections.orchestrator import COLDEST, HOTTEST, Sampling
 from primeslurm.trainer.components.documents import Documents

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from primeslurm.recipe.reading.explain import members
+from primeslurm.recipe.fields.section import members
 
 Path = tuple[str | int, ...]
 KEY = "KEY1"

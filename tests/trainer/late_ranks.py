@@ -128,7 +128,7 @@ def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
 def main() -> None:
     model, root = Path(sys.argv[1]), Path(sys.argv[2])
     world = join(Interrupt(), timeout_s=600)
-    host_states.STATE_PIECE_BYTES = 8192  # the model is small, and has to be several pieces
+    host_states.STATE_CHUNK_BYTES = 8192  # the model is small, and has to be several pieces
     check(root, model, "adamw", True, world)
     world.close()
 

@@ -10,7 +10,7 @@ from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.paths import is_dir, shipped
 from primeslurm.plan.planner import derive
-from primeslurm.recipe.reading.explain import closest
+from primeslurm.recipe.fields.suggestions import closest_ready_recipes
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, ready_recipes
 
 _END_OF_PURPOSE = re.compile(r": |\. |\.$")
@@ -57,7 +57,9 @@ def ready_recipe(name: str) -> Path:
     ready = ready_recipes()
     path = ready.get(name.removesuffix(".yaml"))
     if path is None:
-        raise UsageError([Violation("NAME", name, "there is no ready recipe of this name", closest(name, list(ready)))])
+        raise UsageError(
+            [Violation("NAME", name, "there is no ready recipe of this name", closest_ready_recipes(name, list(ready)))]
+        )
     return path
 
 

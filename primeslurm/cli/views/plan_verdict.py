@@ -14,7 +14,7 @@ from primeslurm.plan.forecast import Quantity, RoleMemory
 from primeslurm.plan.memory.estimate import TYPICAL
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.types import minutes
 
 TIGHT = 0.9
 """Share of its limit from which on a role may run out of memory, by the accuracy of the estimate."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from primeslurm.base.errors import ClusterError
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.types import minutes
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import BY_SIGTERM

@@ -38,7 +38,7 @@ class Continuations:
         """Move the running rollouts of a group to a new group, which is to be opened at `version`."""
         names = self._names(group.environment, group.example, step)
         number = next(number for number, name in names if name not in self._open and self._is_new(name))
-        min_size = min(self._limits.staleness.at_least, self._limits.group_sizes[group.environment])
+        min_size = min(self._limits.staleness.min_rollouts, self._limits.group_sizes[group.environment])
         return group.continue_as(number, version, min_size)
 
     def group_for(self, job: Job, step: int, *, runs: bool) -> OpenGroup | None:
@@ -79,7 +79,7 @@ class Continuations:
         number, name = next((number, name) for number, name in self._names(label, example, step) if has_room(name))
         group = self._open.get(name)
         if group is None:
-            size = min(self._limits.staleness.at_least, max_size)  # it grows with each adopted job
+            size = min(self._limits.staleness.min_rollouts, max_size)  # it grows with each adopted job
             return OpenGroup(name, label, example, version, job.router, size, list(range(size)), job.task, number)
         if not group.to_dispatch:
             self._open.grow(group)

@@ -304,7 +304,7 @@ class Dispatcher:
 
     def _may_complete_early(self, group: OpenGroup) -> bool:
         rule = self.limits.staleness
-        return len(group.done) >= rule.at_least and (rule.rule != "drop" or self._finishes_late(group))
+        return len(group.done) >= rule.min_rollouts and (rule.rule != "drop" or self._finishes_late(group))
 
     def _finishes_late(self, group: OpenGroup) -> bool:
         return self.age_limit.finishes_late(group.environment, group.example, group.id)

@@ -1,8 +1,8 @@
 """Bounds the rollouts that are ahead of the trainer, and chooses the groups that fill a batch.
 
 Both count rollouts, because environments may have different group sizes. Each size divides the next larger one and the
-batch (`recipe.environment_rules`), so complete groups always fill a batch exactly. Groups that completed early, or lost
-rollouts to a filter, have any size: a batch may then exceed its size by less than one group.
+batch (`recipe.rules.environments`), so complete groups always fill a batch exactly. Groups that completed early, or
+lost rollouts to a filter, have any size: a batch may then exceed its size by less than one group.
 """
 
 from __future__ import annotations

@@ -22,7 +22,13 @@ from verifiers.v1.utils.loaders import (
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator.environments import load_errors
 from primeslurm.orchestrator.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
-from primeslurm.recipe.sandbox_rules import ENV_KEY, HARNESSES, WITHOUT_CONTAINER, WITHOUT_INSTALLING, module_name
+from primeslurm.recipe.rules.sandboxes import (
+    ENV_KEY,
+    HARNESSES,
+    WITHOUT_CONTAINER,
+    WITHOUT_INSTALLING,
+    module_name,
+)
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import (
     STAGES,

@@ -9,7 +9,7 @@ from verifiers.v1.runtimes import SubprocessConfig
 
 from primeslurm.base.errors import Violation
 from primeslurm.orchestrator.environments.shell import ShellHarness
-from primeslurm.recipe.sandbox_rules import ENV_KEY, offers_tools
+from primeslurm.recipe.rules.sandboxes import ENV_KEY, offers_tools
 from primeslurm.recipe.sections.orchestrator import Environment
 
 _SHIPPED = "verifiers.v1.harnesses."

@@ -20,7 +20,7 @@ from verifiers.v1.utils.prime import load_prime_config
 from primeslurm.base.errors import Violation
 from primeslurm.orchestrator.environments.chat import ChatHarness
 from primeslurm.orchestrator.environments.sandbox import apptainer, bwrap_args, limits, uv_scripts
-from primeslurm.recipe.sandbox_rules import HARNESSES, PROVIDER_KEYS, WITHOUT_INSTALLING, module_name
+from primeslurm.recipe.rules.sandboxes import HARNESSES, PROVIDER_KEYS, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils.loaders import builtin_harness_ids
 
 from primeslurm.base.errors import Violation
-from primeslurm.recipe.sandbox_rules import module_name
+from primeslurm.recipe.rules.sandboxes import module_name
 from primeslurm.wire.probe_messages import UNKNOWN
 
 _ID = "environments.id"

@@ -36,7 +36,7 @@ from primeslurm.orchestrator.worker.teacher_hints import hinted
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.orchestrator.worker.trace_sequences import sequences, trainable_traces
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sandbox_rules import ENV_KEY
+from primeslurm.recipe.rules.sandboxes import ENV_KEY
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages

@@ -36,7 +36,7 @@ async def hinted(
         nodes, prompt, tools = _prompt(trace, sequence)
         if (key := tuple(prompt)) not in prompts:
             messages = [message_to_wire(node.message) for node in nodes]
-            conversations = messages, _with_hint(messages, text, teacher.into)
+            conversations = messages, _with_hint(messages, text, teacher.message_role)
             rendered, with_hint = await _rendered(client, conversations, tools)
             if rendered != prompt:
                 raise RolloutError("the prompt cannot be rendered again as it was, so none with a hint can be made")

@@ -6,8 +6,8 @@ from primeslurm.plan.gpus import GIB
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.fields.slurm_syntax import bytes_of
-from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
+from primeslurm.recipe.fields.types import bytes_of
+from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.recipe.sections.deployment import EnvironmentNodes
 from primeslurm.recipe.sections.sandboxes import SUBPROCESS_DISK_GB, SUBPROCESS_MEMORY_GB, Runtime, SubprocessRuntime
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.gpus import EXPANDABLE, GIB, alloc_conf
-from primeslurm.recipe.fields.slurm_syntax import bytes_of
+from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.routers import LlmdRouter
 from primeslurm.recipe.sections.teacher import PolicyTeacher

@@ -17,7 +17,7 @@ from primeslurm.plan.memory.estimate import estimate
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.advantage_rules import rule_of
+from primeslurm.recipe.rules.environments import rule_of
 
 
 def check_run(

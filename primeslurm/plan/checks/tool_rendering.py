@@ -11,7 +11,7 @@ from primeslurm.base.errors import Violation
 from primeslurm.models.renderers import AUTO, tools_unsupported_reason
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sandbox_rules import ENV_KEY, offers_tools
+from primeslurm.recipe.rules.sandboxes import ENV_KEY, offers_tools
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 
 # Harnesses with tools that bundled tasksets use if the recipe names none

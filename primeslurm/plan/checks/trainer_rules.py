@@ -55,7 +55,7 @@ def _deepep_chunk(context: RuleContext) -> str:
 
 def _single_products(context: RuleContext) -> str:
     trainer = context.recipe.trainer
-    if trainer.grouped_products:
+    if trainer.grouped_mm:
         return ""
     if context.dense:
         return "the model has no experts"
@@ -238,9 +238,9 @@ TRAINER_RULES = (
          "deepep_token_chunk needs ep_backend deepep and a size below a rank's tokens", _deepep_chunk,
          "remove it, or use a value between the number of experts and a rank's tokens, with ep_backend: deepep",
          "every chunk is a dispatch and a combine of all ranks"),
-    Rule("grouped-products", "error", "trainer.grouped_products",
-         "grouped_products false does not work with compile, FP8 or LoRA on experts", _single_products,
-         "set grouped_products: true", "torch 2.13: grouped_mm"),
+    Rule("grouped-products", "error", "trainer.grouped_mm",
+         "grouped_mm false does not work with compile, FP8 or LoRA on experts", _single_products,
+         "set grouped_mm: true", "torch 2.13: grouped_mm"),
     Rule("trainer-ep-dense", "error", _EP, "Expert parallelism needs a model with experts",
          lambda c: c.no_experts(c.recipe.trainer.parallelism.ep > 1), "set ep: 1",
          "torchtitan 0.3"),

@@ -33,7 +33,7 @@ from primeslurm.plan.memory.trainer import (
 )
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, expert_ranks
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.types import minutes
 from primeslurm.recipe.sections.kv_offload import NativeOffload
 from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
@@ -98,7 +98,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         checkpointing=p.activation_checkpointing,
         optimizer_offload=trainer.memory.optimizer_offload,
         activation_offload=trainer.memory.activation_offload,
-        keeps_selection=trainer.memory.keep_selected_keys,
+        keeps_selection=trainer.memory.keep_dsa_indices,
         logit_tokens=trainer.memory.lm_head_chunk,
         lora_parameters=lora_parameters(shape, trainer.lora.rank) if trainer.lora else 0,
         dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,

@@ -112,10 +112,7 @@ def step_time(
     return StepTime(
         products=operations * _multiplied(shape, width, bool(trainer.compile)) * tokens / (rate * peak),
         attention=_attention(shape, length, full) * tokens / peak,
-        selection=_selection(shape, length)
-        * (1 if trainer.memory.keep_selected_keys or not full else 2)
-        * tokens
-        / peak,
+        selection=_selection(shape, length) * (1 if trainer.memory.keep_dsa_indices or not full else 2) * tokens / peak,
         recurrences=_recurrences(shape, full) * tokens / peak,
         optimizer=_optimizer(recipe, nodes, gpus, shape, passes),
         network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * gbps * 1e9 / 8 * NETWORK_SHARE),

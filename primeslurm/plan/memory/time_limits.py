@@ -20,7 +20,7 @@ from primeslurm.plan.memory.trainer import STATE_BYTES
 from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.phase_limits import LONG_S
+from primeslurm.recipe.phase_limits import LONG_PHASE_S
 
 # Share of a node's storage bandwidth that is guaranteed while all nodes read
 SLOW = 0.1
@@ -60,7 +60,7 @@ def _trainer_loading(
     copies = recipe.trainer.parallelism.dp_replicate  # each reads the model once
     state = (4 + STATE_BYTES[recipe.trainer.optimizer.type]) * count(shape).total if shape else 0
     size = (copies * _stored(recipe, shape, 1.0) + state) / train.nodes
-    return _limit("trainer loading", recipe.trainer.long_phase_timeout_s, LONG_S, size, site)
+    return _limit("trainer loading", recipe.trainer.long_phase_timeout_s, LONG_PHASE_S, size, site)
 
 
 def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Quantity:

@@ -10,7 +10,7 @@ from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.plan.memory.activations import images_of, layers_of
 from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, STATE_BUFFERS, STATE_PIECE_BYTES
+from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, STATE_BUFFERS, STATE_CHUNK_BYTES
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 # Bytes of optimizer state per parameter. (Muon uses AdamW for embedding and head: a few per cent of a large model.)
@@ -144,7 +144,7 @@ def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int, exp
 def experts_in_fp8(recipe: Recipe, ranks: int, shape: ModelShape) -> bool:
     """Return whether FSDP gathers experts in FP8 on `ranks` GPUs that share a copy of the model."""
     trainer = recipe.trainer
-    requested = trainer.fp8 and trainer.grouped_products and not trainer.memory.optimizer_offload
+    requested = trainer.fp8 and trainer.grouped_mm and not trainer.memory.optimizer_offload
     return requested and shards_have_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
 
 
@@ -171,7 +171,7 @@ def _unreduced(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
 def _state_buffers(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
     """Return the bytes of buffers between host and GPU for pieces of optimizer state, or for the largest tensor's."""
     largest = 0 if layout.lora_parameters else largest_tensor(shape) // layout.shard
-    piece = layout.state_bytes * max(STATE_PIECE_BYTES // 4, largest)
+    piece = layout.state_bytes * max(STATE_CHUNK_BYTES // 4, largest)
     return min(STATE_BUFFERS * piece, layout.state_bytes * trained // layout.shard)
 
 

@@ -1,1 +1,1 @@
-"""What fields of recipe and site are made of: their base, their types, and what a string may be."""
+"""The base class of sections, types of fields, and rules for all strings."""

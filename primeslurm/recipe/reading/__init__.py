@@ -1,1 +1,1 @@
-"""From YAML on disk to validated models, and from a mistake to one clear sentence."""
+"""Reading of recipes and site files, and messages about faults in them."""

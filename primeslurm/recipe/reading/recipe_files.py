@@ -1,14 +1,8 @@
-"""From YAML on disk to validated models: `extends`, `--set`, and every violation at once.
-
-YAML is read strictly, with PyYAML and not ruamel.yaml, which refuses equal keys by itself: it would need the other
-rules as well, reads `yes` and `010` differently from what recipes have meant so far, and takes 0.1 s to be imported
-instead of 0.01 s.
-"""
+"""Read recipes and site files: strict YAML, `extends`, `--set`, and all violations in one pass."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,155 +15,181 @@ from pydantic import BaseModel, ValidationError
 from primeslurm.base import files
 from primeslurm.base.errors import UsageError, Violation, signature
 from primeslurm.base.paths import exists, is_file, shipped
-from primeslurm.recipe.fields.text import text_problems
-from primeslurm.recipe.reading.explain import RECIPE, SITE_FILE, InputFault, OtherFile, closest, faults, suggestion
-from primeslurm.recipe.reading.repair import Rules, path_of, sound_variants
+from primeslurm.recipe.fields.section import deprecated_keys
+from primeslurm.recipe.fields.strings import string_problems
+from primeslurm.recipe.fields.suggestions import closest_ready_recipes, nearest, suggestion
+from primeslurm.recipe.reading.valid_variants import Rules, path_of, valid_variants
+from primeslurm.recipe.reading.validation_errors import RECIPE, SITE_FILE, InputFault, OtherFile, faults
 from primeslurm.recipe.recipe import Recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.site import Site
 
 M = TypeVar("M", bound=BaseModel)
 _OTHER: dict[type[BaseModel], OtherFile] = {Recipe: OtherFile(SITE_FILE, Site), Site: OtherFile(RECIPE, Recipe)}
-_MOST_VALUES = 100_000
-"""Values in one file, those that YAML aliases repeat included. A recipe has a few hundred."""
+# Includes the values that YAML aliases repeat. A recipe has a few hundred values.
+_MAX_VALUES = 100_000
 
 
 @dataclass(frozen=True)
 class Draft(Generic[M]):
-    """A recipe or site file as it was read, sound or not."""
+    """A recipe or site file after reading, valid or not."""
 
     model: type[M]
     rules: Rules[M]
-    """Finds contradictions within it."""
+    """Returns the contradictions in a valid value."""
     data: Mapping[str, Any]
+    """The input, with `extends` and overrides applied."""
     value: M | None
-    """None if anything is wrong."""
+    """None if the input has faults."""
     faults: tuple[InputFault, ...] = ()
 
     @property
     def violations(self) -> list[Violation]:
-        """Everything that is wrong."""
+        """Violations of all faults."""
         return [fault.violation for fault in self.faults]
 
-    def sound(self) -> M:
-        """Return the recipe or site. Raises UsageError with everything that is wrong."""
+    @property
+    def deprecations(self) -> list[Violation]:
+        """Deprecated names of fields that the input uses. They are no faults."""
+        return [
+            Violation(path, "", "is a deprecated name of the field", f"use {new}")
+            for path, new in deprecated_keys(self.model, self.data)
+        ]
+
+    def valid_value(self) -> M:
+        """Return the recipe or site. Raises UsageError with all violations."""
         if self.value is None:
             raise UsageError(self.violations)
         return self.value
 
-    def variants(self, doubted: Sequence[Violation] = ()) -> list[M]:
-        """List what later checks can look at: the value itself, or sound variants of it.
+    def variants(self, suspects: Sequence[Violation] = ()) -> list[M]:
+        """Return the values for further checks: the value itself, or valid variants of it.
 
         Args:
-            doubted: what later checks found; variants have other values in these fields, too.
+            suspects: violations of further checks. The variants have other values in their fields, too.
         """
-        if self.value is not None and not doubted:
+        if self.value is not None and not suspects:
             return [self.value]
-        found = (*self.faults, *(InputFault(each, path_of(each.field)) for each in doubted))
-        return sound_variants(self.model, self.data, found, self.rules) if self.data else []
+        all_faults = (*self.faults, *_as_faults(suspects))
+        return valid_variants(self.model, self.data, all_faults, self.rules) if self.data else []
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Draft[Recipe]:
-    """Read a recipe, merge what it extends, apply `a.b=value` overrides and another name, and validate it."""
+    """Read a recipe, merge it into the recipe that it extends, apply overrides, and validate it.
+
+    Args:
+        path: file of the recipe.
+        overrides: texts of the form `a.b=value`, where the value is YAML.
+        name: name of the run, in place of the name in the recipe.
+    """
     try:
         data = _read_extended(path, seen=())
     except UsageError as error:
         return _unreadable(Recipe, error)
-    data, found = _apply_overrides(data, overrides)
+    data, input_faults = _apply_overrides(data, overrides)
     if name is not None:
         data["name"] = name
-    return _draft(Recipe, data, str(path), lambda recipe: text_problems(recipe) + violations(recipe), found)
+    return _draft(Recipe, data, str(path), lambda recipe: string_problems(recipe) + violations(recipe), input_faults)
 
 
 def read_site(path: Path) -> Draft[Site]:
-    """Read a site file, and validate it."""
+    """Read and validate a site file."""
     try:
         data = {"schema": 1, **read_mapping(path)}
     except UsageError as error:
         return _unreadable(Site, error)
-    return _draft(Site, data, str(path), text_problems, [])
+    return _draft(Site, data, str(path), string_problems, [])
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Recipe:
-    """Read a sound recipe, as `read_recipe`. Raises UsageError with everything that is wrong."""
-    return read_recipe(path, overrides, name).sound()
+    """Read a recipe as `read_recipe` does. Raises UsageError with all violations."""
+    return read_recipe(path, overrides, name).valid_value()
 
 
 def ready_recipes() -> dict[str, Path]:
-    """Return the recipes that ship with the package, by name."""
+    """Return the files of the ready recipes, which ship with the package, by name."""
     return {path.stem: path for path in files.listing(shipped("recipes"), "*.yaml")}
 
 
 def file_or_ready(path: Path) -> Path:
-    """Return a ready recipe's file if a path is its bare name and no such file exists; otherwise the path."""
+    """Return the file of a ready recipe if the path is its bare name and no such file exists; else the path."""
     if path.parent != Path() or is_file(path):
         return path
     return ready_recipes().get(path.name.removesuffix(".yaml"), path)
 
 
 def find_recipe(path: Path) -> Path:
-    """Return the file that a recipe argument names: a file of the user, or a ready recipe by its bare name.
+    """Return the recipe file for a command-line argument: the user's file, or a ready recipe by its bare name.
 
     Raises:
-        UsageError: a bare name is neither; the error names the closest.
+        UsageError: there is neither.
     """
-    found = file_or_ready(path)
-    if found.parent == Path() and found.name and not exists(found):
+    recipe = file_or_ready(path)
+    if recipe.parent == Path() and recipe.name and not exists(recipe):
         why = "no such file, and no ready recipe has this name"
-        beside = difflib.get_close_matches(path.name, _recipes_beside(path), n=1, cutoff=0.5)
-        fix = f"did you mean {beside[0]}?" if beside else closest(path.name, list(ready_recipes()))
+        near = nearest(path.name, _recipes_beside(path))
+        fix = f"did you mean {near}?" if near else closest_ready_recipes(path.name, list(ready_recipes()))
         raise UsageError([Violation("RECIPE", str(path), why, fix)])
-    return found
+    return recipe
 
 
 def load_site(path: Path) -> Site:
-    """Read a sound site file. Raises UsageError with everything that is wrong."""
-    return read_site(path).sound()
+    """Read a site file. Raises UsageError with all violations."""
+    return read_site(path).valid_value()
 
 
 def _unreadable(model: type[M], error: UsageError) -> Draft[M]:
     return Draft(model, lambda _: (), {}, None, tuple(InputFault(each, ()) for each in error.violations))
 
 
-def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M], found: list[InputFault]) -> Draft[M]:
-    """Validate data. `found`: what is wrong with the data already."""
+def _draft(
+    model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M], input_faults: list[InputFault]
+) -> Draft[M]:
     try:
         value = model.model_validate(data)
     except ValidationError as error:
-        found = [
-            *found,
-            *(fault for details in error.errors() for fault in faults(model, details, source, _OTHER.get(model))),
+        value, other = None, _OTHER.get(model)
+        input_faults = [
+            *input_faults,
+            *(fault for details in error.errors() for fault in faults(model, details, source, other)),
         ]
-        value = None
-    looked_at = [value] if value is not None and not found else sound_variants(model, data, found, lambda _: ())
-    contradictions = independent([rules(each) for each in looked_at], [fault.path for fault in found])
-    found = [*found, *(InputFault(each, path_of(each.field)) for each in contradictions)]
-    return Draft(model, rules, data, None if found else value, tuple(found))
+    # Rules need a valid recipe. Those of a faulty recipe are applied to its valid variants.
+    if value is not None and not input_faults:
+        variants = [value]
+    else:
+        variants = valid_variants(model, data, input_faults, lambda _: ())
+    contradictions = independent([rules(each) for each in variants], [fault.path for fault in input_faults])
+    input_faults = [*input_faults, *_as_faults(contradictions)]
+    return Draft(model, rules, data, None if input_faults else value, tuple(input_faults))
 
 
-def independent(found: Sequence[Sequence[Violation]], faulty: Sequence[Sequence[str]]) -> list[Violation]:
-    """Return what was found in every variant, outside of the fields that are known to be faulty."""
-    if not found:
+def _as_faults(problems: Sequence[Violation]) -> list[InputFault]:
+    return [InputFault(each, path_of(each.field)) for each in problems]
+
+
+def independent(by_variant: Sequence[Sequence[Violation]], faulty: Sequence[Sequence[str]]) -> list[Violation]:
+    """Return the violations that all variants have, without those of fields that are already reported as faulty."""
+
+    def identity(violation: Violation) -> tuple[str, str]:
+        # Numbers in the reason may depend on the variant.
+        return violation.field, signature(violation.why)
+
+    if not by_variant:
         return []
-    everywhere = set.intersection(*({_identity(each) for each in violations} for violations in found))
-    return [each for each in found[0] if _identity(each) in everywhere and not is_below(each.field, faulty)]
+    common = set.intersection(*({identity(each) for each in problems} for problems in by_variant))
+    return [each for each in by_variant[0] if identity(each) in common and not is_below(each.field, faulty)]
 
 
 def is_below(field: str, faulty: Sequence[Sequence[str]]) -> bool:
-    """Whether a field is one of the faulty ones, or lies in one of them."""
+    """Return whether a field is one of the faulty fields or lies in one of them."""
     path = path_of(field)
     return any(above and path[: len(above)] == tuple(above) for above in faulty)
-
-
-def _identity(violation: Violation) -> tuple[str, str]:
-    """What makes two violations the same: numbers in the text may follow from other fields."""
-    return violation.field, signature(violation.why)
 
 
 def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         path = path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name with a null byte
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, or a null byte in the name
         raise UsageError([Violation("extends" if seen else "RECIPE", repr(str(path)), str(error))]) from None
     if path in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
@@ -180,19 +200,17 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return data
     if not isinstance(parent, str):
         raise UsageError([Violation("extends", repr(parent), "must be one relative path")])
-    return merge(_read_extended(_base(path.parent, parent), (*seen, path)), data)
-
-
-def _base(directory: Path, name: str) -> Path:
-    """The file that `extends` names: beside the recipe, or else a ready recipe. So a copied recipe finds its base."""
-    beside = directory / name
-    return beside if is_file(beside) else ready_recipes().get(name.removesuffix(".yaml"), beside)
+    base = path.parent / parent
+    if not is_file(base):
+        # A copy of a ready recipe must find the ready recipe that it extends.
+        base = ready_recipes().get(parent.removesuffix(".yaml"), base)
+    return merge(_read_extended(base, (*seen, path)), data)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge: mappings merge key by key, everything else (lists too) replaces.
+    """Merge mappings key by key. All other values replace the base's value, including lists.
 
-    A mapping with another `type` replaces too: its keys belong to another kind of section.
+    A mapping with another `type` also replaces the base's mapping, because its keys belong to another section.
     """
     if "type" in over and over["type"] != base.get("type", over["type"]):
         return dict(over)
@@ -205,30 +223,32 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[InputFault]]:
-    """Apply `a.b=value` words. Return the data with those that can be applied, and what is wrong with the others."""
-    found: list[InputFault] = []
+    """Apply overrides of the form `a.b=value`. Return the new data, and the faults of overrides that do not apply."""
+    input_faults: list[InputFault] = []
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.split(".")
         if not equals or not all(keys):
-            found.append(InputFault(Violation("--set", override, "must be key.path=value"), ()))
+            input_faults.append(InputFault(Violation("--set", override, "must be key.path=value"), ()))
             continue
         try:
             data = _with(data, keys, parse(text))
         except ValueError:
-            found.append(InputFault(Violation(f"--set {path}", text, "the value is not valid YAML"), tuple(keys)))
+            violation = Violation(f"--set {path}", text, "the value is not valid YAML")
+            input_faults.append(InputFault(violation, tuple(keys)))
         except LookupError as error:
             why = "there is no such place in the recipe"
-            found.append(InputFault(Violation(f"--set {path}", text, why, error.args[0]), ()))
-    return data, found
+            input_faults.append(InputFault(Violation(f"--set {path}", text, why, error.args[0]), ()))
+    return data, input_faults
 
 
 def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
-    """A copy of `node` with a value at a path below it; what an alias shares with it stays as it is.
+    """Return a copy of `node` with a value at a path below it.
 
     Raises:
-        LookupError: something on the path is neither a section nor a list that is long enough.
+        LookupError: the path leads through a single value, or past the end of a list.
     """
+    # A copy, because YAML aliases may share parts of `node`.
     if not keys:
         return value
     key, below = keys[0], (keys[1:], value, f"{above}.{keys[0]}".lstrip("."))
@@ -236,7 +256,7 @@ def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
         node = node or {}
         return {**node, key: _with(node.get(key), *below)}
     if not isinstance(node, list):
-        raise LookupError(f"{above} is no section")
+        raise LookupError(f"{above} is not a section")
     if not (key.isdecimal() and int(key) < len(node)):
         raise LookupError(f"{above} has {f'entries 0 to {len(node) - 1}' if node else 'no entries'}")
     i = int(key)
@@ -244,10 +264,14 @@ def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML lets the last of several equal keys win, and makes dates of text that looks like one.
+    """A YAML loader that refuses repeated keys and excessive aliases, and reads dates as text.
 
-    It also shares what an alias repeats: a few lines can stand for billions of values, or contain themselves.
+    PyYAML uses the last of several equal keys, and makes dates of text that looks like one. With aliases, a few lines
+    can stand for billions of values or contain themselves.
     """
+
+    # ruamel.yaml would refuse repeated keys. It would still need the other rules, reads `yes` and `010` in another way,
+    # and takes 0.1 s to import instead of 0.01 s.
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -258,8 +282,8 @@ class _Loader(yaml.SafeLoader):
         if self.equal_keys:
             lines = [f"{key.value} is given twice (line {key.start_mark.line + 1})" for key in self.equal_keys]
             raise yaml.constructor.ConstructorError(None, None, ", ".join(lines), self.equal_keys[0].start_mark)
-        if node is not None and _count_values(node, {}) > _MOST_VALUES:
-            raise yaml.constructor.ConstructorError(None, None, f"aliases repeat more than {_MOST_VALUES:,} values")
+        if node is not None and _count_values(node, {}) > _MAX_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, f"aliases repeat more than {_MAX_VALUES:,} values")
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -274,7 +298,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
-    """Count the values of a node, with those that aliases repeat. `counts`: by node; None for those above this one."""
+    """Count the values of a node, including those that aliases repeat.
+
+    `counts` holds the results by node, and None for the nodes above this one.
+    """
     count = counts.get(id(node), 0)
     if count is None:
         raise yaml.constructor.ConstructorError(None, None, "an alias contains itself", node.start_mark)
@@ -290,6 +317,7 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     return count
 
 
+# Without the resolver of timestamps, dates stay text.
 _Loader.yaml_implicit_resolvers = {
     first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -297,7 +325,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse(text: str) -> Any:
-    """Read the value of a YAML text. Raises ValueError in one line, with line and column if they are known."""
+    """Parse a YAML text. Raises ValueError with one line of text, which begins with line and column if known."""
     try:
         return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -311,7 +339,7 @@ def parse(text: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file. Raises UsageError."""
+    """Read a YAML file that holds a mapping. Raises UsageError."""
     text = _read(path)
     try:
         data = parse(text)
@@ -327,7 +355,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> str:
     fix = ""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device might never end
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device may block forever
             why = "is a directory" if path.is_dir() else "is not a regular file"
         else:
             return path.read_text("utf-8")

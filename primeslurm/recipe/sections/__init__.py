@@ -1,1 +1,1 @@
-"""The sections of a recipe, one module each."""
+"""The sections of a recipe."""

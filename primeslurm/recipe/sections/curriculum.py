@@ -1,4 +1,4 @@
-"""Which example of an environment comes next."""
+"""Order of an environment's examples by difficulty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from primeslurm.recipe.fields.section import Section
 
 
 class Shares(Section):
-    """How often examples are drawn from each pool, relative to the other pools that are not empty.
+    """Weights of the pools from which examples are drawn. Only pools that are not empty count.
 
     0: draw from this pool only if all others are empty.
     """
@@ -27,7 +27,7 @@ class Curriculum(Section):
     """Draws examples by how often the policy solves them. Solve rates are kept when the job restarts."""
 
     shares: Shares = Shares()
-    """How often each pool of examples is drawn from."""
+    """Weight of each pool of examples."""
     easy: float = Field(0.75, gt=0, le=1)
     """An example with this solve rate or more is easy."""
     hard: float = Field(0.25, ge=0, lt=1)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import Memory
+from primeslurm.recipe.fields.types import Memory
 
 
 class TrainNodes(Section):
@@ -48,12 +48,12 @@ class SingleNode(Section):
 
     @property
     def num_replicas(self) -> int:
-        """Always one."""
+        """1, as for a `multi_node` deployment with one replica."""
         return 1
 
     @property
     def nodes_per_replica(self) -> int:
-        """Always one."""
+        """1, as for a `multi_node` deployment on one node."""
         return 1
 
 
@@ -124,14 +124,14 @@ class Spares(Section):
 
 
 class Deployment(Section):
-    """How many nodes and GPUs each role gets. `plan` and `check` print the totals."""
+    """Number of nodes and GPUs of each role. `plan` and `check` print the totals."""
 
     layout: Literal["het", "single", "one_node"] = "het"
-    """het: one Slurm component per role. single: one allocation of like nodes, and each role has nodes of its own.
-    one_node: one node that all roles share. Each role gets the GPUs that its `gpus_per_node` says."""
+    """het: one Slurm component per role. single: one allocation of equal nodes, and each role has its own nodes.
+    one_node: one node that all roles share. Each role gets `gpus_per_node` of its GPUs."""
     colocated: bool = False
-    """Trainer and engines share the same GPUs by memory, with `layout: one_node`. One GPU is enough. The engines get
-    `inference.gpu_memory_utilization` of each GPU's memory, and the trainer gets the rest."""
+    """Let trainer and engines share the same GPUs, with `layout: one_node`. One GPU is enough. The engines get the
+    fraction `inference.gpu_memory_utilization` of each GPU's memory, and the trainer gets the rest."""
     train: TrainNodes = TrainNodes()
     """Nodes and GPUs of the trainer."""
     inference: Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")] = SingleNode()
@@ -143,5 +143,5 @@ class Deployment(Section):
 
     @property
     def max_rollouts_per_node(self) -> int | None:
-        """Rollouts in flight at once on a node for environments; None: as many as there are."""
+        """Largest number of rollouts in flight on one environment node; None for no limit."""
         return None if self.environments is None else self.environments.max_rollouts_per_node

@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.sections.orchestrator import HOTTEST, AnyEnvironment
 
+# Metric that every evaluation environment has.
 REWARD_MEAN = "reward_mean"
 
 
@@ -37,13 +38,13 @@ class EvaluationEnvironment(AnyEnvironment):
 
     @property
     def passes(self) -> tuple[int, ...]:
-        """Every k of pass@k: powers of two below the number of samples, and that number."""
+        """Values of k for pass@k: powers of two below the number of samples, and that number."""
         powers = (1 << i for i in range(self.samples.bit_length()))
         return tuple(sorted({*(k for k in powers if k < self.samples), self.samples}))
 
     @property
     def comparable(self) -> tuple[str, ...]:
-        """Names of the metrics of which more is better, by which a checkpoint may be kept."""
+        """Metrics of which a higher value is better, for `keep_best`."""
         return (REWARD_MEAN, *(f"pass@{k}" for k in self.passes))
 
 

@@ -9,8 +9,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from primeslurm.recipe.fields.section import Section
 
 RolloutAction = Literal["drop", "mask", "monitor"]
-"""drop: remove the rollout from its group. mask: use its reward for the group's mean, but train none of its tokens.
-monitor: only count it."""
 
 
 class ZeroAdvantage(Section):
@@ -67,7 +65,7 @@ class Gibberish(Section):
     token_id: NonNegativeInt = 100_000
     """Token ids above this count as rare."""
     offset: NonNegativeFloat = 2.0
-    """How far the log-probability must be below that of a uniform guess, in nats."""
+    """Distance of the log-probability below that of a uniform guess, in nats."""
     vocabulary: PositiveInt | None = None
     """Number of token ids of the model. Default: the number in the model's config.json."""
     action: RolloutAction = "mask"

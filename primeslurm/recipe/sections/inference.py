@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, Json, OptionName
+from primeslurm.recipe.fields.types import EnvironmentName, Json, OptionName
 from primeslurm.recipe.sections.kv_offload import KvOffload
 from primeslurm.recipe.sections.routers import Router, VllmRouter
 
+# vLLM's ways to move tokens between expert-parallel ranks.
 All2All = Literal[
     "allgather_reducescatter",
     "deepep_high_throughput",
@@ -22,7 +23,6 @@ All2All = Literal[
     "flashinfer_nvlink_one_sided",
     "flashinfer_nvlink_two_sided",
 ]
-"""vLLM's ways to move tokens between expert-parallel ranks."""
 
 CudaGraphs = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
@@ -38,14 +38,15 @@ class EngineParallel(Section):
 
 
 class EngineSettings(Section):
-    """Settings that may differ between prefill and decode engines.
+    """Settings that can differ between prefill and decode engines.
 
     An unset field keeps the value from `inference`, or else vLLM's default.
     """
 
     all2all: All2All | None = None
-    """How tokens reach their experts. Default with `expert_parallel`: deepep_high_throughput for prefill engines,
-    deepep_low_latency for decode engines, allgather_reducescatter for engines that do both and always on CPUs."""
+    """Method that sends tokens to their experts. Default with `expert_parallel`: deepep_high_throughput for prefill
+    engines, deepep_low_latency for decode engines, allgather_reducescatter for engines that do both and always on
+    CPUs."""
     cuda_graphs: CudaGraphs | None = None
     """CUDA graph mode of vLLM. Default: FULL_DECODE_ONLY for decode engines, vLLM's default for others."""
     dbo: bool | None = None

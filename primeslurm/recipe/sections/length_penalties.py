@@ -1,6 +1,6 @@
 """Penalties for long rollouts, subtracted from the reward before advantages are computed.
 
-n is the number of tokens that the policy sampled in a trace, over all turns, trained or not.
+n is the number of tokens that the policy sampled in a rollout, over all turns, trained or not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from primeslurm.recipe.fields.section import Section
 
 
 class Overlong(Section):
-    """Soft overlong punishment of DAPO (arXiv 2503.14476, eq.
+    """Soft overlong punishment of DAPO.
 
-    13): subtracts `factor * clip((n - (max_tokens - buffer)) / buffer, 0, 1)`, with n the number of sampled tokens.
+    It subtracts `factor * clip((n - (max_tokens - buffer)) / buffer, 0, 1)`, with n the number of sampled tokens (arXiv
+    2503.14476, equation 13).
     """
 
     type: Literal["overlong"] = "overlong"

@@ -1,7 +1,7 @@
-"""RL losses. Per token of a rollout, d is the trainer's log-probability minus the engine's.
+"""RL losses. For each token of a rollout, d is the trainer's log-probability minus the engine's.
 
-Ratios compare the trainer with the engine that sampled the token, whatever policy version it had. Each batch is trained
-once, so a ratio to the trainer before the step would be 1 for every token and would correct nothing.
+Ratios compare the trainer with the engine that sampled the token, for any policy version. Each batch is trained once,
+so a ratio to the trainer before the step would be 1 for every token and would correct nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import ImportPath, Json
+from primeslurm.recipe.fields.types import ImportPath, Json
 
 Average = Literal["tokens", "rollouts", "seq_len"]
 
 
 class PolicyGradient(Section):
-    """Options that all importance-weighted policy gradients share."""
+    """Options of all importance-weighted policy gradients."""
 
-    adv_tau: PositiveFloat = 1.0
+    renamed = {"adv_tau": "advantage_coef"}
+
+    advantage_coef: PositiveFloat = 1.0
     """Factor that multiplies every advantage."""
     average: Average = "tokens"
-    """How a batch of N trained tokens from n rollouts is averaged. tokens: each token counts 1 / N (DAPO). rollouts:
+    """Average over a batch of N trained tokens from n rollouts. tokens: each token counts 1 / N (DAPO). rollouts:
     each rollout counts 1 / n, shared by its tokens (GRPO, GSPO). seq_len: each token counts 1 / (n * seq_len) (Dr.
     GRPO)."""
     kl_tau: float = 1e-3
@@ -43,11 +45,11 @@ class CappedPolicyGradient(PolicyGradient):
 
 
 class DppoLoss(CappedPolicyGradient):
-    """Importance-weighted policy gradient that drops tokens whose probability moved too far already.
+    """Importance-weighted policy gradient that drops tokens whose probability has already moved too far.
 
     With d the trainer's log-probability minus the engine's, r = exp(d), dp = p_trainer - p_engine and A the advantage,
-    the loss is `-adv_tau * A * r * keep + kl_tau * d**2`. `keep` is false if A > 0 and dp > mask_high, or if A <= 0 and
-    dp < -mask_low.
+    the loss is `-advantage_coef * A * r * keep + kl_tau * d**2`. `keep` is false if A > 0 and dp > mask_high, or if
+    A <= 0 and dp < -mask_low.
     """
 
     type: Literal["dppo"] = "dppo"
@@ -71,8 +73,8 @@ class IpoLoss(CappedPolicyGradient):
 class GrpoClipLoss(CappedPolicyGradient):
     """The clipped ratio of PPO and GRPO.
 
-    With d the trainer's log-probability minus the engine's and r = exp(d), the loss is `-adv_tau * min(r * A, clip(r, 1
-    - clip_low, 1 + clip_high) * A) + kl_tau * d**2`. The default bounds are those of DAPO (clip-higher, arXiv
+    With d the trainer's log-probability minus the engine's and r = exp(d), the loss is `-advantage_coef * min(r * A,
+    clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_tau * d**2`. The default bounds are those of DAPO (clip-higher, arXiv
     2503.14476).
     """
 
@@ -92,14 +94,14 @@ class GspoLoss(CappedPolicyGradient):
     """The clipped ratio of whole sequences: all tokens of a sequence are trained with one ratio, or none is.
 
     With d the trainer's log-probability minus the engine's and s = exp(mean of d over the trained tokens), the loss is
-    `-adv_tau * min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A) + kl_tau * d**2` (arXiv 2507.18071). A rollout
-    whose conversation branched counts as several sequences. The default bounds are the paper's. They are narrow: widen
-    them if `trainer/masked_fraction` is high.
+    `-advantage_coef * min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A) + kl_tau * d**2` (arXiv 2507.18071). A
+    rollout with a branched conversation counts as several sequences. The default bounds are those of the paper. They
+    are narrow: widen them if `trainer/masked_fraction` is high.
     """
 
     type: Literal["gspo"] = "gspo"
     average: Average = "rollouts"
-    """How the batch is averaged, as for `grpo_clip`. Default: rollouts, as in the paper."""
+    """Average over the batch, as for `grpo_clip`. Default: rollouts, as in the paper."""
     kl_tau: NonNegativeFloat = 0.0
     """Factor of d^2 on every token, as for `dppo`. Default 0, as in the paper."""
     clip_low: float = Field(3e-4, gt=0, lt=1)
@@ -112,7 +114,7 @@ class CispoLoss(PolicyGradient):
     """REINFORCE with a clipped importance weight: every token keeps its gradient.
 
     With d the trainer's log-probability minus the engine's, r = exp(d), and no gradient through the weight, the loss is
-    `-adv_tau * A * clip(r, min_ratio, max_ratio) * log p + kl_tau * d**2` (MiniMax-M1, arXiv 2506.13585).
+    `-advantage_coef * A * clip(r, min_ratio, max_ratio) * log p + kl_tau * d**2` (MiniMax-M1, arXiv 2506.13585).
     """
 
     type: Literal["cispo"] = "cispo"

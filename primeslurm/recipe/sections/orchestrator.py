@@ -1,4 +1,4 @@
-"""What the orchestrator does: environments, sampling, batches, staleness."""
+"""Environments, sampling, advantages, batches and staleness."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import EnvironmentId, ImportPath, Json, Label
+from primeslurm.recipe.fields.types import EnvironmentId, ImportPath, Json, Label
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.length_penalties import LengthPenalty
@@ -16,10 +16,10 @@ from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 from primeslurm.recipe.sections.staleness import Staleness
 
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
+# Range of temperatures. vLLM raises lower ones to 0.01, while the trainer would divide by the recipe's value.
 COLDEST, HOTTEST = 0.01, 2.0
-"""Temperatures that vLLM samples at. It takes lower ones for 0.01, while the trainer divides by what is written."""
+# Default of SPIRAL (arXiv 2506.24119).
 RAE_DECAY = 0.95
-"""As in SPIRAL."""
 
 
 class SamplingChanges(Section):
@@ -45,13 +45,13 @@ class AnyEnvironment(Section):
     """Label of the environment in metrics and logs. Default: its id, with - for characters that file names cannot
     hold."""
     args: dict[str, Json] = {}
-    """Options of the environment's taskset, for example `{path: /shared/data/train.jsonl}`. Under `env`: options of the
-    verifiers Env around it, such as agents and timeouts."""
+    """Options of the environment's taskset, for example `{path: /shared/data/train.jsonl}`. The key `env` holds options
+    of the verifiers Env, such as agents and timeouts."""
     workers: int = Field(1, ge=1, le=4096)
     """Number of worker processes. One worker serves about 16 to 64 rollouts."""
     harness: Harness | None = None
-    """The program that talks to the model, for example `{id: mini_swe_agent}`. Default: the environment's own, or
-    bash."""
+    """The program that talks to the model, for example `{id: mini_swe_agent}`. Default: the harness of the environment,
+    or bash."""
     runtime: Runtime | None = None
     """Where the programs of a rollout run. Default: apptainer for a harness that needs a container, else subprocess."""
     load_timeout_s: PositiveInt = 120
@@ -74,7 +74,7 @@ class Environment(AnyEnvironment):
     group_size: PositiveInt | None = None
     """Rollouts of one prompt of this environment. Default: `orchestrator.group_size`."""
     advantages: AdvantageRule | None = None
-    """How rewards of this environment become advantages. Default: `orchestrator.advantages`, or
+    """Rule that computes advantages from rewards of this environment. Default: `orchestrator.advantages`, or
     `orchestrator.algorithm`."""
     weight: NonNegativeFloat = 1.0
     """Factor of this environment's advantages and cross-entropy. 0: rollouts are sampled and measured, but not
@@ -101,7 +101,7 @@ class Sampling(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Only 1 is allowed, because training needs samples from the whole distribution. Evaluation has its own
     `sampling`."""
-    # Recipes that runs of earlier versions have recorded may say less.
+    # Recorded recipes of earlier versions may have values below 1.
     top_k: int = -1
     """Only -1 or 0 are allowed, because training needs samples from the whole distribution."""
     max_tokens: PositiveInt | None = None
@@ -112,8 +112,8 @@ class CustomAlgorithm(Section):
     """Your own algorithm.
 
     It must be importable wherever the orchestrator and the environments run. The function is called with `kwargs` and
-    returns an `Algorithm` as described in `primeslurm/orchestrator/algorithms/protocol.py`; a class derived from
-    `Algorithm` is such a function.
+    returns an `Algorithm` as described in `primeslurm/orchestrator/algorithms/protocol.py`. It may also be a subclass
+    of `Algorithm`.
     """
 
     type: Literal["custom"] = "custom"
@@ -124,7 +124,7 @@ class CustomAlgorithm(Section):
 
 
 class Orchestrator(Section):
-    """Dispatch of rollouts and forming of batches."""
+    """Dispatch of rollouts, and batches."""
 
     batch_size: PositiveInt = 128
     """Rollouts per step (not prompts). Must be a multiple of every `group_size`. If filters or `staleness` make groups
@@ -132,15 +132,15 @@ class Orchestrator(Section):
     group_size: PositiveInt = 8
     """Rollouts of one prompt. Advantages compare the rollouts of a group."""
     advantages: AdvantageRule = "grpo"
-    """How rewards become advantages. grpo: reward minus the group's mean. max_rl: the same divided by the mean, which
-    favours rare success; rewards must not be negative. opd: on-policy distillation, the teacher's log-probability minus
-    the engine's, per token. rae: reward minus a running mean of the same agent, for self-play. hierarchical_grpo: as
-    grpo, but agents in `within_rollout` are compared within each rollout."""
+    """Rule that computes advantages from rewards. grpo: reward minus the group's mean. max_rl: the same divided by the
+    mean, which favours rare success; rewards must not be negative. opd: on-policy distillation, the teacher's
+    log-probability minus the engine's, per token. rae: reward minus a running mean of the same agent, for self-play.
+    hierarchical_grpo: as grpo, but agents in `within_rollout` are compared within each rollout."""
     opd_reward: NonNegativeFloat = 0.0
     """With `advantages: opd`, also add the reward minus the group's mean, times this factor. 0: rewards are only
     reported."""
     rae_decay: float = Field(RAE_DECAY, ge=0, lt=1)
-    """With `advantages: rae`, the fraction of the running mean that each new reward leaves."""
+    """With `advantages: rae`, the weight of the old running mean when a new reward is added."""
     within_rollout: tuple[str, ...] = ()
     """With `advantages: hierarchical_grpo`, names of agents whose rewards are compared within each rollout, because
     several of them solve the same task there. For example `[solver]`."""
@@ -164,10 +164,10 @@ class Orchestrator(Section):
     """Staleness limit. A batch for step s holds only rollouts whose group started at version s - 1 -
     max_off_policy_steps or later. 0: on-policy."""
     rollout_transport: Literal["zmq", "filesystem"] = "zmq"
-    """How batches reach the trainer. zmq: over the network. filesystem: each rank reads its part from the run
+    """Transport of batches to the trainer. zmq: over the network. filesystem: each rank reads its rows from the run
     directory, for clusters whose file system is faster than the network between nodes."""
     staleness: Staleness = Staleness()
-    """How to handle groups older than `max_off_policy_steps`, and groups with a straggler."""
+    """Handling of groups older than `max_off_policy_steps`, and of groups with a straggler."""
     sampling: Sampling = Sampling()
     """Sampling parameters of training rollouts."""
     request_timeout_s: PositiveInt = 1800
@@ -178,5 +178,5 @@ class Orchestrator(Section):
     """Seconds for which an environment worker's event loop may be blocked, for example by code of its environment.
     After that it is restarted; its rollouts are reassigned much earlier."""
     stall_timeout_s: PositiveInt = 1800
-    """Seconds without a new token, a finished rollout or a new policy after which the attempt ends and the suspect is
-    named."""
+    """Seconds without a new token, a finished rollout or a new policy after which the attempt ends. The report names
+    the suspected process."""

@@ -20,8 +20,8 @@ class VllmRouter(Section):
         "random",
         "sticky_least_loaded",
     ] = "consistent_hash"
-    """How requests are spread over engines. consistent_hash keeps all requests of a rollout on one engine, so that its
-    prefix stays cached."""
+    """Rule that spreads requests over engines. consistent_hash keeps all requests of a rollout on one engine, so that
+    its prefix stays cached."""
     extra: dict[str, object] = {}
     """Any other vllm-router option by its long name with underscores."""
 
@@ -34,7 +34,7 @@ class DynamoRouter(Section):
 
     type: Literal["dynamo"] = "dynamo"
     mode: Literal["kv", "round-robin", "random", "power-of-two", "least-loaded"] = "kv"
-    """How requests are spread over workers. kv: to the worker that has most of the prefix cached."""
+    """Rule that spreads requests over workers. kv: to the worker that has cached most of the prefix."""
     session_ttl_s: int | None = None
     """Seconds without a request for which a session stays on its engine. Default: sessions are not pinned."""
     extra: dict[str, object] = {}

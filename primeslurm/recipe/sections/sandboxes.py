@@ -8,14 +8,14 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_valida
 from pydantic_core import PydanticCustomError
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, Json
+from primeslurm.recipe.fields.types import EnvironmentName, Json
 
+# Default limits of a sandbox on the node. Its files are held in memory as well.
 SUBPROCESS_MEMORY_GB = 4.0
 SUBPROCESS_DISK_GB = 1.0
-"""What a sandbox of the node gets where the recipe sets no limit. Its files are in memory, too."""
 
+# Stages of a rollout with programs. Each may take `limits.wall_time_s`.
 STAGES = ("setup", "rollout", "finalize", "scoring")
-"""Of a rollout with programs. Each may take `limits.wall_time_s`."""
 
 
 class Harness(Section):
@@ -35,13 +35,13 @@ class Harness(Section):
     @classmethod
     def _null_in_quotes(cls, value: Any) -> Any:
         if value is None:
-            why = 'YAML reads null without quotes as nothing: write `id: "null"` for the harness of that name'
+            why = 'YAML reads null without quotes as no value: write `id: "null"` for the harness of that name'
             raise PydanticCustomError("null_harness", "{why}", {"why": why})
         return value
 
     @property
     def options(self) -> dict[str, Json]:
-        """What verifiers validates: the id and the harness's own options."""
+        """The id and the harness's own options, which verifiers validates."""
         return {"id": self.id, **(self.__pydantic_extra__ or {})}
 
 
@@ -67,12 +67,12 @@ class Limits(Section):
 
     @property
     def longest_s(self) -> float:
-        """Longest time of a rollout, with all its stages."""
+        """Longest time of all stages of a rollout together [s]."""
         return len(STAGES) * self.wall_time_s
 
 
 class SubprocessRuntime(Section):
-    """Programs of the node itself, with a bubblewrap sandbox for each rollout."""
+    """Programs of the node, in a bubblewrap sandbox for each rollout."""
 
     type: Literal["subprocess"] = "subprocess"
     limits: Limits = Limits()
@@ -83,35 +83,35 @@ class SubprocessRuntime(Section):
     visible: tuple[Annotated[str, Field(pattern=r"^/[^:,]*$")], ...] = ()
     """Further directories of the node that programs may read, such as tools or data."""
     trusted: bool = False
-    """Without a sandbox: programs may read and do what the job's user may. Only for tasks that you trust."""
+    """Use no sandbox: programs have all rights of the job's user. Only for tasks that you trust."""
 
 
 class ContainerRuntime(Section):
     """Options that all container runtimes share."""
 
     image: str | None = None
-    """For tasks that name none: a reference on a registry, or with apptainer also the path of a SIF file.
+    """Image for tasks that name none: a reference to a registry, or with apptainer also the path of a SIF file.
     Default: python:3.11-slim."""
     workdir: str | None = None
-    """Default: the task's, or /app."""
+    """Working directory in the container. Default: that of the task, or /app."""
     limits: Limits = Limits()
     """Limits on time, memory, disk, processes and network."""
     secrets: tuple[EnvironmentName, ...] = ()
-    """Names of variables that the agent's program gets, with their values from where you submit; written nowhere but,
-    with apptainer, to a file of yours while the container is there."""
+    """Names of environment variables that the agent's program receives from the shell you submit from. Their values are
+    never written to a file, except with apptainer: to a private file while the container runs."""
 
 
 class NodeContainerRuntime(ContainerRuntime):
-    """Options that containers on the node share."""
+    """Options of all containers on the node."""
 
     install: bool = True
-    """true: each rollout downloads and installs its harness in its container. false: nothing is downloaded; a harness
-    that is a Python script runs with the node's Python and packages, which the container sees read-only. The image
-    needs the C libraries of that Python, for a standalone Python only glibc."""
+    """true: each rollout downloads and installs its harness in its container. false: a harness that is a Python script
+    runs with the node's Python and packages, which are mounted read-only, and downloads nothing. The image needs the C
+    libraries of that Python; a standalone Python needs only glibc."""
 
 
 def sees_packages(runtime: Runtime | None) -> bool:
-    """Tell whether containers see the node's packages, and harnesses run with them."""
+    """Return whether harnesses in containers run with the packages of the node."""
     return isinstance(runtime, NodeContainerRuntime) and not runtime.install
 
 
@@ -122,7 +122,7 @@ class ApptainerRuntime(NodeContainerRuntime):
 
 
 def closes_network(runtime: Runtime | None) -> bool:
-    """Tell whether containers are on networks of their own, which our sandboxes give and not their engine."""
+    """Return whether primeslurm puts the containers into their own network, because apptainer cannot."""
     return isinstance(runtime, ApptainerRuntime) and runtime.limits.network == "none"
 
 
@@ -138,8 +138,8 @@ class PodmanRuntime(NodeContainerRuntime):
     type: Literal["podman"] = "podman"
 
 
+# GPU type, and the number of GPUs if there are several: A100, A100:2.
 Gpu = Annotated[str, Field(pattern=r"^[A-Za-z][^:\s]*(:[1-9][0-9]*)?$")]
-"""A kind of GPU, and how many if there are several: A100, A100:2."""
 
 
 class PrimeRuntime(ContainerRuntime):
@@ -185,8 +185,8 @@ class E2BRuntime(ContainerRuntime):
     """Sandboxes that all workers of a node may create per second. null: no limit."""
 
 
+# Runtimes of hosted providers.
 HostedRuntime = PrimeRuntime | ModalRuntime | E2BRuntime
-"""Runtimes at providers."""
 
 Runtime = Annotated[
     SubprocessRuntime | ApptainerRuntime | DockerRuntime | PodmanRuntime | PrimeRuntime | ModalRuntime | E2BRuntime,

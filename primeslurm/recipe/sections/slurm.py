@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import (
+from primeslurm.recipe.fields.types import (
     Constraint,
     Dependency,
     Hosts,
@@ -130,9 +130,10 @@ class Submission(Section):
     """Container that all processes run in. Default: no container."""
 
     def over(self, defaults: Submission) -> Submission:
-        """These options, and the defaults for what is not said here."""
-        said = {name: value for name in Submission.model_fields if (value := getattr(self, name)) not in (None, ())}
-        return defaults.model_copy(update=said)
+        """Return these options, with `defaults` for options that are not set."""
+        # An empty list also counts as not set.
+        options = {name: value for name in Submission.model_fields if (value := getattr(self, name)) not in (None, ())}
+        return defaults.model_copy(update=options)
 
 
 class Slurm(Submission):
@@ -184,8 +185,8 @@ class Monitor(Section):
 
 
 class MetricsOptions(TypedDict):
-    """Keyword arguments of `records.metrics.MetricsLog`: where metrics go besides metrics.jsonl."""
+    """Keyword arguments of `records.metrics.MetricsLog`."""
 
     tensorboard: bool
     wandb: dict[str, Any] | None
-    """What `wandb.init` is told of the run; None for no Weights & Biases."""
+    """Keyword arguments of `wandb.init`; None without Weights & Biases."""

@@ -7,18 +7,18 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, HttpUrl, Json, OptionName
+from primeslurm.recipe.fields.types import EnvironmentName, HttpUrl, Json, OptionName
 from primeslurm.recipe.sections.trainer import Dtype
 
 
-class _Asked(Section):
-    """Options of every teacher."""
+class _TeacherOptions(Section):
+    """Options of all teachers."""
 
     concurrency: PositiveInt = 64
     """Largest number of sequences that are sent to the teacher at once."""
 
 
-class TeacherEngines(_Asked):
+class TeacherEngines(_TeacherOptions):
     """A teacher on vLLM engines of the run itself. Its weights never change."""
 
     type: Literal["engines"] = "engines"
@@ -49,7 +49,7 @@ class TeacherEngines(_Asked):
     """Any other vLLM option by its long name with underscores."""
 
 
-class ServedTeacher(_Asked):
+class ServedTeacher(_TeacherOptions):
     """A teacher that already runs elsewhere in vLLM. Its `/v1/completions` must support `prompt_logprobs`."""
 
     type: Literal["served"] = "served"
@@ -62,20 +62,22 @@ class ServedTeacher(_Asked):
     key."""
 
 
-class PolicyTeacher(_Asked):
-    """The current policy on the run's own engines, with a hint in its prompt.
+class PolicyTeacher(_TeacherOptions):
+    """The current policy on the engines of the run, with a hint in its prompt.
 
     This is on-policy self-distillation (OPSD, arXiv 2601.18734): with `advantages: opd`, the policy learns what it
     would have answered if it had known the hint.
     """
 
     type: Literal["policy"] = "policy"
+    renamed = {"into": "message_role"}
+
     hint: str = Field(min_length=1)
     """Field of the task's data, or entry of its `info`, that holds the hint, for example `answer`."""
     template: str = "For your orientation, a correct answer to what you are asked: {hint}"
     """Text that the teacher receives, with the hint in place of {hint}."""
-    into: Literal["system", "user"] = "system"
-    """The text is appended to the first message of this role. A system message is added if there is none."""
+    message_role: Literal["system", "user"] = "system"
+    """Role of the message that receives the text: its first message. A system message is added if there is none."""
 
 
 Teacher = Annotated[TeacherEngines | ServedTeacher | PolicyTeacher, Field(discriminator="type")]

@@ -7,28 +7,22 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import Json, SearchPath
+from primeslurm.recipe.fields.types import Json, SearchPath
 from primeslurm.recipe.sections.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
+# Memory of a trainer GPU for the CUDA context and NCCL communicators. Torch does not report it as reserved.
 CONTEXT_BYTES = 2 * 2**30
-"""Memory of a trainer GPU for the CUDA context and NCCL communicators. Torch does not report it as reserved."""
+# Memory of an engine outside its fraction of a GPU: vLLM creates its CUDA context before it measures free memory.
 ENGINE_CONTEXT_BYTES = 2**30
-"""Memory that an engine takes outside its share of a GPU: vLLM makes its CUDA context before it measures."""
-STATE_PIECE_BYTES = 128 << 20
-"""Of a rank's shards of parameters that are updated together with `optimizer_state_offload`, unless one has more."""
+# Size of the shards that one update covers with `optimizer_state_offload`. A single larger shard is not split.
+STATE_CHUNK_BYTES = 128 << 20
+# One buffer each for arriving, updated and departing state, because PCIe transfers in both directions at once.
 STATE_BUFFERS = 3
-"""One for state that arrives, one for what is updated, one for what leaves: a link carries both ways at once."""
 
 
 def micro_batch_rows(tokens: int, cp: int, seq_len: int) -> int:
-    """Count the rows of a micro batch.
-
-    Args:
-        tokens: that a rank computes at once.
-        cp: ranks that share each row.
-        seq_len: tokens of a row.
-    """
+    """Return the number of rows of a micro batch, if each rank computes `tokens` and `cp` ranks share a row."""
     return max(1, tokens * cp // seq_len)
 
 
@@ -36,8 +30,8 @@ class Vlm(Section):
     """Training on images, for a model that has a vision encoder."""
 
     freeze_vision_encoder: bool = True
-    """true: the vision encoder keeps its weights and only the language model is trained. false: the encoder is trained,
-    too."""
+    """true: the vision encoder keeps its weights and only the language model is trained. false: the encoder is trained
+    as well."""
     vision_encoder: str | None = None
     """Attribute path of the vision encoder, for example `model.visual`. Only for models that use the transformers
     implementation. Default: found by its usual name; the trainer lists the attributes if that fails."""
@@ -55,7 +49,7 @@ class Model(Section):
     dtype: Dtype = "bfloat16"
     """Compute dtype of trainer and engines. Master weights and optimizer state are always float32."""
     impl: Literal["auto", "custom", "hf"] = "auto"
-    """Whose code trains the model. custom: the trainer's own implementation. hf: the implementation of transformers,
+    """Implementation of the model. custom: the trainer's own implementation. hf: the implementation of transformers,
     which supports more models, but is slower, needs memory quadratic in seq_len and supports FSDP only. auto: custom
     where it supports the model type, else hf."""
     max_len: PositiveInt | None = None
@@ -72,7 +66,7 @@ class Model(Section):
 
     @property
     def trains_encoder(self) -> bool:
-        """Whether the encoder of images changes."""
+        """True if the vision encoder is trained."""
         return self.vlm is not None and not self.vlm.freeze_vision_encoder
 
 
@@ -108,7 +102,7 @@ class Optimizer(Section):
 
 
 class Parallelism(Section):
-    """How the trainer's GPUs are arranged.
+    """Arrangement of the trainer's GPUs.
 
     FSDP shards over all GPUs that `dp_replicate` leaves; `ep` and `cp` reuse those ranks.
     """
@@ -119,15 +113,15 @@ class Parallelism(Section):
     cp: PositiveInt = 1
     """Context parallelism: number of ranks that share each row of tokens. Must divide `seq_len`."""
     cp_style: Literal["ulysses", "allgather"] = "ulysses"
-    """How attention sees the tokens of the other ranks. ulysses: ranks exchange heads for tokens; `cp` must divide the
+    """Exchange of tokens between ranks for attention. ulysses: ranks exchange heads for tokens; `cp` must divide the
     number of heads. allgather: each rank gathers all keys and values (often called ring attention); not for models with
     recurrent layers."""
     ep: PositiveInt = 1
     """Expert parallelism: number of ranks that share the experts of a layer. Must divide the number of experts. 1:
     every rank gathers all experts."""
     ep_backend: Literal["torch", "deepep"] = "torch"
-    """How tokens travel to their experts. torch: all-to-all of NCCL. deepep: DeepEP, made for several nodes; it needs
-    the package `deep_ep`."""
+    """Method that sends tokens to their experts. torch: all-to-all of NCCL. deepep: DeepEP, made for several nodes; it
+    needs the package `deep_ep`."""
     deepep_num_sms: PositiveInt | None = None
     """Streaming multiprocessors that DeepEP's kernels use; expert computation cannot use these. Default: DeepEP's own
     estimate."""
@@ -150,20 +144,22 @@ class Parallelism(Section):
 
 
 class Memory(Section):
-    """Options that save GPU memory by using host memory or by computing in pieces."""
+    """Options that save GPU memory by using host memory or by computing in chunks."""
+
+    renamed = {"keep_selected_keys": "keep_dsa_indices"}
 
     optimizer_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory and run the optimizer on the CPU. Saves the
     most GPU memory and costs the most time. Not for Muon."""
     optimizer_state_offload: bool = False
-    """Keep only the optimizer state in host memory and copy it to the GPU piece by piece during the update. Works with
+    """Keep only the optimizer state in host memory and copy it to the GPU in chunks during the update. Works with
     every optimizer and gives bit-identical results."""
     activation_offload: bool = False
     """Keep saved activations in host memory until the backward pass. With full checkpointing these are the layer
     inputs."""
-    keep_selected_keys: bool = True
-    """With full checkpointing, keep the keys that sparse attention (DSA) selected: 8 KB per token and layer for GLM-5.
-    false: select them again in the backward pass."""
+    keep_dsa_indices: bool = True
+    """With full checkpointing, keep the indices of the keys that sparse attention (DSA) selected: 8 KB per token and
+    layer for GLM-5. false: select the keys again in the backward pass."""
     lm_head_chunk: PositiveInt | None = None
     """Number of tokens whose logits exist at once, for example 1024. Default: all tokens of a micro batch."""
 
@@ -190,21 +186,23 @@ class Lora(Section):
 class Trainer(Section):
     """The torchtitan trainer."""
 
+    renamed = {"grouped_products": "grouped_mm"}
+
     optimizer: Optimizer = Optimizer()
     """Optimizer, learning rate and schedule."""
     loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
     """The RL loss. Default: `{type: dppo}`."""
     parallelism: Parallelism = Parallelism()
-    """How parameters, experts and sequences are split over the trainer's GPUs."""
+    """Split of parameters, experts and sequences over the trainer's GPUs."""
     memory: Memory = Memory()
-    """Options that trade speed for GPU memory."""
+    """Options that save GPU memory and cost speed."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights. Default: train all weights."""
     fp8: bool = False
     """Compute linear layers and experts in block-scaled FP8, as FP8 engines do. Needs GPUs with SM90."""
-    grouped_products: bool = True
-    """true: compute all experts of a layer in one grouped matrix product. false: compute them one by one, to search for
-    a fault; this is slower and excludes compile and FP8."""
+    grouped_mm: bool = True
+    """true: compute all experts of a layer in one grouped matrix product. false: compute them one by one, for
+    debugging; this is slower and excludes compile and FP8."""
     router_replay: bool = False
     """Use the experts that the engines chose for each token instead of the trainer's own routing. Engines then return
     the routed experts of every token. Only for models with experts."""
@@ -215,17 +213,17 @@ class Trainer(Section):
     """Compile each layer with torch.compile; bfloat16 only. The first step takes about a minute longer. null: compile
     on GPUs for the model families and modes that were measured to be faster."""
     hang_timeout_s: PositiveInt = 300
-    """Seconds after which a rank that the others wait for counts as hung within a step; the attempt then ends. A single
-    torch collective may take twice as long."""
+    """Seconds without progress within a step after which a rank counts as hung. The attempt then ends. A single torch
+    collective may take twice as long."""
     long_phase_timeout_s: PositiveInt | None = None
     """The same limit in seconds for loading, the first step, publishing and checkpoints. Default: two hours plus the
-    time that a node needs to read its part of model and checkpoint at a tenth of the site's
-    `network.storage_gbytes_per_s`. `plan` shows it."""
+    time that a node needs to read its shards of model and checkpoint at a tenth of the site's
+    `network.storage_gbytes_per_s`. `plan` shows the value."""
     batch_timeout_s: PositiveInt = 3600
     """Seconds that the trainer waits for a batch. After that the attempt ends and the job is requeued."""
 
     def rows_at_once(self, seq_len: int) -> int:
-        """Count the rows of a micro batch, if rows have `seq_len` tokens."""
+        """Return the number of rows of a micro batch, if rows have `seq_len` tokens."""
         return micro_batch_rows(self.micro_batch_tokens, self.parallelism.cp, seq_len)
 
 
@@ -253,7 +251,7 @@ class Checkpoint(Section):
 
 
 class Weights(Section):
-    """How new weights reach the engines."""
+    """Transport of new weights to the engines."""
 
     transport: Literal["filesystem", "nccl"] = "filesystem"
     """filesystem: trainer ranks write the weights in parallel and engines read them. nccl: trainer ranks send the

@@ -15,7 +15,7 @@ import psutil
 
 from primeslurm.base.errors import RunError
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.types import minutes
 from primeslurm.slurm.environment import ALLOCATION_TIMES, clean, gpus_given
 from primeslurm.slurm.executor import UNLIMITED, Agent, write_pickle
 from primeslurm.slurm.render import LOAD, exports, submitit_folder

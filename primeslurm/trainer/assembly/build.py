@@ -147,7 +147,7 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
     checkpointing = trainer.parallelism.activation_checkpointing
     sparse = [module for module in draft.model.modules() if isinstance(module, SparseAttention)]
     for attention in sparse:
-        attention.keeps_selection = checkpointing == "full" and trainer.memory.keep_selected_keys
+        attention.keeps_selection = checkpointing == "full" and trainer.memory.keep_dsa_indices
     if trainer.compile:
         compiled.prepare()
     return draft.spec.parallelize_fn(

@@ -153,7 +153,7 @@ def _policy_gradient(
     difference = logprobs - targets.logprobs
     weights = importance(config, logprobs, targets.logprobs, targets.documents)
     terms = surrogate(config, logprobs, weights, targets.advantages)
-    loss = (config.kl_tau * difference**2 + config.adv_tau * terms).sum()
+    loss = (config.kl_tau * difference**2 + config.advantage_coef * terms).sum()
     too_high, too_low = outside(config, weights.moved, targets.advantages)
     metrics = {
         "masked_fraction": (too_high | too_low).float().sum(),

@@ -1,4 +1,4 @@
-"""Expert products one by one instead of in one grouped call (`trainer.grouped_products: false`).
+"""Expert products one by one instead of in one grouped call (`trainer.grouped_mm: false`).
 
 A reference for debugging, if the grouped kernels are suspected of wrong results.
 """
@@ -16,7 +16,7 @@ from primeslurm.trainer.base.model_draft import ModelDraft
 
 def convert(draft: ModelDraft) -> None:
     """Replace the grouped products of all experts if the recipe disables them. Needs the built model."""
-    if draft.recipe.trainer.grouped_products:
+    if draft.recipe.trainer.grouped_mm:
         return
     for module in draft.model.modules():
         if isinstance(module, GroupedExperts):

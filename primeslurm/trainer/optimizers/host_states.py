@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from primeslurm.nn import compat
-from primeslurm.recipe.sections.trainer import STATE_BUFFERS, STATE_PIECE_BYTES
+from primeslurm.recipe.sections.trainer import STATE_BUFFERS, STATE_CHUNK_BYTES
 from primeslurm.trainer.optimizers.container import Named, Optimizers, add_missing_state
 
 _ALIGNED = 256
@@ -28,12 +28,12 @@ StateKey = tuple[torch.Tensor, str]
 
 
 def chunks(named: Iterable[Named]) -> Iterator[list[Named]]:
-    """Group parameters in order, with at most `STATE_PIECE_BYTES` of local shards per chunk."""
+    """Group parameters in order, with at most `STATE_CHUNK_BYTES` of local shards per chunk."""
     chunk: list[Named] = []
     size = 0
     for name, parameter in named:
         nbytes = _local(parameter).nbytes
-        if chunk and size + nbytes > STATE_PIECE_BYTES:
+        if chunk and size + nbytes > STATE_CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
         chunk.append((name, parameter))

@@ -71,9 +71,9 @@ def cispo(config: CispoLoss, logp: torch.Tensor, engine: torch.Tensor, advantage
 
 CASES = [
     pytest.param(GrpoClipLoss(), grpo_clip, id="grpo_clip"),
-    pytest.param(GrpoClipLoss(clip_low=0.1, clip_high=0.1, dual_clip=1.5, adv_tau=2.0), grpo_clip, id="dual"),
+    pytest.param(GrpoClipLoss(clip_low=0.1, clip_high=0.1, dual_clip=1.5, advantage_coef=2.0), grpo_clip, id="dual"),
     pytest.param(GspoLoss(), gspo, id="gspo"),
-    pytest.param(GspoLoss(clip_low=0.1, clip_high=0.3, adv_tau=0.5, kl_tau=0.1), gspo, id="gspo-wide"),
+    pytest.param(GspoLoss(clip_low=0.1, clip_high=0.3, advantage_coef=0.5, kl_tau=0.1), gspo, id="gspo-wide"),
     pytest.param(CispoLoss(max_ratio=1.5), cispo, id="cispo"),
     pytest.param(CispoLoss(min_ratio=0.7, max_ratio=1.3, kl_tau=0.01), cispo, id="cispo-both"),
 ]
@@ -91,7 +91,7 @@ def test_losses_match_the_formulas_of_their_papers(config: Config, formula: Form
         here = of_document(targets, number)
         if here.any():
             advantage = targets.advantages[here][0]
-            exact = exact + config.adv_tau * formula(config, logp[here], targets.logprobs[here], advantage)
+            exact = exact + config.advantage_coef * formula(config, logp[here], targets.logprobs[here], advantage)
             exact = exact + config.kl_tau * ((logp - targets.logprobs)[here] ** 2).sum()
     (gradient,) = torch.autograd.grad(exact, logp)
     sums = from_recipe(config)(logp, torch.zeros_like(logp), targets)

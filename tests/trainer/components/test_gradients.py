@@ -149,7 +149,7 @@ def test_keys_are_selected_once_with_any_checkpointing(
     monkeypatch.setattr(sparse_attention, "_scores", lambda *given: (calls.append(1), scores(*given))[1])
     counts = []
     for checkpointing, keeps in (("none", True), ("selective", True), ("full", True), ("full", False)):
-        memory = {"keep_selected_keys": keeps}
+        memory = {"keep_dsa_indices": keeps}
         layout = Layout("glm_moe_dsa", {"activation_checkpointing": checkpointing}, memory=memory)
         assert worst(gradients(layout, references, world), expected, torch.inf) < TOLERANCE
         counts.append(len(calls) - sum(counts))

@@ -69,7 +69,7 @@ def reference(
         if config.ratio_cap is not None and weight > config.ratio_cap:
             weight = config.ratio_cap * p / p.detach()  # the gradient of cap * log p
             sums["capped"] += 1
-        total = total - config.adv_tau * advantage * weight * keep + config.kl_tau * d**2
+        total = total - config.advantage_coef * advantage * weight * keep + config.kl_tau * d**2
         towards = targets.ref_logprobs[row, column].double() - p.log()
         towards = towards - (towards - towards.clamp(-15, 15)).detach()
         ref_kl = weight * (towards.exp() - 1 - towards)
@@ -99,9 +99,9 @@ def outside(config: DppoLoss | IpoLoss, advantage: float, moved: float) -> tuple
     "config",
     [
         DppoLoss(),
-        DppoLoss(mask_low=0.05, mask_high=0.1, adv_tau=2.0, kl_tau=0.1),
+        DppoLoss(mask_low=0.05, mask_high=0.1, advantage_coef=2.0, kl_tau=0.1),
         IpoLoss(),
-        IpoLoss(threshold=0.05, adv_tau=0.5, kl_tau=0.01),
+        IpoLoss(threshold=0.05, advantage_coef=0.5, kl_tau=0.01),
         DppoLoss(ref_kl=0.3),
         IpoLoss(ref_kl=2.0),
         DppoLoss(ratio_cap=None, ref_kl=0.3),

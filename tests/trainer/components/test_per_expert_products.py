@@ -22,7 +22,7 @@ def test_logits_and_gradients_match_grouped_products(
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     found = []
     for grouped in (True, False):
-        policy = build(make_recipe(path, trainer={"grouped_products": grouped}), world)
+        policy = build(make_recipe(path, trainer={"grouped_mm": grouped}), world)
         if not grouped:
             monkeypatch.setattr(torch, "_grouped_mm", None)  # nobody calls it
         logits = policy.logits(tokens, torch.arange(SEQ_LEN)[None])[0]

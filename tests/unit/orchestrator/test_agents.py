@@ -24,7 +24,7 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints

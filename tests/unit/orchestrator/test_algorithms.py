@@ -25,7 +25,7 @@ from primeslurm.orchestrator.algorithms import (
 )
 from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 

@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rendering import template_comparison
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.recipe.sandbox_rules import offers_tools
+from primeslurm.recipe.rules.sandboxes import offers_tools
 from tests.support.chat_templates import BUNDLED, RESULTS, ROOT, Row, tried, write_model
 from tests.support.own_templates import DEEPSEEK_V3_1_RELEASED, OWN
 

@@ -53,7 +53,7 @@ STEPS = 8
 RULES = st.builds(
     Staleness,
     rule=st.sampled_from(["drop", "mask", "partial", "carry"]),
-    at_least=st.integers(1, 3),
+    min_rollouts=st.integers(1, 3),
     extra_rollouts=st.integers(0, 2),
     surplus=st.sampled_from(["cancel", "carry"]),
 )
@@ -71,8 +71,8 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
     staleness=RULES,
     seed=st.integers(0, 2**16),
 )
-@example([2, 6], 3, 0, 1.0, Staleness(rule="carry", at_least=2, extra_rollouts=1), 26)  # two groups of one example
-@example([1, 3], 3, 0, 1.5, Staleness(rule="carry", at_least=1, extra_rollouts=1), 21)  # complete at once
+@example([2, 6], 3, 0, 1.0, Staleness(rule="carry", min_rollouts=2, extra_rollouts=1), 26)  # two groups of one example
+@example([1, 3], 3, 0, 1.5, Staleness(rule="carry", min_rollouts=1, extra_rollouts=1), 21)  # complete at once
 def test_batches_form_under_any_order_of_events(
     sizes: list[int], batches: int, off_policy: int, oversampling: float, staleness: Staleness, seed: int
 ) -> None:
@@ -123,7 +123,7 @@ def test_batches_form_under_any_order_of_events(
             again |= {first(group.id) for group in result.stale}
             for group in result.early:
                 most = max(limits.group_sizes[group.environment], staleness.extra_rollouts)
-                assert staleness.at_least <= group.size < most
+                assert staleness.min_rollouts <= group.size < most
                 dispatcher.add_ready(group)
             batch, returned = dispatcher.next_batch(), dispatcher.returned
             assert (dispatcher.take_batch() or []) == batch
@@ -153,7 +153,7 @@ def test_batches_form_under_any_order_of_events(
         for name in {first(name) for name in names} - again:
             size = limits.group_sizes[name.rpartition("-")[0]]
             mine = [group.size for group in used if first(group.id) == name]
-            filled_up = (len(mine) - 1) * (min(size, staleness.at_least) - 1)
+            filled_up = (len(mine) - 1) * (min(size, staleness.min_rollouts) - 1)
             extra = staleness.extra_rollouts if staleness.surplus == "carry" else 0
             assert sum(mine) <= size + extra + filled_up, "no example is trained more than others"
 

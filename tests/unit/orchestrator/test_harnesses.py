@@ -10,7 +10,7 @@ import pytest
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import harness_compatibility, host_needs
 from primeslurm.plan.checks.tool_rendering import OWN_HARNESS
-from primeslurm.recipe import sandbox_rules
+from primeslurm.recipe.rules import sandboxes
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
@@ -44,14 +44,14 @@ async def test_harness_plays_a_task_in_a_sandbox_with_the_tools_that_check_expec
     has_tools = len(script) > 1
     assert (rollout.info.reward == 1.0) == has_tools
     assert rollout.info.turns == len(engine.requests) == len(script)
-    assert ("<tools>" in engine.prompts[0]) == has_tools == sandbox_rules.offers_tools(harness)
+    assert ("<tools>" in engine.prompts[0]) == has_tools == sandboxes.offers_tools(harness)
     (environment,) = made.environments
     users = harness_compatibility.tool_users(environment, environments.load_from_recipe(environment))
     assert users == ([("environments.harness", harness)] if has_tools else [])
     assert not list(tmp_path.rglob("*")), "the rollout left files"
 
 
-@pytest.mark.parametrize("harness", sorted({*sandbox_rules.HARNESSES} - {*SCRIPTS, "mini_swe_agent"}))
+@pytest.mark.parametrize("harness", sorted({*sandboxes.HARNESSES} - {*SCRIPTS, "mini_swe_agent"}))
 def test_harness_that_needs_a_container_is_refused_without_one(
     harness: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_harness_that_needs_a_container_is_refused_without_one(
     env = environments.load_from_recipe(made)
     (problem,) = host_needs.missing(made, env)
     assert (problem.value, problem.why) == ("apptainer", "`apptainer` is not installed here")
-    offered = [("environments.harness", harness)] if harness not in sandbox_rules.WITHOUT_TOOLS else []
+    offered = [("environments.harness", harness)] if harness not in sandboxes.WITHOUT_TOOLS else []
     assert harness_compatibility.tool_users(made, env) == offered
 
 

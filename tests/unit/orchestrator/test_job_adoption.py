@@ -27,8 +27,8 @@ LAST = 12
 RULES = [
     Staleness(),
     Staleness(rule="mask"),
-    Staleness(rule="partial", at_least=2),
-    Staleness(rule="carry", at_least=2),
+    Staleness(rule="partial", min_rollouts=2),
+    Staleness(rule="carry", min_rollouts=2),
     Staleness(extra_rollouts=1),
     Staleness(extra_rollouts=1, surplus="carry"),
 ]
@@ -85,7 +85,7 @@ def test_unneeded_job_is_not_adopted(why: str) -> None:
 
 
 def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
-    rule = Staleness(rule="carry", at_least=2)
+    rule = Staleness(rule="carry", min_rollouts=2)
     dispatcher = restarted(limits(group_sizes={"a": 4, "b": 4}, max_inflight=8, ratios={"a": 1.0}, staleness=rule))
     jobs = [job for job in run_all(dispatcher) if job.group == "a-00000000"]
     for job in jobs[:2]:
@@ -109,7 +109,7 @@ def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
     assert not trained.adopt_job(jobs[3], runs=True)
     (part,) = [one for one in trained.open.values() if one.jobs]
     assert (part.id, part.jobs) == ("a-00000000.2001", {jobs[2].id: 0, jobs[3].id: 1})
-    assert not part.to_dispatch, "`at_least` rollouts complete it"
+    assert not part.to_dispatch, "`min_rollouts` rollouts complete it"
     more, *others = (msgspec.structs.replace(jobs[2], id=f"{group.id}/{n}-c") for n in (4, 5, 6))
     assert trained.adopt_job(more, runs=True) and part.jobs[more.id] == 2 and trained.open.pending(0) == 3
     for job in [*jobs[2:], more]:
@@ -293,7 +293,7 @@ def test_any_order_of_ends_failures_and_kills(
     if rule.rule == "carry":
         for name in {name.partition(".")[0] for name in names} - run.stale:
             mine = [group.size for group in run.used if group.id.partition(".")[0] == name]
-            most = limit.group_sizes[name.partition("-")[0]] + (len(mine) - 1) * (rule.at_least - 1)
+            most = limit.group_sizes[name.partition("-")[0]] + (len(mine) - 1) * (rule.min_rollouts - 1)
             assert sum(mine) <= most + run.late[name], "no example is trained more than others"
     waiting = {group.id for group in (*run.dispatcher.ready, *run.writing)}
     for label, cursor in run.dispatcher.cursors.items():

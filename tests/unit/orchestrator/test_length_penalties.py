@@ -14,7 +14,7 @@ from primeslurm.orchestrator.batching.length_penalties import apply_length_penal
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data

@@ -15,7 +15,7 @@ from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import host_needs
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
+from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import ContainerRuntime, HostedRuntime, Runtime
 from tests.support import recipes

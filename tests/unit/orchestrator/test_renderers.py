@@ -15,7 +15,7 @@ from primeslurm.models.extending_renderer import extending_config
 from primeslurm.models.renderers import RENDERERS, is_import_path, renderers_of
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering, RenderingError, select_renderer
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.testbed.fakes.fake_engine import write_tokenizer
 from scripts.models import tiny_model
 from tests.support.chat_templates import BUNDLED, write_model

@@ -22,7 +22,7 @@ from primeslurm.orchestrator.teacher.scoring import Scoring
 from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
 from primeslurm.wire.transport.addresses import AddressBook
@@ -81,7 +81,7 @@ async def rollout(engine: FakeEngine, made: Recipe, twice: bool = False) -> tupl
 
 @pytest.mark.parametrize(("into", "twice"), [("system", False), ("user", True)])
 async def test_teacher_prompt_contains_the_hint(tokenizer: Path, tmp_path: Path, into: str, twice: bool) -> None:
-    made = recipe(tokenizer, into=into)
+    made = recipe(tokenizer, message_role=into)
     done: list[RolloutGroup] = []
     with FakeEngine(tokenizer) as engine:
         engine.version = 3

@@ -14,7 +14,7 @@ from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForec
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.sections.staleness import Staleness
 from tests.support.batches import batch_of
 from tests.unit.orchestrator.test_dispatch import rollout, run_all
@@ -140,7 +140,7 @@ def test_example_that_takes_longer_than_the_age_limit_is_trained(rule: str) -> N
 
 
 def test_group_completes_early_at_its_last_chance() -> None:
-    dispatcher = make_dispatcher(inflight=8, rule="partial", at_least=2)
+    dispatcher = make_dispatcher(inflight=8, rule="partial", min_rollouts=2)
     jobs = run_all(dispatcher)
     finish(dispatcher, [*jobs[:3], jobs[4]])
     assert dispatcher.apply_age_limit(2).early == [], "one rollout is too few, and the other group is no batch"
@@ -168,7 +168,7 @@ def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
 
 @pytest.mark.parametrize("done", [2, 3])
 def test_running_rollouts_continue_in_another_group(done: int) -> None:
-    dispatcher = make_dispatcher(batch=2, rule="carry", at_least=2)
+    dispatcher = make_dispatcher(batch=2, rule="carry", min_rollouts=2)
     jobs = run_all(dispatcher)
     finish(dispatcher, jobs[:done])
     dispatcher.version = 1
@@ -188,7 +188,7 @@ def test_running_rollouts_continue_in_another_group(done: int) -> None:
 
 
 def test_group_with_too_few_finished_rollouts_is_carried_as_a_whole() -> None:
-    dispatcher = make_dispatcher(rule="carry", at_least=2)
+    dispatcher = make_dispatcher(rule="carry", min_rollouts=2)
     jobs = run_all(dispatcher)
     finish(dispatcher, jobs[:1])
     dispatcher.version = 2
@@ -323,12 +323,12 @@ def test_batch_trains_no_old_token(rule: str) -> None:
     assert batch is not None and batch.info.loss_tokens == 1, "each rollout has two tokens, and the first has no loss"
 
 
-def test_at_least_above_the_group_size_is_refused() -> None:
-    fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "at_least": 5}}
+def test_min_rollouts_above_the_group_size_is_refused() -> None:
+    fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "min_rollouts": 5}}
     data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
     (violation,) = violations(Recipe.model_validate(data))
-    assert (violation.field, violation.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
-    fields["staleness"] = {"rule": "drop", "at_least": 5}
+    assert (violation.field, violation.fix) == ("orchestrator.staleness.min_rollouts", "nearest: 4")
+    fields["staleness"] = {"rule": "drop", "min_rollouts": 5}
     assert not violations(Recipe.model_validate(data))
 
 

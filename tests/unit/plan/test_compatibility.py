@@ -185,8 +185,8 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(ep=2, deepep_token_chunk=2048, ep_backend="deepep"), MOE, GPU),
     ),
     "grouped-products": (
-        (trainer(grouped_products=False, compile=True), MOE, GPU),
-        (trainer(grouped_products=False, lora={"targets": ["q_proj"]}), MOE, GPU),
+        (trainer(grouped_mm=False, compile=True), MOE, GPU),
+        (trainer(grouped_mm=False, lora={"targets": ["q_proj"]}), MOE, GPU),
     ),
     "trainer-ep-dense": ((parallelism(ep=2), DENSE, GPU), (parallelism(ep=2), MOE, GPU)),
     "trainer-ep-divides": (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from primeslurm.models import Capabilities, Family
+from primeslurm.plan import auto_fields
 from primeslurm.plan.auto_fields import resolve_auto_fields
-from primeslurm.plan.commands import processes
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
@@ -27,7 +27,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         "llama": Family(name="llama", model_types={"llama": Capabilities(compile=True)}),
         "glm4_moe": Family(name="glm4_moe", model_types={"glm4_moe": with_cp}),
     }
-    monkeypatch.setattr(processes, "family_of", families.get)
+    monkeypatch.setattr(auto_fields, "family_of", families.get)
 
 
 def test_ulysses_compiles_and_allgather_does_not() -> None:
@@ -53,7 +53,7 @@ def test_tested_modes_are_compiled(modes: dict[str, Any]) -> None:
         (recipe(), None, "cuda"),
         (recipe("float32"), "qwen3_moe", "cuda"),
         (recipe(vlm={}), "qwen3_moe", "cuda"),
-        (recipe(grouped_products=False), "qwen3_moe", "cuda"),
+        (recipe(grouped_mm=False), "qwen3_moe", "cuda"),
         (recipe(router_replay=True), "qwen3_moe", "cuda"),
         (recipe(fp8=True, parallelism={"cp": 2}), "qwen3_moe", "cuda"),
         (recipe(parallelism={"ep": 2, "ep_backend": "deepep"}), "qwen3_moe", "cuda"),

@@ -15,7 +15,7 @@ from primeslurm.plan.checks.environment_capacity import environment_capacity
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive, requests_of
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.slurm.render import render
 
 SITE: dict[str, Any] = {

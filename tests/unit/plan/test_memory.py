@@ -466,8 +466,8 @@ def test_local_copies_on_disk_must_fit_it() -> None:
         [text for text in found(changes, "Qwen/Qwen3-30B-A3B", **disk) if "checkpoint.local" in text]
         for disk in ({"disk_gib": 300}, {}, {"disk_gib": 400})
     )
-    assert small.startswith("error checkpoint.local: does not fit: checkpoint copies take 341 GiB")
-    assert small.endswith("disk, which has 300 GiB")
+    text = "does not fit: checkpoint copies take 341 GiB of each train node's disk, which has 300 GiB"
+    assert small == f"error checkpoint.local: {text}"
     assert unknown.startswith("note checkpoint.local: may not fit: checkpoint copies take 341 GiB") and not large
     in_memory = merge(two, {"checkpoint": {"local": "/dev/shm"}})
     assert not [text for text in found(in_memory, "Qwen/Qwen3-30B-A3B", disk_gib=1) if "checkpoint.local" in text]

@@ -98,7 +98,7 @@ def test_trainer_on_the_head_node_reduces_its_free_memory() -> None:
     ]
 
 
-def test_estimate_matches_the_memory_of_real_rollouts() -> None:
+def test_constants_match_the_orchestrator() -> None:
     asked = DispatchLimits({"e": 16}, 256, 512, 8, 10, {"e": 1.0})
     assert TRAINED_BATCHES == KEPT_STEPS and BATCHES_AHEAD * asked.batch_size == asked.max_ahead
     one = group([30], [1.0]).sequences[0]

@@ -18,7 +18,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from tests.support.recipes import recipe_data, site
 
@@ -204,9 +204,8 @@ BAD = [
         one_node(None, {}),
         {},
         [
-            "deployment.layout = one_node: the recipe does not say how the roles share the GPUs of the node "
-            "(set all but one of deployment.train.gpus_per_node, deployment.inference.gpus_per_node; "
-            "together they get 8 GPUs)"
+            "deployment.layout = one_node: the recipe does not say how the roles share the GPUs of the node (set all "
+            "but one of deployment.train.gpus_per_node, deployment.inference.gpus_per_node; together they get 8 GPUs)"
         ],
     ),
     (
@@ -233,11 +232,11 @@ def test_all_conflicts_with_colocation_are_reported_in_one_pass() -> None:
     shape = {"layout": "single", "colocated": True, "train": {"gpus_per_node": 4}}
     wrong = {"deployment": {**shape, "inference": {"type": "single_node", "gpus_per_node": 2}}}
     assert [str(violation) for violation in violations(Recipe.model_validate(recipe_data(**wrong)))] == [
-        "deployment.layout = single: roles have nodes of their own with this layout, so they share no GPUs (use "
+        "deployment.layout = single: each role has its own nodes with this layout, so no GPUs are shared (use "
         "layout: one_node, or leave deployment.colocated out)",
         "deployment.inference.gpus_per_node = 2: deployment.colocated: the trainer has 4 GPUs, and both use the same "
         "ones (set the same number for both, or leave one out)",
-        "inference.gpu_memory_utilization: must say which share of each GPU's memory the engines get, because the "
+        "inference.gpu_memory_utilization: must be the fraction of each GPU's memory for the engines, because the "
         "trainer gets the rest (deployment.colocated needs it, for example 0.4)",
     ]
     apart = merge(colocated(2, None), {"deployment": {"inference": {"type": "disaggregated"}}})

@@ -16,7 +16,7 @@ from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.recipes import recipe_data, site
 from tests.unit.plan.test_plan import RUN, VALUES, disaggregated

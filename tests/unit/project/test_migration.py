@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.recipe.reading.alias_table import TOOLS
-from primeslurm.recipe.reading.aliases import keys_of
+from primeslurm.recipe.reading.aliases import keys_of, tools
 from scripts import migration
 
 PAGES = Path(__file__).resolve().parents[3] / "docs" / "migration"
@@ -50,7 +49,7 @@ def test_a_page_has_every_key_that_messages_explain(path: Path) -> None:
         ("keys", path.stem),
         ("values", path.stem),
     ]
-    (tool,) = [tool for tool in TOOLS if tool == path.stem]
+    (tool,) = [tool for tool in tools() if tool == path.stem]
     assert [key for key, _ in keys_of(tool) if f"`{key}`" not in text] == []
 
 

@@ -49,6 +49,7 @@ def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path)
         (("--version",), 0),
         (("init",), 0),
         (("check", "recipe.yaml", *local), 0),
+        (("check", "recipe.yaml", *local, "--set", "learning_rate=1"), 2),  # reads the table of aliases
         (("plan", "recipe.yaml", *local), 0),
         (("submit", "recipe.yaml", *local, "--dry-run"), 0),
         (("submit", "recipe.yaml", *local), 2),  # the model is missing, and the message says how to make it

@@ -1,24 +1,32 @@
-"""Names of other tools, and the fields of recipes and sites that they point at."""
+"""Names of other tools are explained by fields that exist."""
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reading.alias_table import ALIASES, TOOLS, VALUE_ALIASES, Alias, ValueAlias
-from primeslurm.recipe.reading.aliases import find_alias, find_value, keys_of
-from primeslurm.recipe.reading.explain import field_type, members
+from primeslurm.recipe.fields.section import field_type, members
+from primeslurm.recipe.reading.aliases import (
+    Alias,
+    ValueAlias,
+    aliases,
+    find_alias,
+    find_value,
+    keys_of,
+    tools,
+    value_aliases,
+)
 
 
-def types_of(field: str) -> list[Any]:
-    """What a field may hold; empty if there is no such field. `[]` steps into a list, any name into a mapping."""
-    where, _, path = field.rpartition("site: ")
-    types: list[Any] = [Site if field != path else Recipe]
-    assert not where
-    for part in path.split("."):
+def types_of(field: str, model: type[BaseModel] = Recipe) -> list[Any]:
+    """Return the types of a field; empty if it does not exist. Any name is a key of a mapping."""
+    types: list[Any] = [model]
+    for part in field.split("."):
         name, is_list = part.removesuffix("[]"), part.endswith("[]")
         sections = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
         mappings = [get_args(each)[1] for each in types if get_origin(each) is dict]
@@ -29,30 +37,31 @@ def types_of(field: str) -> list[Any]:
     return types
 
 
-@pytest.mark.parametrize("alias", ALIASES, ids=lambda alias: alias.field)
-def test_an_alias_points_at_a_field_and_explains_it_in_one_line(alias: Alias) -> None:
-    assert types_of(alias.field), f"there is no field {alias.field}"
+@pytest.mark.parametrize("alias", aliases(), ids=lambda alias: alias.field)
+def test_field_of_an_alias_exists_and_its_advice_is_one_line(alias: Alias) -> None:
+    assert types_of(alias.field, Site if alias.of_site else Recipe), f"there is no field {alias.field}"
     assert alias.note and "\n" not in alias.advice and len(alias.advice) <= 200
-    assert alias.keys and set(alias.keys) <= set(TOOLS)
+    assert alias.keys and all(alias.keys.values())
 
 
-@pytest.mark.parametrize("alias", VALUE_ALIASES, ids=lambda alias: f"{alias.field}={alias.ours}")
-def test_a_value_alias_points_at_a_choice_and_is_none_itself(alias: ValueAlias) -> None:
+@pytest.mark.parametrize("alias", value_aliases(), ids=lambda alias: f"{alias.field}={alias.ours}")
+def test_value_alias_names_a_choice_and_is_not_one_itself(alias: ValueAlias) -> None:
     types = types_of(alias.field)
     choices = {choice for each in types if get_origin(each) is Literal for choice in get_args(each)}
     assert alias.ours in choices and not choices & set(alias.theirs)
 
 
-def test_no_field_that_exists_is_taken_for_another_tools() -> None:
-    own = {info.alias or name for name, info in Recipe.model_fields.items()}
-    for tool in TOOLS:
-        assert not {key for key, _ in keys_of(tool)} & (own - {"seed"}), tool
+@pytest.mark.parametrize("tool", tools())
+def test_table_has_many_keys_of_each_tool_and_no_field_of_a_recipe(tool: str) -> None:
+    keys = {key for key, _ in keys_of(tool)}
+    assert len(keys) >= 25
+    assert not keys & {info.alias or name for name, info in Recipe.model_fields.items() if name != "seed"}
 
 
-def test_there_are_enough_names_of_each_tool() -> None:
-    counts = {tool: len(list(keys_of(tool))) for tool in TOOLS}
-    assert len(ALIASES) >= 80
-    assert all(count >= 25 for count in counts.values()), counts
+def test_table_has_no_misspelt_attributes() -> None:
+    entries = yaml.safe_load(resources.files("primeslurm.recipe.reading").joinpath("aliases.yaml").read_text())["keys"]
+    assert {key for entry in entries for key in entry} == {"field", "site", "note", *tools()}
+    assert all(("field" in entry) != ("site" in entry) for entry in entries)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_there_are_enough_names_of_each_tool() -> None:
         ("trainer.gradient_accumulation", "trainer.micro_batch_tokens"),
         ("orchestrator.train.sampling.max_completion_tokens", "orchestrator.sampling.max_tokens"),
         ("trainer.model.ac", "trainer.parallelism.activation_checkpointing"),
-        ("slurm.gres", "site: nodes.default.gres"),
+        ("slurm.gres", "nodes.default.gres"),
         ("colocate", "deployment.colocated"),
         ("actor_rollout_ref.hybrid_engine", "deployment.colocated"),
         ("vllm_mode", "deployment.colocated"),
@@ -84,17 +93,17 @@ def test_there_are_enough_names_of_each_tool() -> None:
         ("data.truncation", "seq_len"),
     ],
 )
-def test_a_key_is_found_by_its_end(typed: str, field: str) -> None:
+def test_key_is_found_by_its_last_parts(typed: str, field: str) -> None:
     alias = find_alias(typed)
     assert alias is not None and alias.field == field
 
 
 @pytest.mark.parametrize("typed", ["n", "foo.bar", "trainer.name", "model", "inference.type", "batch_sizes", ""])
-def test_a_word_that_means_anything_is_no_alias(typed: str) -> None:
+def test_generic_word_is_not_an_alias(typed: str) -> None:
     assert find_alias(typed) is None
 
 
-def test_a_value_is_found_whatever_its_case() -> None:
+def test_value_is_found_regardless_of_case() -> None:
     loss = find_value("trainer.loss.type", "PPO")
     assert loss is not None and loss.ours == "grpo_clip"
     assert find_value("orchestrator.advantages", "gae") is not None

@@ -1,4 +1,4 @@
-"""What a recipe may say about evaluation, and what contradicts what."""
+"""Rules for the evaluation of a recipe, and values that follow from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primeslurm.base.errors import UsageError
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from tests.support.recipes import recipe_data, site, write_recipe
 
@@ -34,13 +34,13 @@ HELD_OUT = {"id": "reverse-text", "name": "held-out"}
         (
             {"environments": [{"id": "reverse-text"}]},
             [
-                "evaluation.environments = reverse-text: is the name of a training environment, too "
-                "(give it another `name`, as reverse-text-eval)"
+                "evaluation.environments = reverse-text: is also the name of a training environment "
+                "(use another `name`, such as reverse-text-eval)"
             ],
         ),
         (
             {"environments": [HELD_OUT, HELD_OUT]},
-            ["evaluation.environments = held-out: names must be unique (give it another `name`, as held-out-eval)"],
+            ["evaluation.environments = held-out: names must be unique (use another `name`, such as held-out-eval)"],
         ),
         ({"environments": [{**HELD_OUT, "ratio": 2.0}]}, ["evaluation.environments.0.ratio = 2.0: no such key"]),
         (
@@ -55,7 +55,7 @@ HELD_OUT = {"id": "reverse-text", "name": "held-out"}
             {"environments": [{**HELD_OUT, "samples": 2}], "interval": 10, "keep_best": "held-out/pass@4"},
             [
                 "evaluation.keep_best = held-out/pass@4: is not measured "
-                "(one of held-out/reward_mean, held-out/pass@1, held-out/pass@2)"
+                "(use held-out/reward_mean or held-out/pass@1 or held-out/pass@2)"
             ],
         ),
         (
@@ -64,42 +64,42 @@ HELD_OUT = {"id": "reverse-text", "name": "held-out"}
         ),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, evaluation: dict[str, Any], expected: list[str]) -> None:
+def test_each_contradiction_is_reported(tmp_path: Path, evaluation: dict[str, Any], expected: list[str]) -> None:
     found = problems(tmp_path, evaluation)
     assert len(found) == len(expected)
     for text, beginning in zip(found, expected, strict=True):
         assert text.startswith(beginning), text
 
 
-def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_contradictions_are_reported_in_one_pass(tmp_path: Path) -> None:
     wrong = {**HELD_OUT, "samples": 2, "sampling": {"temperature": 0, "max_tokens": 500}}
     found = problems(tmp_path, {"environments": [wrong, wrong], "keep_best": "other/pass@2", "interval": 3})
     assert len(found) == 1 + 2 * 2 + 2
 
 
-def test_only_rl_has_engines_to_evaluate_on(tmp_path: Path) -> None:
+def test_evaluation_is_refused_for_serve(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, {"environments": [HELD_OUT]}, task="serve", environments=[])
-    assert found == "evaluation = held-out: task serve evaluates nothing (leave it out, or task: rl or eval)"
+    assert found == "evaluation = held-out: task serve evaluates nothing (leave it out, or use task: rl or eval)"
 
 
 @pytest.mark.parametrize(
     ("samples", "passes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (10, (1, 2, 4, 8, 10))]
 )
-def test_pass_at_powers_of_two_and_all(samples: int, passes: tuple[int, ...]) -> None:
+def test_pass_at_k_has_powers_of_two_and_all_samples(samples: int, passes: tuple[int, ...]) -> None:
     assert EvaluationEnvironment(id="x", samples=samples).passes == passes
 
 
-def test_the_last_step_has_a_checkpoint_whatever_the_interval(tmp_path: Path) -> None:
+def test_keep_best_accepts_an_interval_beyond_the_last_step(tmp_path: Path) -> None:
     evaluation = {"environments": [HELD_OUT], "interval": 50, "keep_best": "held-out/pass@1"}
     assert load_recipe(write_recipe(tmp_path / "r.yaml", evaluation=evaluation, max_steps=4))
 
 
-def test_evaluation_has_a_share_of_training_s_rollouts_in_flight(tmp_path: Path) -> None:
+def test_evaluation_gets_a_quarter_of_the_rollouts_in_flight(tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", evaluation={"environments": [HELD_OUT]}))
     assert (recipe.max_inflight, recipe.max_evaluation_inflight) == (32, 8)
 
 
-def test_evaluation_environments_have_workers_of_their_own(tmp_path: Path) -> None:
+def test_evaluation_environment_has_its_own_workers(tmp_path: Path) -> None:
     evaluation = {"environments": [{**HELD_OUT, "workers": 2}]}
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", evaluation=evaluation))
     plan = derive(recipe, site(), tmp_path / "run")
@@ -112,7 +112,7 @@ def test_evaluation_environments_have_workers_of_their_own(tmp_path: Path) -> No
     assert all(process.argv[process.argv.index("--environment") + 1] in process.name for process in workers)
 
 
-def test_the_suggested_evaluation_is_of_the_recipes_own_environment() -> None:
+def test_suggested_evaluation_uses_the_first_environment() -> None:
     environments = [{"id": "math-problems", "name": "math", "args": {"path": "/data/train.jsonl"}}]
     (missing,) = violations(Recipe.model_validate(recipe_data(task="eval", environments=environments)))
     entry = "{id: math-problems, name: math-eval, args: {path: HELD-OUT-FILE}}"

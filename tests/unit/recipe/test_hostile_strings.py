@@ -1,7 +1,7 @@
-"""Hostile strings in every field: refused with the field named, or carried unchanged, and never executed.
+"""Hostile strings in every field are refused, or reach the processes unchanged. They are never executed.
 
-The places are found from the models, so a new field is held to this without a change here. The rendered script runs
-under real bash; `srun` and `module` only write down what reached them.
+The fields come from the models, so new fields are tested automatically. The rendered script runs under real bash, with
+fake programs `srun` and `module` that record their arguments and environment.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from primeslurm.wire.transport.addresses import Addresses
 from tests.support import model_strings
 from tests.support.recipes import recipe_data, site
 
+# A file that the fragments below try to create in the directory where the script runs.
 CANARY = "canary"
-"""A file that every fragment below tries to make, in the directory where the script runs."""
 FRAGMENTS = [
     *(f"$(touch {CANARY})", f"`touch {CANARY}`", f"; touch {CANARY} ;", f"' ; touch {CANARY} ; '"),
     *(f'"; touch {CANARY}; "', f"\ntouch {CANARY}\n", f"| touch {CANARY}", f"& touch {CANARY} &", f"> {CANARY}"),
@@ -38,30 +38,29 @@ FRAGMENTS = [
     *("-", "--", "-x", "--output=/x", "\t", "\r", "\0", "\x1b[31m", "\x7f", "\u202e", "\u00a0", "\u2028", "é", "日本"),
     *("🚀", "a:b", "a,b", "a=b", "a b", " ", "..", "/", "../../x", "\n#SBATCH --uid=0", "EOF\n", "x" * 2000, ""),
 ]
+# All fragments that are valid in a free text.
 WORST = " ".join(text for text in FRAGMENTS if text.isprintable() and "${" not in text and len(text) < 100)
-"""The worst that a free text may hold."""
 HOSTILE = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=3).map("".join) | st.text(max_size=20)
-GOOD_BEGINNINGS = {
+# Prefixes that satisfy the syntax of a field. The prefix of other fields is `model_strings.WORD`.
+VALID_PREFIXES = {
     **{"extra": "--wckey=", "mounts": "/data", "library_path": "/opt/x", "runs": "/shared", "time": "01:00:00"},
     **{"time_min": "01:00:00", "mem": "1G", "mem_per_gpu": "1G", "switches": "1", "dependency": "afterok:1"},
     "base_url": "http://x1",
 }
-"""Beginnings that the syntax of a field asks for; `x1` for others."""
 RECORD = '#!/bin/bash\nprintf "%s\\0" "$@" > {name}.argv\nenv -0 > {name}.env\n'
 
 
 def places(model: type[Recipe] | type[Site]) -> list[Any]:
-    found = dict(model_strings.places(model))
     return [
         pytest.param(path, data, id=f"{model.__name__.lower()}.{'.'.join(map(str, path))}")
-        for path, data in found.items()
-        if path[0] != "prologue"  # shell, by definition
+        for path, data in dict(model_strings.places(model)).items()
+        if path[0] != "prologue"  # lines of a shell script
     ]
 
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs that write down their arguments and environment."""
+    """Return a directory with programs that record their arguments and environment."""
     directory = tmp_path_factory.mktemp("tools")
     for name in ("srun", "module"):
         (directory / name).write_text(RECORD.format(name=name))
@@ -74,17 +73,17 @@ ONE_FIELD = settings(max_examples=10, derandomize=True, suppress_health_check=[H
 
 @pytest.mark.parametrize(("path", "data"), places(Recipe))
 @ONE_FIELD
-@given(value=HOSTILE, begin=st.booleans())
-@example(value=WORST, begin=True)
-def test_recipe(
-    path: model_strings.Path, data: dict[str, Any], value: str, begin: bool, tmp_path: Path, tools: Path
+@given(value=HOSTILE, prefixed=st.booleans())
+@example(value=WORST, prefixed=True)
+def test_string_of_a_recipe_is_refused_or_arrives_unchanged(
+    path: model_strings.Path, data: dict[str, Any], value: str, prefixed: bool, tmp_path: Path, tools: Path
 ) -> None:
-    value = _beginning(path) + value if begin else value
+    value = _valid_prefix(path) + value if prefixed else value
     data = merge(merge(recipe_data(), data), {"name": "test-run", "model": {"path": "/models/tiny"}})
     if data.get("inference", {}).get("router", {}).get("type") == "dynamo":
-        data |= {"task": "serve", "environments": []}  # it cannot train
+        data |= {"task": "serve", "environments": []}  # Dynamo cannot be used for RL
     if "teacher" in data:
-        data = merge(data, {"orchestrator": {"advantages": "opd"}})  # or it is refused
+        data = merge(data, {"orchestrator": {"advantages": "opd"}})  # a teacher needs a use
     text = yaml.safe_dump(model_strings.put(merge(data, _parents(data, path)), path, value))
     try:
         (tmp_path / "r.yaml").write_text(text)
@@ -98,12 +97,12 @@ def test_recipe(
 
 @pytest.mark.parametrize(("path", "data"), places(Site))
 @ONE_FIELD
-@given(value=HOSTILE, begin=st.booleans())
-@example(value=WORST, begin=True)
-def test_site(
-    path: model_strings.Path, data: dict[str, Any], value: str, begin: bool, tmp_path: Path, tools: Path
+@given(value=HOSTILE, prefixed=st.booleans())
+@example(value=WORST, prefixed=True)
+def test_string_of_a_site_file_is_refused_or_arrives_unchanged(
+    path: model_strings.Path, data: dict[str, Any], value: str, prefixed: bool, tmp_path: Path, tools: Path
 ) -> None:
-    value = _beginning(path) + value if begin else value
+    value = _valid_prefix(path) + value if prefixed else value
     base = {"name": "s", "modules": ["cuda"], "nodes": {"default": {"partition": "gpu", "gpus": 8, "cpus": 96}}}
     data = merge(base, data)
     for kind in data["nodes"].values():
@@ -119,24 +118,24 @@ def test_site(
     _check_plan(plan, tmp_path, tools)
 
 
-def test_there_are_places_to_check() -> None:
+def test_all_kinds_of_fields_are_tested() -> None:
     names = {str(place.id) for place in [*places(Recipe), *places(Site)]}
     assert {"recipe.name", "recipe.slurm.comment", "recipe.inference.env.KEY1", "recipe.slurm.extra.0"} <= names
     assert {"site.runs", "site.modules.0", "site.nodes.KEY1.partition", "site.library_path.0"} <= names
     assert len(names) > 80
 
 
-def _beginning(path: model_strings.Path) -> str:
-    return next((GOOD_BEGINNINGS[str(name)] for name in path if str(name) in GOOD_BEGINNINGS), model_strings.WORD)
+def _valid_prefix(path: model_strings.Path) -> str:
+    return next((VALID_PREFIXES[str(name)] for name in path if str(name) in VALID_PREFIXES), model_strings.WORD)
 
 
 def _parents(data: dict[str, Any], path: model_strings.Path) -> dict[str, Any]:
-    """Lists of the base recipe that the data at `path` replaced keep their place."""
+    """Return the data of the section at the top of `path`, whose lists must replace those of the base recipe."""
     return {str(path[0]): data[str(path[0])]}
 
 
 def _check_refusal(error: UsageError, path: model_strings.Path) -> None:
-    """One of the violations names the field, or the section where a tag chooses among several."""
+    """Check that a violation names the field, or the section that holds it."""
     name = ".".join(map(str, path))
     fields = [violation.field for violation in error.violations]
     assert all(fields) and any(f.removeprefix("site s: ") in name or name in f for f in fields), (name, fields)
@@ -171,13 +170,13 @@ def _check_plan(plan: Plan, directory: Path, tools: Path) -> None:
 
 
 def _already_ran(directory: Path, script: str) -> bool:
-    """Whether the last script was this very one: most fields are not in the script at all."""
+    # Most fields do not appear in the script, so the script of the last example is often the same.
     path = directory / "job.sbatch"
     return path.is_file() and path.read_bytes() == script.encode()
 
 
 def _check_processes(plan: Plan) -> None:
-    """What an agent starts has no placeholder left, and nothing that execve refuses."""
+    """Check that command lines and environments have no placeholder left and no null byte."""
     names = [process.name for process in plan.processes()]
     addresses = Addresses(
         hosts=dict.fromkeys(names, "127.0.0.1"), ports={process.name: process.ports for process in plan.processes()}
@@ -197,7 +196,7 @@ def _check_processes(plan: Plan) -> None:
 
 
 def _check_headers(plan: Plan) -> None:
-    """The options that sbatch reads are those that the plan has, word for word."""
+    """Check that sbatch reads exactly the options of the plan."""
     for group in plan.groups:
         words = [word for line in sbatch_lines(plan, group) for word in _sbatch_words(line)]
         assert all(word.startswith("--") for word in words)
@@ -212,7 +211,7 @@ def _check_headers(plan: Plan) -> None:
 
 
 def _sbatch_words(line: str) -> list[str]:
-    """A line as sbatch splits it (tests/cluster/test_options.py shows that the real one agrees)."""
+    """Split a line like sbatch does. tests/cluster/test_options.py compares this with the real sbatch."""
     words: list[str] = []
     current, quote, escaped, inside = "", "", False, False
     for character in line:

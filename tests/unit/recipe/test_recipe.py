@@ -1,4 +1,4 @@
-"""Loading of recipes: composition, and one clear message for each thing that is wrong."""
+"""Reading of recipes and site files: `extends`, overrides, deprecated names, and one message for each fault."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import yaml
 
 from primeslurm.base.errors import UsageError
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.types import minutes
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, read_recipe
+from primeslurm.recipe.sections.losses import GrpoClipLoss
 from tests.support.recipes import recipe_data, write_recipe
 
 
@@ -29,8 +30,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"batch_size": 3}, ["batch_size = 3: no such key (did you mean orchestrator.batch_size or sft.batch_size?)"]),
     ({"trainer": {"ep": 8}}, ["trainer.ep = 8: no such key (did you mean trainer.parallelism.ep?)"]),
     ({"seed": 2**32}, ["seed = 4294967296: must be at most 4294967295 (nearest: 4294967295)"]),
-    ({"seed": -1}, ["seed = -1: must be at least 0 (nearest: 0)"]),
     ({"max_steps": 0}, ["max_steps = 0: must be greater than 0 (nearest: 1)"]),
+    ({"max_steps": "many"}, ["max_steps = 'many': must be a whole number"]),
     ({"model": {"dtype": "float"}}, ["model.dtype = 'float': is not a valid choice (did you mean float32?)"]),
     (
         {"deployment": {"inference": {"type": "disagregated"}}},
@@ -66,7 +67,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"model": {"max_len": 64}}, ["model.max_len = 64: is shorter than seq_len = 128"]),
     ({"task": "sft"}, ["sft: task sft needs this section (add `sft: {{data: {{type: jsonl, path: ...}}}}`)"]),
-    ({"task": "serve"}, ["environments = reverse-text: task serve runs none (leave them out, or task: rl)"]),
+    ({"task": "serve"}, ["environments = reverse-text: task serve runs none (leave them out, or use task: rl)"]),
     (
         {"orchestrator": {"advantages": "opd"}, "trainer": {"loss": {"type": "ipo", "ref_kl": 0.1}}},
         [
@@ -77,17 +78,17 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"teacher": {"type": "engines", "path": "x"}, "orchestrator": {"opd_reward": 0.5}},
         [
-            "orchestrator.opd_reward = 0.5: advantages: grpo are the reward's already"
-            " (leave it out, or advantages: opd)",
-            "teacher = engines: nothing asks for its log-probabilities"
+            "orchestrator.opd_reward = 0.5: advantages: grpo already come from the reward"
+            " (leave it out, or use advantages: opd)",
+            "teacher = engines: nothing uses its log-probabilities"
             " (set trainer.loss.ref_kl or orchestrator.advantages: opd, or leave it out)",
         ],
     ),
     (
         {"orchestrator": {"algorithm": {"function": "a.b:C"}, "advantages": "max_rl", "opd_reward": 0.5}},
         [
-            "orchestrator.advantages = max_rl: orchestrator.algorithm = a.b:C says what advantages are (leave one out)",
-            "orchestrator.opd_reward = 0.5: orchestrator.algorithm = a.b:C says what advantages are (leave one out)",
+            "orchestrator.advantages = max_rl: orchestrator.algorithm = a.b:C computes the advantages (leave one out)",
+            "orchestrator.opd_reward = 0.5: orchestrator.algorithm = a.b:C computes the advantages (leave one out)",
         ],
     ),
     (
@@ -103,11 +104,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"task": "serve", "environments": [], "teacher": {"type": "engines", "path": "x"}},
-        ["teacher = engines: task serve samples nothing for it (leave it out)"],
-    ),
-    (
-        {"task": "sft", "sft": {"data": {"type": "jsonl", "path": "x"}}, "teacher": {"type": "engines", "path": "x"}},
-        ["teacher = engines: task sft samples nothing for it (leave it out)"],
+        ["teacher = engines: task serve samples no tokens for it (leave it out)"],
     ),
     (
         {"teacher": {"type": "engine", "path": "x"}},
@@ -169,7 +166,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"environments": [{"id": "a", "sampling": {"max_tokens": 128}, "advantages": "opd", "weight": 0}]},
         [
-            "environments.0.weight = 0: nothing would be trained (leave it out for one of the environments)",
+            "environments.0.weight = 0: no environment would be trained (leave it out for one of the environments)",
             "environments.0.sampling.max_tokens = 128: leaves no room for a prompt of a in seq_len = 128",
             "environments.0.advantages = opd: a needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
         ],
@@ -191,13 +188,13 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
             ],
         },
         [
-            "orchestrator.filters = truncated: is there twice (one filter of each type)",
+            "orchestrator.filters = truncated: is given twice (keep one filter of each type)",
             "environments.0.filters.0.max_tokens = 3: is less than min_tokens = 9",
             "environments.0.curriculum.hard = 0.8: must be below curriculum.easy = 0.75",
-            "environments.0.curriculum.shares.unseen = 0: nothing new would be drawn after the first example"
-            " (give it a share)",
-            "orchestrator.filters = zero_advantage: advantages of b are the teacher's, who is asked later"
-            " (leave it out)",
+            "environments.0.curriculum.shares.unseen = 0: new examples would never be drawn after the first one"
+            " (use a positive weight)",
+            "orchestrator.filters = zero_advantage: advantages of b come from the teacher's log-probabilities, not from"
+            " the rewards of a group (leave it out)",
         ],
     ),
     (
@@ -208,25 +205,17 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ],
     ),
     ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),
-    (
-        {"max_steps": "many", "seq_len": -1, "nam": "x"},
-        [
-            "max_steps = 'many': must be a whole number",
-            "seq_len = -1: must be greater than 0 (nearest: 1)",
-            "nam = 'x': no such key (did you mean name?)",
-        ],
-    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), BAD, ids=[str(list(changes)) for changes, _ in BAD])
-def test_bad_input_gives_every_violation_at_once(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+def test_bad_input_gives_all_violations_at_once(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
     path = write_recipe(tmp_path / "r.yaml", **changes)
     assert messages(path) == [line.format(path=path) for line in expected]
 
 
 DOUBLED = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
-"""A terabyte of values in 40 lines."""
+"""40 lines that stand for a terabyte of values."""
 BROKEN = [
     ("a: [1,\nb: 2", "{path}:2:5: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("", "{path}: must be a mapping of keys to values, is empty"),
@@ -249,20 +238,20 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("text", "expected"), BROKEN, ids=[repr(text) for text, _ in BROKEN])
-def test_broken_files_give_place_and_reason(tmp_path: Path, text: str, expected: str) -> None:
+def test_broken_file_gives_position_and_reason(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
     assert messages(path) == [expected.format(path=path)]
 
 
-def test_a_missing_file_names_its_nearest_sibling(tmp_path: Path) -> None:
+def test_error_of_a_missing_file_suggests_a_similar_name(tmp_path: Path) -> None:
     write_recipe(tmp_path / "reverse_text.yaml")
     assert messages(tmp_path / "revers_text.yaml") == [
         f"{tmp_path}/revers_text.yaml: cannot be read: No such file or directory (did you mean reverse_text.yaml?)"
     ]
 
 
-def test_what_is_no_file_of_text_is_refused_without_being_read(tmp_path: Path) -> None:
+def test_only_regular_utf8_files_are_read(tmp_path: Path) -> None:
     loop, pipe, latin = (tmp_path / name for name in ("loop.yaml", "pipe.yaml", "latin.yaml"))
     loop.symlink_to(loop)
     os.mkfifo(pipe)
@@ -313,16 +302,19 @@ def test_overrides_reach_into_lists_and_parse_yaml(tmp_path: Path) -> None:
             "environments.-1.id=x",
             "--set environments.-1.id = x: there is no such place in the recipe (environments has entries 0 to 0)",
         ),
-        ("max_steps.x.y=1", "--set max_steps.x.y = 1: there is no such place in the recipe (max_steps is no section)"),
+        (
+            "max_steps.x.y=1",
+            "--set max_steps.x.y = 1: there is no such place in the recipe (max_steps is not a section)",
+        ),
         ("trainer..fp8=1", "--set = trainer..fp8=1: must be key.path=value"),
         ("name=[", "--set name = [: the value is not valid YAML"),
     ],
 )
-def test_bad_overrides(tmp_path: Path, override: str, expected: str) -> None:
+def test_bad_override_is_refused(tmp_path: Path, override: str, expected: str) -> None:
     assert messages(write_recipe(tmp_path / "r.yaml"), override) == [expected]
 
 
-def test_an_override_leaves_what_an_alias_shares_with_its_place(tmp_path: Path) -> None:
+def test_override_does_not_change_values_shared_by_a_yaml_alias(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     text = yaml.safe_dump(recipe_data())
     path.write_text(text + "inference: {prefill: &same {max_num_seqs: 8}, decode: *same}\nmonitor:\n")
@@ -331,18 +323,18 @@ def test_an_override_leaves_what_an_alias_shares_with_its_place(tmp_path: Path) 
     assert not recipe.monitor.tensorboard
 
 
-def test_a_name_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_name_argument_is_not_parsed_as_yaml(tmp_path: Path) -> None:
     assert load_recipe(write_recipe(tmp_path / "r.yaml"), name="12").name == "12"
 
 
-def test_a_resolved_recipe_loads_again_as_itself(tmp_path: Path) -> None:
+def test_resolved_recipe_can_be_loaded(tmp_path: Path) -> None:
     recipe = Recipe.model_validate(recipe_data())
     path = tmp_path / "recipe.resolved.json"
     path.write_text(recipe.model_dump_json(by_alias=True))
     assert load_recipe(path) == recipe
 
 
-def test_site_files_are_checked_too(tmp_path: Path) -> None:
+def test_site_file_is_validated(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(yaml.safe_dump({"name": "x", "devise": "cpu", "nodes": {"default": {"partition": "p"}}}))
     with pytest.raises(UsageError) as caught:
@@ -362,7 +354,6 @@ def test_slurm_time_in_minutes(text: str, expected: int) -> None:
     ("override", "expected"),
     [
         ("trainer.optimizer.lr=-1", "trainer.optimizer.lr = -1: must be greater than 0"),
-        ("checkpoint.interval=-1", "checkpoint.interval = -1: must be greater than 0 (nearest: 1)"),
         ("max_steps=9223372036854775808", "max_steps = 9.22e+18: is too large (nearest: 9223372036854775807)"),
         (
             "environments.0.args={top: -1" + "0" * 30 + "}",
@@ -376,15 +367,50 @@ def test_slurm_time_in_minutes(text: str, expected: int) -> None:
         ("nodes={default: {}}", "nodes: belongs in the site file (move it to the site file)"),
     ],
 )
-def test_advice_would_be_accepted(tmp_path: Path, override: str, expected: str) -> None:
+def test_advice_names_an_accepted_value(tmp_path: Path, override: str, expected: str) -> None:
     path = write_recipe(tmp_path / "r.yaml")
     assert [str(each) for each in read_recipe(path, [override]).violations] == [expected]
 
 
 @pytest.mark.parametrize(("key", "shown"), [("on", "True"), ("3", "3"), ("~", "None")])
-def test_a_key_that_is_no_text_is_named_and_hides_nothing(tmp_path: Path, key: str, shown: str) -> None:
+def test_key_that_is_not_text_is_reported_with_other_faults(tmp_path: Path, key: str, shown: str) -> None:
     path = write_recipe(tmp_path / "r.yaml", seed=-1)
     path.write_text(f"{key}: 4\n{path.read_text()}")
     assert sorted(str(each) for each in read_recipe(path).violations) == sorted(
         [f"{shown}: a key must be text (write it in quotes)", "seed = -1: must be at least 0 (nearest: 0)"]
     )
+
+
+OLD_NAMES: dict[str, Any] = {
+    "trainer": {"loss": {"type": "grpo_clip", "adv_tau": 2.0}, "grouped_products": False},
+    "orchestrator": {"staleness": {"at_least": 3}},
+}
+
+
+def test_deprecated_names_are_accepted_with_one_warning_each(tmp_path: Path) -> None:
+    draft = read_recipe(write_recipe(tmp_path / "r.yaml", **OLD_NAMES))
+    recipe = draft.valid_value()
+    assert isinstance(recipe.trainer.loss, GrpoClipLoss) and recipe.trainer.loss.advantage_coef == 2.0
+    assert not recipe.trainer.grouped_mm
+    assert recipe.orchestrator.staleness.min_rollouts == 3
+    assert [(each.field, each.fix) for each in draft.deprecations] == [
+        ("orchestrator.staleness.at_least", "use min_rollouts"),
+        ("trainer.grouped_products", "use grouped_mm"),
+        ("trainer.loss.adv_tau", "use advantage_coef"),
+    ]
+
+
+def test_present_names_give_no_deprecation(tmp_path: Path) -> None:
+    draft = read_recipe(write_recipe(tmp_path / "r.yaml", trainer={"grouped_mm": False, "memory": {}}))
+    assert draft.deprecations == []
+
+
+def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml", trainer={"grouped_products": False, "grouped_mm": True})
+    (violation,) = read_recipe(path).violations
+    assert violation.field == "trainer.grouped_products" and violation.why == "no such key"
+
+
+def test_value_of_a_deprecated_name_is_validated(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml", trainer={"loss": {"type": "ipo", "adv_tau": -1}})
+    assert messages(path) == ["trainer.loss.advantage_coef = -1: must be greater than 0"]

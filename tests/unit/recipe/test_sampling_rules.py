@@ -1,4 +1,4 @@
-"""What training may sample with: whatever leaves the distribution that the trainer computes, and nothing else."""
+"""Training refuses sampling parameters that change the distribution."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rules import violations
-from primeslurm.recipe.sampling_rules import changes
+from primeslurm.recipe.rules.recipe import violations
+from primeslurm.recipe.rules.sampling import changes
 
 WHY = "the trainer scores tokens over the whole vocabulary, so importance ratios would be wrong"
 
@@ -54,12 +54,12 @@ def agent(**sampling: Any) -> dict[str, Any]:
             made(environments=[agent(temperature=0.5)]),
             [
                 "environments.0.args.env.agent.sampling.temperature = 0.5: the trainer divides logits by 1, the"
-                " environment's own (set environments.0.sampling.temperature)"
+                " temperature of the environment (set environments.0.sampling.temperature instead)"
             ],
         ),
     ],
 )
-def test_what_changes_the_distribution_is_refused(recipe: Recipe, expected: list[str]) -> None:
+def test_parameter_that_changes_the_distribution_is_refused(recipe: Recipe, expected: list[str]) -> None:
     found = [f"{each.field} = {each.value}: {each.why} ({each.fix})" for each in violations(recipe)]
     whole = [
         text if ": the trainer" in text else f"{text}: {WHY} (leave it out; evaluation may use it)" for text in expected
@@ -91,16 +91,15 @@ def test_what_changes_the_distribution_is_refused(recipe: Recipe, expected: list
         ),
     ],
 )
-def test_all_else_and_evaluation_are_free(recipe: Recipe) -> None:
+def test_unchanged_distribution_and_evaluation_are_accepted(recipe: Recipe) -> None:
     assert violations(recipe) == []
 
 
 @pytest.mark.parametrize("temperature", [0, 0.009, 2.01, -1])
-def test_temperatures_that_vllm_changes_or_refuses_are_refused(temperature: float) -> None:
-    """It samples at 0.01 where less is asked for; the trainer would divide by what is written."""
-    for section in ({"orchestrator": {"sampling": {"temperature": temperature}}},):
-        with pytest.raises(ValidationError):
-            made(**section)
+def test_temperature_outside_the_range_of_vllm_is_refused(temperature: float) -> None:
+    # vLLM raises temperatures below 0.01 to 0.01. The trainer would divide logits by the value in the recipe.
+    with pytest.raises(ValidationError):
+        made(orchestrator={"sampling": {"temperature": temperature}})
     with pytest.raises(ValidationError):
         made(environments=[{"id": "e", "sampling": {"temperature": temperature}}])
 
@@ -109,7 +108,7 @@ TRAINED = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("requested", "expected"),
     [
         (TRAINED, []),
         ({**TRAINED, "max_tokens": 5, "cache_salt": "s", "stop": ["a"], "reasoning_effort": "low"}, []),
@@ -132,10 +131,10 @@ TRAINED = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
         ({**TRAINED, "of_a_later_vllm": 3}, ["of_a_later_vllm"]),
     ],
 )
-def test_requests_are_compared_with_the_recipe(asked: dict[str, object], expected: list[str]) -> None:
-    assert changes(asked, TRAINED) == expected
+def test_request_is_compared_with_the_recipe(requested: dict[str, object], expected: list[str]) -> None:
+    assert changes(requested, TRAINED) == expected
 
 
-def test_a_run_that_was_begun_with_a_cut_goes_on_with_it() -> None:
+def test_recorded_recipe_with_top_p_allows_the_same_top_p() -> None:
     assert changes({**TRAINED, "top_p": 0.95}, {**TRAINED, "top_p": 0.95}) == []
     assert changes({**TRAINED, "top_p": 0.9}, {**TRAINED, "top_p": 0.95}) == ["top_p"]

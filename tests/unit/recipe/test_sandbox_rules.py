@@ -1,4 +1,4 @@
-"""Harness and runtime of an environment: what goes together is known without verifiers."""
+"""Rules for harness, runtime and limits of an environment."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 from verifiers.v1.utils.loaders import builtin_harness_ids, harness_class
 
-from primeslurm.recipe import Recipe, sandbox_rules
-from primeslurm.recipe.rules import violations
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.rules import sandboxes
+from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
 
@@ -19,7 +20,7 @@ def environment(**fields: Any) -> Environment:
 
 
 def found(**fields: Any) -> list[tuple[str, str]]:
-    """Field and advice of each violation, by way of the recipe's rules."""
+    """Return field and text of each violation."""
     recipe = Recipe.model_validate(
         {"name": "x", "max_steps": 1, "seq_len": 8, "model": {"path": "m"}, "environments": []}
     )
@@ -50,7 +51,7 @@ def tunnelled(name: str, port: int, **fields: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_custom_tunnel_leads_to_one_worker(
+def test_custom_tunnel_needs_one_worker_and_its_own_port(
     environments: list[dict[str, Any]], evaluated: list[dict[str, Any]], expected: list[str]
 ) -> None:
     fields: dict[str, Any] = {"name": "x", "max_steps": 1, "seq_len": 8, "model": {"path": "m"}}
@@ -74,27 +75,31 @@ def test_a_custom_tunnel_leads_to_one_worker(
         (
             {"harness": {"id": "mini_swe_agent"}, "runtime": {"type": "subprocess", "trusted": True}},
             "harness.id",
-            "without `trusted`",
+            "removes the sandbox",
         ),
         ({"harness": {"id": "bash"}, "args": {"env": {"agent": {"harness": {"id": "null"}}}}}, "harness", "keep one"),
         ({"runtime": APPTAINER, "args": {"env": {"judge": {"runtime": {"type": "docker"}}}}}, "runtime", "keep one"),
         ({"args": {"env": {"agent": {"harness": {"id": None}}}}}, "harness.id", 'id: "null"'),
         ({"runtime": {**APPTAINER, "limits": {"network": "none"}}}, "limits.network", "no harness could be installed"),
         ({"runtime": {"type": "subprocess", "limits": {"network": ["pypi.org"]}}}, "limits.network", "some hosts"),
-        ({"runtime": {"type": "docker", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
-        ({"runtime": {"type": "modal", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
-        ({"runtime": {"type": "e2b", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
-        ({"runtime": {"type": "e2b", "limits": {"cpus": 3}}}, "limits.cpus", "an even number of them; 4"),
-        ({"runtime": {"type": "e2b", "limits": {"cpus": 0.5}}}, "limits.cpus", "1 core or an even number of them; 1"),
-        ({"runtime": {"type": "e2b", "limits": {"memory_gb": 0.1}}}, "limits.memory_gb", "128 at least; 0.125"),
+        ({"runtime": {"type": "docker", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "does not enforce"),
+        ({"runtime": {"type": "modal", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "does not enforce"),
+        ({"runtime": {"type": "e2b", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "does not enforce"),
+        ({"runtime": {"type": "e2b", "limits": {"cpus": 3}}}, "limits.cpus", "even at e2b; nearest: 4"),
+        ({"runtime": {"type": "e2b", "limits": {"cpus": 0.5}}}, "limits.cpus", "even at e2b; nearest: 1"),
+        ({"runtime": {"type": "e2b", "limits": {"memory_gb": 0.1}}}, "limits.memory_gb", "nearest: 0.125"),
         ({"runtime": {"type": "prime", "checkpoint": "c", "image": "i"}}, "runtime.image", "keep one"),
         ({"runtime": {"type": "prime", "checkpoint": "c", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "keep one"),
         ({"runtime": {**APPTAINER, "limits": {"processes": 3}}}, "limits.processes", "no such limit"),
-        ({"runtime": {"type": "subprocess", "trusted": True, "limits": {"memory_gb": 3}}}, "memory_gb", "takes away"),
-        ({"runtime": {"type": "subprocess", "trusted": True, "visible": ["/opt"]}}, "visible", "see everything"),
+        (
+            {"runtime": {"type": "subprocess", "trusted": True, "limits": {"memory_gb": 3}}},
+            "memory_gb",
+            "removes the sandbox",
+        ),
+        ({"runtime": {"type": "subprocess", "trusted": True, "visible": ["/opt"]}}, "visible", "see all directories"),
     ],
 )
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str, words: str) -> None:
+def test_contradiction_is_refused(fields: dict[str, Any], field: str, words: str) -> None:
     ((where, why),) = found(**fields)
     assert where.startswith("environments.0.") and where.endswith(field)
     assert words in why
@@ -116,26 +121,26 @@ def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str
         {"runtime": {"type": "e2b", "limits": {"cpus": 1, "memory_gb": 4.5}}},
     ],
 )
-def test_what_goes_together_is_taken(fields: dict[str, Any]) -> None:
+def test_valid_combination_is_accepted(fields: dict[str, Any]) -> None:
     assert found(**fields) == []
 
 
-def test_all_is_said_at_once() -> None:
+def test_all_contradictions_are_reported_in_one_pass() -> None:
     wrong = {"type": "docker", "limits": {"network": "none", "disk_gb": 1, "processes": 1}}
     assert len(found(harness={"id": "bassh"}, runtime=wrong)) == 3
 
 
-def test_null_without_quotes_is_not_bash() -> None:
+def test_null_without_quotes_is_refused() -> None:
     with pytest.raises(ValidationError, match='write `id: "null"`'):
         environment(harness={"id": None})
 
 
-def test_an_image_is_nothing_for_a_subprocess() -> None:
+def test_subprocess_refuses_an_image() -> None:
     with pytest.raises(ValidationError, match="image"):
         environment(runtime={"type": "subprocess", "image": "python:3.11"})
 
 
-def test_a_recipe_keeps_what_it_says_of_them() -> None:
+def test_harness_and_runtime_survive_json() -> None:
     made = environment(harness={"id": "bash", "edit": False}, runtime={"type": "subprocess", "limits": {"cpus": 2}})
     again = Environment.model_validate_json(made.model_dump_json())
     assert again == made
@@ -143,14 +148,14 @@ def test_a_recipe_keeps_what_it_says_of_them() -> None:
     assert isinstance(again.runtime, SubprocessRuntime) and again.runtime.limits.cpus == 2
 
 
-def test_harnesses_are_those_of_verifiers() -> None:
-    assert set(sandbox_rules.HARNESSES) == set(builtin_harness_ids()) - {"node", "utils"}  # what they share
-    uncontained = {name for name in sandbox_rules.HARNESSES if not _needs_container(name)}
-    assert uncontained == set(sandbox_rules.WITHOUT_CONTAINER)
+def test_lists_of_harnesses_match_verifiers() -> None:
+    assert set(sandboxes.HARNESSES) == set(builtin_harness_ids()) - {"node", "utils"}  # what they share
+    uncontained = {name for name in sandboxes.HARNESSES if not _needs_container(name)}
+    assert uncontained == set(sandboxes.WITHOUT_CONTAINER)
 
 
 def _needs_container(harness: str) -> bool:
-    # Not what a test before this one may have made of the class.
+    # vars() ignores values that an earlier test set on a base class.
     return bool(vars(harness_class(harness)).get("NEEDS_CONTAINER", True)) or harness in (
         "mini_swe_agent",
         "terminus_2",

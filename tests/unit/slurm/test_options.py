@@ -49,8 +49,8 @@ def plan(path: Path, slurm: dict[str, Any], changes: dict[str, Any] | None = Non
         ),
         (
             {"dependency": "afterok:1,afterany:2?singleton"},
-            "slurm.dependency = 'afterok:1,afterany:2?singleton': either all must hold (,) or any (?) "
-            "(use one separator)",
+            "slurm.dependency = 'afterok:1,afterany:2?singleton': mixes , (all conditions) and ? (any condition) "
+            "(use one of them)",
         ),
         (
             {"mail": {"types": ["FAILED"]}},
@@ -75,10 +75,10 @@ def plan(path: Path, slurm: dict[str, Any], changes: dict[str, Any] | None = Non
         (
             {"container": {"type": "pyxis", "image": "x", "mounts": ["data:/data"]}},
             "slurm.container.mounts.0 = 'data:/data': must be /source, /source:/target or /source:/target:flags "
-            "(paths hold neither : nor ,)",
+            "(paths must not contain : or ,)",
         ),
         ({"account": "a b"}, "slurm.account = 'a b': must be one name of letters, digits and . _ - @ + :"),
-        ({"licenses": "a;b"}, "slurm.licenses = 'a;b': must be NAME or NAME:COUNT, parted by commas"),
+        ({"licenses": "a;b"}, "slurm.licenses = 'a;b': must be NAME or NAME:COUNT, separated by commas"),
     ],
 )
 def test_a_bad_option_is_refused_with_the_nearest_good_one(tmp_path: Path, given: dict[str, Any], said: str) -> None:

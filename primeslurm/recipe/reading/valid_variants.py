@@ -1,7 +1,7 @@
-"""Sound variants of a recipe or site with faults, so that its other parts can be checked in the same pass.
+"""Valid variants of a faulty recipe or site file, so that the other parts can be checked in the same pass.
 
-Each variant has other values in the faulty fields. What a check finds in all variants does not depend on these fields.
-What it finds in some of them may be a consequence of a fault that was reported already.
+Each variant has other values in the faulty fields. A finding that all variants share does not depend on these fields. A
+finding that only some variants have may be a consequence of a fault that is reported already.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from primeslurm.base.errors import Violation
-from primeslurm.recipe.reading.explain import InputFault, faults, field_type, members
+from primeslurm.recipe.fields.section import field_type, members
+from primeslurm.recipe.reading.validation_errors import InputFault, faults
 
 M = TypeVar("M", bound=BaseModel)
 KeyPath = tuple[str, ...]
 Rules = Callable[[M], Sequence[Violation]]
 
-MOST = 6
-"""Most variants. More values per field find few more dependent findings, and each variant is planned."""
-_ROUNDS = 30
-"""Most corrections of one variant: some corrections make others necessary."""
+# More variants would exclude few more findings, and every variant is planned.
+MAX_VARIANTS = 6
+# Corrections of one variant may make further corrections necessary.
+_MAX_ROUNDS = 30
+# Values of fields whose default is missing or may be invalid. `*` matches any key or index.
 _PLACEHOLDERS: dict[KeyPath, Any] = {
     ("name",): "unnamed",
     ("seq_len",): 2048,
@@ -44,83 +46,83 @@ _PLACEHOLDERS: dict[KeyPath, Any] = {
     ("nodes", "*", "partition"): "unknown",
     ("nodes", "*", "cpus"): 192,
 }
-"""Values of fields that have no default, or not always one that is sound. `*` stands for any key or index."""
 _NEAREST = re.compile(r"nearest: ([^,;(]+)")
+# In place of a value: remove the field, so that it has its default.
 _DROP = object()
+# Values to set, by path.
+Correction = list[tuple[KeyPath, Any]]
 
 
 def path_of(field: str) -> KeyPath:
-    """Split a field, as a violation names it, into keys and indices."""
+    """Split the dotted field of a violation into keys and indices."""
     return tuple(field.split("."))
 
 
-def sound_variants(model: type[M], data: Mapping[str, Any], found: Sequence[InputFault], rules: Rules[M]) -> list[M]:
-    """Make sound variants of faulty input.
+def valid_variants(
+    model: type[M], data: Mapping[str, Any], input_faults: Sequence[InputFault], rules: Rules[M]
+) -> list[M]:
+    """Make valid variants of faulty input.
 
     Args:
-        model: what the input is validated as.
-        data: the input.
-        found: its faults.
-        rules: finds what contradicts something else in validated input.
+        model: `Recipe` or `Site`.
+        data: the input, as parsed from YAML.
+        input_faults: all faults of the input. Faults without a path are ignored.
+        rules: a function that returns the contradictions in validated input.
 
     Returns:
-        At most `MOST`, which differ; none if the faults cannot be repaired.
+        At most `MAX_VARIANTS` different variants; none if the faults cannot be corrected.
     """
-    choices = [_corrections(model, data, fault) for fault in found if fault.path]
-    made: list[M] = []
-    for turn in range(MOST):
+    choices = [_corrections(model, data, fault) for fault in input_faults if fault.path]
+    variants: list[M] = []
+    for turn in range(MAX_VARIANTS):
         changed: Any = data
         for corrections in choices:
             for path, value in corrections[turn % len(corrections)]:
                 changed = _drop(changed, path) if value is _DROP else _edited(changed, path, value)
-        sound = _settled(model, changed, rules)
-        if sound is not None and sound not in made:
-            made.append(sound)
-    return made
-
-
-Correction = list[tuple[KeyPath, Any]]
-"""Values to set. `_DROP` leaves the field to its default."""
+        variant = _drop_invalid(model, changed, rules)
+        if variant is not None and variant not in variants:
+            variants.append(variant)
+    return variants
 
 
 def _corrections(model: type[BaseModel], data: Mapping[str, Any], fault: InputFault) -> list[Correction]:
-    """List ways to correct a fault: by the value that was probably meant, by the default, and by others."""
-    path, given = fault.path, _get(data, fault.path)
+    """List ways to correct a fault: the value that was probably meant first, then the default, then other values."""
+    path, value = fault.path, _get(data, fault.path)
     if fault.meant:
-        return [[(path, _DROP), (path_of(fault.meant), given)], [(path, _DROP)]]
-    near = _NEAREST.search(fault.violation.fix)
-    values: list[Any] = [_plain(near[1])] if near else []
-    values += [_DROP, *_others(_types(model, path), given)]
-    return [[(path, value)] for i, value in enumerate(values) if value not in values[:i]]
+        return [[(path, _DROP), (path_of(fault.meant), value)], [(path, _DROP)]]
+    nearest = _NEAREST.search(fault.violation.fix)
+    values: list[Any] = [_scalar(nearest[1])] if nearest else []
+    values += [_DROP, *_other_values(_types(model, path), value)]
+    return [[(path, each)] for i, each in enumerate(values) if each not in values[:i]]
 
 
-def _plain(text: str) -> int | float | str:
-    """Read a value that a message names."""
+def _scalar(text: str) -> int | float | str:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
     return text.strip("\"' ")
 
 
-def _others(types: Sequence[Any], given: Any) -> Iterator[Any]:
-    """List values that a field may have."""
+def _other_values(types: Sequence[Any], value: Any) -> Iterator[Any]:
+    """List valid values of a field with these types."""
     for kind in types:
         if get_origin(kind) is Literal:
             yield from get_args(kind)
         elif kind is bool:
             yield from (False, True)
         elif kind is int or kind is float:
-            base = given if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < 1e6 else 1
+            # Multiples of the value often satisfy rules about divisibility.
+            base = value if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6 else 1
             yield from (kind(1), kind(base * 2), kind(base * 8), kind(64))
-        elif get_origin(kind) is tuple and isinstance(given, list) and len(given) > 1:
-            yield given[:1]
+        elif get_origin(kind) is tuple and isinstance(value, list) and len(value) > 1:
+            yield value[:1]
         elif isinstance(kind, type) and issubclass(kind, BaseModel):
             tag = field_type(kind, "type")
             yield {"type": get_args(tag)[0]} if tag is not None and get_args(tag) else {}
 
 
 def _types(model: type[BaseModel], path: KeyPath) -> list[Any]:
-    """List the types that a field may have; of a union, those of all its sections that have the field."""
+    """List the types of a field. If a union of sections is on the path, all sections with the field count."""
     types: list[Any] = [model]
     for part in path:
         below: list[Any] = []
@@ -133,40 +135,44 @@ def _types(model: type[BaseModel], path: KeyPath) -> list[Any]:
     return types
 
 
-def _settled(model: type[M], data: Any, rules: Rules[M]) -> M | None:
-    """Drop what is still faulty, until nothing is; None if that does not end."""
-    dropped = Counter[KeyPath]()
-    for _ in range(_ROUNDS):
+def _drop_invalid(model: type[M], data: Any, rules: Rules[M]) -> M | None:
+    """Drop invalid fields until the input is valid; return None if that does not succeed."""
+    times_dropped = Counter[KeyPath]()
+    for _ in range(_MAX_ROUNDS):
         try:
             value = model.model_validate(data)
         except ValidationError as error:
-            wrong = [fault.path for details in error.errors() for fault in faults(model, details, "")]
+            paths = [fault.path for details in error.errors() for fault in faults(model, details, "")]
         else:
-            wrong = [path_of(violation.field) for violation in rules(value)]
-            if not wrong:
+            paths = [path_of(violation.field) for violation in rules(value)]
+            if not paths:
                 return value
-        for path in wrong:
-            while dropped[path] > 1:  # to drop it once more would change nothing: its section is at fault
+        for path in paths:
+            # The field has been dropped already, so its section must be the cause.
+            while times_dropped[path] > 1:
                 path = path[:-1]
             if not path:
                 return None
-            data = _drop(data, path, wholly=dropped[path] > 0)
-            dropped[path] += 1
+            data = _drop(data, path, use_placeholder=times_dropped[path] == 0)
+            times_dropped[path] += 1
     return None
 
 
-def _drop(data: Any, path: KeyPath, *, wholly: bool = False) -> Any:
-    """Return the input without a field: with its placeholder, unless it is to be wholly gone."""
-    found = (value for pattern, value in _PLACEHOLDERS.items() if _matches(path, pattern))
-    placeholder = _DROP if wholly else next(found, _DROP)
-    return _edited(data, path, placeholder)
+def _drop(data: Any, path: KeyPath, *, use_placeholder: bool = True) -> Any:
+    placeholders = (
+        value
+        for pattern, value in _PLACEHOLDERS.items()
+        if len(path) == len(pattern) and all(want in ("*", part) for part, want in zip(path, pattern, strict=True))
+    )
+    return _edited(data, path, next(placeholders, _DROP) if use_placeholder else _DROP)
 
 
 def _edited(node: Any, path: KeyPath, value: Any) -> Any:
-    """Return a copy of the input with a value at a path; without the field, if the value is `_DROP`."""
+    """Return a copy of the input with a value at a path, or without the field if the value is `_DROP`."""
     key, below = path[0], path[1:]
     if isinstance(node, list):
-        if not key.isdecimal():  # some rules name a field of all entries
+        # Some rules name a field of all entries, without an index.
+        if not key.isdecimal():
             return [_edited(each, path, value) for each in node]
         at = int(key)
         if at >= len(node):
@@ -176,6 +182,7 @@ def _edited(node: Any, path: KeyPath, value: Any) -> Any:
     if not isinstance(node, Mapping):
         if value is _DROP:
             return node
+        # A single value stands where a section belongs.
         node = {}
     others = {k: v for k, v in node.items() if str(k) != key}
     if not below:
@@ -186,7 +193,7 @@ def _edited(node: Any, path: KeyPath, value: Any) -> Any:
 
 
 def _get(data: Any, path: KeyPath) -> Any:
-    """Return what the input has at a path; None if it has nothing."""
+    """Return the value at a path; None if there is none."""
     for part in path:
         if isinstance(data, Mapping):
             data = next((value for key, value in data.items() if str(key) == part), None)
@@ -195,7 +202,3 @@ def _get(data: Any, path: KeyPath) -> Any:
         else:
             return None
     return data
-
-
-def _matches(path: KeyPath, pattern: KeyPath) -> bool:
-    return len(path) == len(pattern) and all(want in ("*", part) for part, want in zip(path, pattern, strict=True))

@@ -1,12 +1,11 @@
-"""What Slurm accepts as a time, an amount of memory, a dependency ...: types for the fields of recipe and site.
+"""Types of fields with a syntax: times, amounts of memory, dependencies, names and others.
 
-A value that Slurm would misread or refuse is a violation with the nearest valid form. Values that Slurm carries as they
-are (comments, paths) are only held to what `text.py` asks of every string.
+A value that Slurm would misread or refuse is a violation with the nearest valid form. Free texts such as comments and
+paths only obey the rules for all strings (`strings.py`).
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from typing import Annotated, Literal
@@ -14,8 +13,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from primeslurm.recipe.fields.suggestions import suggestion
+
+_INVALID_TIME = "must be HH:MM:SS or D-HH:MM:SS, in quotes"
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
 _MEMORY = re.compile(r"\d+[KMGT]?")
+# Common forms that Slurm does not accept, such as 200GB or 200 GiB.
 _LOOSE_MEMORY = re.compile(r"(\d+)\s*([kKmMgGtT])i?[bB]?")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NAME = re.compile(r"\w[\w.@+:-]*")
@@ -25,70 +28,49 @@ _CONSTRAINT = re.compile(r"[\w.&|*()\[\],:=+-]+")
 _SWITCHES = re.compile(r"(\d+)(?:@(.+))?")
 _LICENSES = re.compile(r"[\w.-]+(?:@[\w.-]+)?(?::\d+)?(?:,[\w.-]+(?:@[\w.-]+)?(?::\d+)?)*")
 _MAIL = re.compile(r"[^\s,@]+(?:@[^\s,@]+)?")
+# A job id, with the index of an array task or the offset of a heterogeneous component.
 _JOB = re.compile(r"\d+(?:_\d+)?(?:\+\d+)?")
 _OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(?:=.*)?")
 _MOUNT = re.compile(r"(/[^:,]*)(?::(/[^:,]*))?(?::[\w+-]+)?")
 _DEPENDENCIES = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok")
 
-RESERVED = {
+# Options of sbatch that the plan sets, and the field to use instead; empty if there is none.
+_RESERVED = {
     "job-name": "name",
-    "partition": "partition of a component",
-    "nodes": "deployment",
-    "ntasks": "deployment",
-    "ntasks-per-node": "deployment",
-    "cpus-per-task": "cpus_per_task of a component",
-    "gres": "gpus_per_node under deployment",
-    "gpus": "gpus_per_node under deployment",
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "deployment"),
+    **dict.fromkeys(("gres", "gpus", "gpus-per-socket", "gpus-per-task"), "gpus_per_node under deployment"),
     "gpus-per-node": "gpus_per_node under deployment, and request_gpus of the site's nodes",
-    "gpus-per-socket": "gpus_per_node under deployment",
-    "gpus-per-task": "gpus_per_node under deployment",
-    "mem": "mem of a component",
-    "mem-per-gpu": "mem_per_gpu of a component",
-    "mem-per-cpu": "mem_per_cpu of a component",
-    "constraint": "constraint of a component",
-    "nodelist": "nodelist of a component",
-    "switches": "switches of a component",
-    "exclusive": "exclusive of a component",
-    "time": "time",
-    "time-min": "time_min",
-    "account": "account",
-    "qos": "qos",
-    "reservation": "reservation",
-    "exclude": "exclude",
-    "comment": "comment",
-    "dependency": "dependency",
+    **{
+        option: f"{option.replace('-', '_')} of a component"
+        for option in (
+            *("partition", "cpus-per-task", "mem", "mem-per-gpu", "mem-per-cpu"),
+            *("constraint", "nodelist", "switches", "exclusive"),
+        )
+    },
+    **{
+        option: option.replace("-", "_")
+        for option in (
+            *("time", "time-min", "account", "qos", "reservation", "exclude", "comment", "dependency"),
+            *("licenses", "nice", "priority", "requeue"),
+        )
+    },
+    "no-requeue": "requeue",
     "mail-user": "mail.user",
     "mail-type": "mail.types",
-    "licenses": "licenses",
-    "nice": "nice",
-    "priority": "priority",
     "signal": "checkpoint_signal_s",
-    "requeue": "requeue",
-    "no-requeue": "requeue",
-    "output": "",
-    "error": "",
-    "open-mode": "",
-    "chdir": "",
-    "input": "",
-    "array": "",
-    "wrap": "",
     "wait": "`submit --wait`",
     "test-only": "`submit --dry-run`",
     "parsable": "`submit --json`",
-    "no-kill": "",
-    "export": "env of the site file",
-    "export-file": "env of the site file",
+    **dict.fromkeys(("export", "export-file"), "env of the site file"),
     "het-group": "deployment.layout",
     "clusters": "slurm_conf of the site file",
-    "help": "",
-    "usage": "",
-    "version": "",
+    **dict.fromkeys(("output", "error", "open-mode", "chdir", "input", "array", "wrap", "no-kill"), ""),
+    **dict.fromkeys(("help", "usage", "version"), ""),
 }
-"""Options of sbatch that a plan sets itself, and the field to use instead ("": there is none)."""
 
 
 def minutes(value: str) -> int:
-    """Read a time as whole minutes, rounded up. Raises ValueError."""
+    """Return a Slurm time in minutes, rounded up. Raises ValueError."""
     match = _TIME.fullmatch(value)
     if match is None:
         raise ValueError(f"not a Slurm time: {value}")
@@ -97,7 +79,7 @@ def minutes(value: str) -> int:
 
 
 def bytes_of(memory: str) -> int:
-    """Read an amount of memory, which Slurm takes in MiB where it has no unit. Raises ValueError."""
+    """Return an amount of memory in bytes. Slurm's default unit is MiB. Raises ValueError."""
     if not _MEMORY.fullmatch(memory):
         raise ValueError(f"not an amount of memory: {memory}")
     number = memory.rstrip("KMGT")
@@ -105,7 +87,7 @@ def bytes_of(memory: str) -> int:
 
 
 def share_of(memory: str, part: int, whole: int) -> str:
-    """Write `part` of `whole` equal parts of an amount of memory, in its own unit if that divides, else in MiB."""
+    """Return `part / whole` of an amount of memory, in the same unit if the result is whole, else in MiB."""
     number = memory.rstrip("KMGT")
     if int(number) * part % whole == 0:
         return f"{int(number) * part // whole}{memory[len(number) :]}"
@@ -113,13 +95,13 @@ def share_of(memory: str, part: int, whole: int) -> str:
 
 
 def times(memory: str, count: int) -> str:
-    """Write `count` times an amount of memory, in its own unit."""
+    """Return `count` times an amount of memory, in the same unit."""
     number = memory.rstrip("KMGT")
     return f"{int(number) * count}{memory[len(number) :]}"
 
 
-def fault(why: str, fix: str = "") -> PydanticCustomError:
-    """Make the error of a validator, with the nearest valid form."""
+def syntax_error(why: str, fix: str = "") -> PydanticCustomError:
+    """Return the error that a validator raises."""
     return PydanticCustomError("syntax", "{why}", {"why": why, "fix": fix})
 
 
@@ -131,22 +113,20 @@ def _time(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         # YAML reads 12:00:00 without quotes as a number of seconds.
         fix = f'nearest: "{_clock(value)}"' if value > 0 else ""
-        raise fault("must be HH:MM:SS or D-HH:MM:SS, in quotes", fix)
+        raise syntax_error(_INVALID_TIME, fix)
     if isinstance(value, str) and not _TIME.fullmatch(value):
         parts = value.split(":")
         short = len(parts) == 2 and all(part.isdigit() for part in parts)
         fix = f'nearest: "{_clock(3600 * int(parts[0]) + 60 * int(parts[1]))}"' if short else ""
-        raise fault("must be HH:MM:SS or D-HH:MM:SS, in quotes", fix)
+        raise syntax_error(_INVALID_TIME, fix)
     return value
 
 
 def _memory(value: str) -> str:
     if not _MEMORY.fullmatch(value):
         near = _LOOSE_MEMORY.fullmatch(value)
-        raise fault(
-            "must be a whole number with K, M, G or T, for example 200G",
-            f"nearest: {near[1]}{near[2].upper()}" if near else "",
-        )
+        fix = f"nearest: {near[1]}{near[2].upper()}" if near else ""
+        raise syntax_error("must be a whole number with K, M, G or T, for example 200G", fix)
     return value
 
 
@@ -154,7 +134,7 @@ def _run_name(value: str) -> str:
     if not _RUN_NAME.fullmatch(value):
         near = re.sub(r"[^a-z0-9._-]+", "-", value.lower()).strip("._-")[:63]
         why = "must be at most 63 of a-z, 0-9 and . _ -, the first a letter or a digit"
-        raise fault(why, f"nearest: {near}" if near else "")
+        raise syntax_error(why, f"nearest: {near}" if near else "")
     return value
 
 
@@ -162,7 +142,7 @@ def _json(value: object) -> object:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise fault(
+        raise syntax_error(
             "cannot be written as JSON", "valid: finite numbers, text, true, false, null, lists, mappings"
         ) from None
     return value
@@ -171,7 +151,7 @@ def _json(value: object) -> object:
 def _matching(pattern: re.Pattern[str], why: str) -> AfterValidator:
     def check(value: str) -> str:
         if not pattern.fullmatch(value):
-            raise fault(why)
+            raise syntax_error(why)
         return value
 
     return AfterValidator(check)
@@ -180,55 +160,56 @@ def _matching(pattern: re.Pattern[str], why: str) -> AfterValidator:
 def _dependency(value: str) -> str:
     separators = {character for character in value if character in ",?"}
     if len(separators) > 1:
-        raise fault("either all must hold (,) or any (?)", "use one separator")
+        raise syntax_error("mixes , (all conditions) and ? (any condition)", "use one of them")
     for part in re.split(r"[,?]", value):
         kind, *jobs = part.split(":")
         if part == "singleton":
             continue
         if kind not in _DEPENDENCIES:
-            near = difflib.get_close_matches(kind.lower(), (*_DEPENDENCIES, "singleton"), n=1, cutoff=0.5)
-            valid = f"did you mean {near[0]}?" if near else f"valid: {', '.join(_DEPENDENCIES)}, singleton"
-            raise fault(f"{kind!r} is not a kind of dependency", valid)
+            fix = suggestion(kind.lower(), (*_DEPENDENCIES, "singleton"))
+            raise syntax_error(f"{kind!r} is not a kind of dependency", fix)
         if not jobs or not all(_JOB.fullmatch(job) for job in jobs):
-            raise fault(f"{kind} needs job ids", f"for example {kind}:123 or {kind}:123:456")
+            raise syntax_error(f"{kind} needs job ids", f"for example {kind}:123 or {kind}:123:456")
     return value
 
 
 def _switches(value: str) -> str:
     match = _SWITCHES.fullmatch(value)
     if match is None or (match[2] and not _TIME.fullmatch(match[2])):
-        raise fault("must be COUNT or COUNT@HH:MM:SS", 'for example "1@02:00:00"')
+        raise syntax_error("must be COUNT or COUNT@HH:MM:SS", 'for example "1@02:00:00"')
     return value
 
 
 def _option(value: str) -> str:
     match = _OPTION.fullmatch(value)
     if match is None:
-        raise fault("must be one long option of sbatch", "for example --wckey=x")
-    # sbatch takes every unambiguous beginning of an option's name.
-    taken = match[1] if match[1] in RESERVED else next((name for name in RESERVED if name.startswith(match[1])), None)
-    if taken is not None:
-        instead = RESERVED[taken]
-        raise fault(f"--{taken} is set by the plan", f"use {instead}" if instead else "leave it out")
+        raise syntax_error("must be one long option of sbatch", "for example --wckey=x")
+    # sbatch accepts every unambiguous prefix of an option's name.
+    reserved = match[1] if match[1] in _RESERVED else next((n for n in _RESERVED if n.startswith(match[1])), None)
+    if reserved is not None:
+        field = _RESERVED[reserved]
+        raise syntax_error(f"--{reserved} is set by the plan", f"use {field}" if field else "leave it out")
     return value
 
 
 def _mount(value: str) -> str:
     if not _MOUNT.fullmatch(value):
-        raise fault("must be /source, /source:/target or /source:/target:flags", "paths hold neither : nor ,")
+        raise syntax_error("must be /source, /source:/target or /source:/target:flags", "paths must not contain : or ,")
     return value
 
 
 SlurmTime = Annotated[str, BeforeValidator(_time)]
 Memory = Annotated[str, AfterValidator(_memory)]
 Name = Annotated[str, Field(max_length=200), _matching(_NAME, "must be one name of letters, digits and . _ - @ + :")]
-Names = Annotated[str, _matching(re.compile(rf"{_NAME.pattern}(,{_NAME.pattern})*"), "must be names parted by commas")]
+Names = Annotated[
+    str, _matching(re.compile(rf"{_NAME.pattern}(,{_NAME.pattern})*"), "must be names, separated by commas")
+]
 RunName = Annotated[str, AfterValidator(_run_name)]
 Hosts = Annotated[str, _matching(_HOSTS, "must be a host list, for example node[001-003],login1")]
 Constraint = Annotated[str, _matching(_CONSTRAINT, "must be features joined by & or |, for example nvme&ib")]
 Dependency = Annotated[str, AfterValidator(_dependency)]
 Switches = Annotated[str, AfterValidator(_switches)]
-Licenses = Annotated[str, _matching(_LICENSES, "must be NAME or NAME:COUNT, parted by commas")]
+Licenses = Annotated[str, _matching(_LICENSES, "must be NAME or NAME:COUNT, separated by commas")]
 MailUser = Annotated[str, _matching(_MAIL, "must be one user or mail address")]
 MailType = Literal[
     "NONE", "BEGIN", "END", "FAIL", "REQUEUE", "INVALID_DEPEND", "STAGE_OUT", "ALL",
@@ -237,7 +218,7 @@ MailType = Literal[
 Module = Annotated[str, _matching(re.compile(r"\w[\w.+/@-]*"), "must be one module, for example cuda/13.0")]
 SearchPath = Annotated[str, _matching(re.compile(r"/[^:]*"), "must be one absolute directory without :")]
 EnvironmentName = Annotated[
-    str, _matching(re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), "is not a name of an environment variable")
+    str, _matching(re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), "is not a valid name of an environment variable")
 ]
 OptionName = Annotated[
     str, _matching(re.compile(r"[A-Za-z][\w-]*"), "must be the long name of an option, with underscores")
@@ -256,7 +237,8 @@ ImportPath = Annotated[
     str, _matching(re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"), "must be package.module:function")
 ]
 Directory = Annotated[
-    str, _matching(re.compile(r"[^\\]*"), "Slurm takes a backslash as an escape in the names of its log files")
+    str,
+    _matching(re.compile(r"[^\\]*"), "must not contain \\, which Slurm reads as an escape in names of log files"),
 ]
 Json = Annotated[object, AfterValidator(_json)]
 Option = Annotated[str, AfterValidator(_option)]

@@ -1,0 +1,1 @@
+"""Rules that compare fields of a recipe with one another."""
