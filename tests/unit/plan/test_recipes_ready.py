@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SITE = load_site(ROOT / "sites" / "h200.yaml")
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 LARGE = [path for path in RECIPES if load_recipe(path).model.path in catalog()]
-NAMED = re.compile(r"^# (?:It needs )?(\d+) H200 (?:nodes?|GPUs)", re.MULTILINE)
+NAMED = re.compile(r"^# (?:It needs )?(\d+) (?:H100 or )?H200 (?:nodes?|GPUs)", re.MULTILINE)
 
 
 BLOCKED = {
