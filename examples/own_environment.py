@@ -17,6 +17,11 @@ strong weak, true false, win lose, buy sell, push pull, love hate, begin end, fi
 north south, east west, summer winter, inside outside, above below, front back, thick thin, wide narrow, yes no,
 life death
 """
+FORMAT = """Answer each question with a single word.
+Q: What is the opposite of tall?
+A: short
+Q: What is the opposite of near?
+A: far"""
 PAIRS = [tuple(pair.split()) for pair in OPPOSITES.replace("\n", " ").split(",")]
 
 
@@ -40,7 +45,7 @@ class OppositeTask(vf.Task[OppositeData, vf.State, vf.TaskConfig]):
     async def right(self, trace: vf.Trace) -> float:
         """Return 1 for the right word alone, less for each word around it, 0 without it."""
         reply = words(trace.last_reply or "")
-        print(self.data.prompt, "->", repr(trace.last_reply), flush=True)  # `primeslurm logs` shows it
+        print(f"{self.data.prompt!r} -> {trace.last_reply!r}", flush=True)  # `primeslurm logs` shows it
         return 1 / len(reply) if self.data.answer in reply else 0.0
 
     @vf.reward(weight=0.2)
@@ -57,8 +62,8 @@ class OppositesTaskset(vf.Taskset[OppositeTask, OppositesConfig]):
         for number, (one, other) in enumerate(PAIRS):
             if (number % 5 == 4) == self.config.held_out:
                 for word, answer in ((one, other), (other, one)):
-                    prompt = f"What is the opposite of {word}?"
-                    data = OppositeData(prompt=prompt, system_prompt="Answer with one word.", answer=answer)
+                    prompt = f"Q: What is the opposite of {word}?\nA:"
+                    data = OppositeData(prompt=prompt, system_prompt=FORMAT, answer=answer)
                     yield OppositeTask(data, self.config.task)
 
 

@@ -13,6 +13,7 @@ from statistics import fmean
 
 import msgspec
 
+from primeslurm.base import files
 from primeslurm.base.durable import RESERVE_BYTES, RESERVE_RELEASED, reserve_released, shortage
 from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport, FleetView, HeartbeatReport
@@ -193,6 +194,8 @@ def read_status(
     progress = progress_of(attempt, placement.task)
     begun = progress is not None and progress.begun
     phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun)
+    if phase == "failed" and end is None and files.exists(attempt.cancel_file):  # the job had not started
+        phase, reason = "cancelled", "cancelled by the user"
     orchestrator = progress if isinstance(progress, OrchestratorState) else None
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = run.recipe()

@@ -66,18 +66,12 @@ async def test_own_environment_scores_replies(
 ) -> None:
     tokenizer = write_tokenizer(tmp_path)
     model = recipe("own_environment").model.model_copy(update={"path": str(tokenizer)})
-    prompts: list[str] = []
-
-    def answer(prompt: str) -> str:
-        prompts.append(prompt)
-        return reply
-
-    with FakeEngine(tokenizer, mistakes=0, answer=answer) as engine:
+    with FakeEngine(tokenizer, mistakes=0, answer=lambda prompt: reply) as engine:
         engine.version = 3
-        (rollout,) = await rollouts(engine, recipe("own_environment", model=model))
+        long = {"model": model, "seq_len": 256}  # this tokenizer needs a token for each letter
+        (rollout,) = await rollouts(engine, recipe("own_environment", **long))
     assert rollout.info.reward == pytest.approx(reward)
-    assert prompts == ["Whatistheoppositeofhot?"]
-    assert capsys.readouterr().out.startswith("What is the opposite of hot? -> ")
+    assert capsys.readouterr().out.startswith(r"'Q: What is the opposite of hot?\nA:' -> ")
 
 
 def test_tutorial_shows_the_own_environment() -> None:

@@ -121,6 +121,14 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
     assert not status(run).active
 
 
+def test_a_job_that_is_cancelled_before_it_starts_is_cancelled(run: RunDirectory) -> None:
+    assert status(run, "CANCELLED").phase == "failed"  # by somebody else
+    run.attempt(1).cancel_file.write_text("")
+    found = status(run, "CANCELLED")
+    assert (found.phase, found.reason) == ("cancelled", "cancelled by the user")
+    assert status(run, "PENDING (Resources)").phase == "pending"
+
+
 @pytest.mark.parametrize(
     ("job", "phase"),
     [("PENDING (BeginTime)", "requeued"), ("COMPLETING", "ending"), ("CANCELLED", "cancelled"), (None, "cancelled")],
