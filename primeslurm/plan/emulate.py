@@ -20,7 +20,7 @@ STAND_INS: dict[Role, str] = {
 # Memory of a node of an embedded cluster [MiB]: agent (28, without the plan), slurmd and job steps
 NODE_MIB = 30
 # Memory per process of the plan that each agent holds [KiB]
-PLANNED_KIB = 5
+PLANNED_KIB = 8
 # Memory of an emulated or real process by role [MiB], without the pages of Python that all processes share
 PROCESS_MIB: dict[Role, int] = {"trainer": 7, "router": 50, "orchestrator": 70, "environment": 45}
 # Memory of an emulated engine, teacher or store [MiB]
