@@ -29,8 +29,8 @@ def to_file(plan: Plan) -> bytes:
 
 def from_file(content: bytes) -> Plan:
     """Read a plan's file. Raises ValueError if it holds no plan."""
-    # Most processes have the same options, and each agent holds the whole plan. Sharing equal strings saves a quarter of
-    # its memory (7 instead of 10 KiB per process).
+    # Most processes have the same options, and each agent holds the whole plan. Sharing equal strings saves a quarter
+    # of its memory (7 instead of 10 KiB per process).
     return Plan.model_validate(_with_shared_strings(plain(content), {}))
 
 
