@@ -10,7 +10,7 @@ from primeslurm.base.errors import Violation
 from primeslurm.base.hostlists import expand
 from primeslurm.base.units import duration
 from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
-from primeslurm.plan.placement.resources import ResourceRequest, together
+from primeslurm.plan.placement.resources import ResourceRequest, combined_request
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.types import bytes_of, minutes, times
 from primeslurm.recipe.sections.slurm import (
@@ -24,23 +24,23 @@ from primeslurm.recipe.sections.slurm import (
 )
 from primeslurm.wire.transport import secret
 
+# Options that set the memory of a component
 _MEMORY = ("mem", "mem_per_gpu", "mem_per_cpu")
-"""Options that set the memory of a component."""
+# Patterns that submitit replaces in the path of its folder. Slurm's own patterns are escaped (`slurm.render`).
 _REPLACED = ("%j", "%t", "%A", "%a")
-"""Patterns that submitit replaces in the path of its folder. Slurm's own patterns are escaped (`slurm.render`)."""
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
     """Return problems of host lists, time limits, directories, and options that contradict each other."""
-    problems = [*_host_problems(recipe, site), *_time_problems(recipe, site), *_runs_problems(recipe, site)]
+    problems = [*_host_problems(recipe, site), *_time_problems(recipe, site), *_run_dir_problems(recipe, site)]
     for field, options in _component_options(recipe, site):
         memory_options = [(name, value) for name in _MEMORY if (value := getattr(options, name))]
         why = f"contradicts {memory_options[0][0]}" if memory_options else ""
         problems += [Violation(f"{field}.{name}", value, why, "keep one of them") for name, value in memory_options[1:]]
-    return problems + _said_twice(recipe)
+    return problems + _environment_contradictions(recipe)
 
 
-def _said_twice(recipe: Recipe) -> list[Violation]:
+def _environment_contradictions(recipe: Recipe) -> list[Violation]:
     nodes, slurm = recipe.deployment.environments, recipe.slurm.environments
     if nodes is None:
         return []
@@ -58,13 +58,13 @@ def _said_twice(recipe: Recipe) -> list[Violation]:
 def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, ...]:
     """Return the job's components in order: one per role, or a single one."""
     if recipe.deployment.layout == "one_node":
-        request = together(requests)
+        request = combined_request(requests)
         return (_group(0, "all", 1, 0, request, recipe.slurm.train),)
     if recipe.deployment.layout == "single":
         widest = max(requests, key=lambda request: request.gpus)
         nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
         return (_group(0, "all", nodes, spares, widest, recipe.slurm.train),)
-    return _with_memory_alike(
+    return _with_uniform_memory(
         tuple(
             _group(index, request.role, request.nodes, request.spares, request, _component(recipe, request.role))
             for index, request in enumerate(requests)
@@ -72,7 +72,7 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
     )
 
 
-def _with_memory_alike(groups: tuple[HetGroup, ...]) -> tuple[HetGroup, ...]:
+def _with_uniform_memory(groups: tuple[HetGroup, ...]) -> tuple[HetGroup, ...]:
     # srun refuses --mem beside --mem-per-cpu of another component, so all components use memory per node if one does.
     if not any(group.mem for group in groups):
         return groups
@@ -89,7 +89,7 @@ def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
     train = next((request for request in requests if request.role == "train"), None)
     if train is None or not train.gpus:
         return 1
-    on_node = together(requests).gpus if recipe.deployment.layout == "one_node" else train.gpus
+    on_node = combined_request(requests).gpus if recipe.deployment.layout == "one_node" else train.gpus
     return max(1, (_component(recipe, "train").cpus_per_task or train.kind.cpus) // on_node)
 
 
@@ -129,12 +129,12 @@ def environment(site: Site) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "${interface}",
         "NCCL_SOCKET_IFNAME": "${nccl_interface}",
         "NCCL_IB_HCA": "${nccl_hcas}",
-        # DeepEP's NVSHMEM heeds neither: it would take IPoIB or the first Ethernet, and adapters of other networks.
+        # NVSHMEM (DeepEP) ignores NCCL's variables. It would use IPoIB or the first Ethernet, and other networks' HCAs.
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "${interface}",
         "NVSHMEM_HCA_LIST": "${hca_ports}",
     }
     if site.device == "cpu":
-        # One thread a process: an emulated cluster puts many "nodes" on few cores.
+        # One thread per process, because an emulated cluster runs many nodes on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
     return env | site.env | {secret.VARIABLE: "${secret}"}
 
@@ -183,7 +183,7 @@ def _exclusive(component: Component, request: ResourceRequest) -> bool:
 def node_memory(recipe: Recipe, request: ResourceRequest) -> int | None:
     """Return the memory of a role's node that the job may use [bytes]; None if neither recipe nor site says."""
     memory = _memory(_component(recipe, request.role), request)
-    if memory is not None and (size := bytes_of(memory)):  # 0 is all that there is
+    if memory is not None and (size := bytes_of(memory)):  # 0 requests all memory
         return size
     return None if request.kind.memory_gib is None else int(request.kind.memory_gib * 2**30)
 
@@ -238,7 +238,7 @@ def _host_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
             yield Violation(field, repr(value), str(error), "for example node[001-003],login1")
 
 
-def _runs_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
+def _run_dir_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
     run_dir = str(Path(site.runs).absolute() / recipe.name)
     if patterns := [pattern for pattern in _REPLACED if pattern in run_dir]:
         why = f"submitit would replace {' and '.join(patterns)} in {run_dir} by numbers of the job"

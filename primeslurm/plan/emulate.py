@@ -6,6 +6,7 @@ import math
 
 from primeslurm.plan.model import Plan, Process, Role
 
+# Module that replaces the role's own module. It takes the same arguments.
 STAND_INS: dict[Role, str] = {
     "engine": "primeslurm.testbed.emulated.engine",
     "prefill": "primeslurm.testbed.emulated.engine",
@@ -15,18 +16,17 @@ STAND_INS: dict[Role, str] = {
     "store": "primeslurm.testbed.emulated.store",
     "teacher": "primeslurm.testbed.emulated.engine",
 }
-"""Module that replaces the role's own module. It takes the same arguments."""
 
+# Memory of a node of an embedded cluster [MiB]: agent (28, without the plan), slurmd and job steps
 NODE_MIB = 30
-"""Memory of a node of an embedded cluster [MiB]: agent (28, without the plan), slurmd and job steps."""
-PLANNED_KIB = 5
-"""Memory per process of the plan that each agent holds [KiB]."""
+# Memory per process of the plan that each agent holds [KiB]
+PLANNED_KIB = 8
+# Memory of an emulated or real process by role [MiB], without the pages of Python that all processes share
 PROCESS_MIB: dict[Role, int] = {"trainer": 7, "router": 50, "orchestrator": 70, "environment": 45}
-"""Memory of an emulated or real process by role [MiB], without the pages of Python that all processes share."""
+# Memory of an emulated engine, teacher or store [MiB]
 USUAL_MIB = 16
-"""Memory of an emulated engine, teacher or store [MiB]."""
+# Memory that remains after the kernel has merged equal pages (KSM). Merging takes a while.
 MERGED_SHARE = 0.5
-"""Memory that remains after the kernel has merged equal pages (KSM). Merging takes a while."""
 
 
 def memory_mib(plan: Plan, *, merged: bool = False) -> int:

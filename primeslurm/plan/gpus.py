@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from primeslurm.recipe.site import NodeKind
 
 GIB = 2**30
+# Variables with the settings of torch's allocator, in order of precedence
 ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables with the settings of torch's allocator, in order of precedence."""
 
+# Let torch's allocator join freed segments. It moves memory, so memory registered with a NIC must not be in it.
 EXPANDABLE = "expandable_segments:True"
-"""Let torch's allocator join freed segments. It moves memory, so memory registered with a NIC must not be in it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Gpu:
     """Network bandwidth per GPU of a typical 8-GPU node [Gbit/s]."""
 
 
+# From the vendor's data sheets. Memory is what nvidia-smi shows, slightly less than on the sheet.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -43,7 +44,6 @@ GPUS: dict[str, Gpu] = {
         Gpu("b300", 268.0, 103, 2250, 800),
     )
 }
-"""From the vendor's data sheets. Memory is what nvidia-smi shows, slightly less than on the sheet."""
 
 
 def gpu_of(kind: NodeKind) -> Gpu | None:

@@ -25,17 +25,17 @@ from primeslurm.recipe.fields.section import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]
 Restart = Literal["in_place", "unit", "attempt"]
+# Roles that run a vLLM server
 VLLM_ROLES: tuple[Role, ...] = ("engine", "prefill", "decode", "teacher")
-"""Roles that run a vLLM server."""
 Level = Literal["error", "blocked", "warning", "note"]
 NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher", "environments"]
 
+# File in the run directory with the output of a job's batch script, srun and agents, by Slurm's job id
 JOB_OUTPUT = "slurm-{}.out"
-"""File in the run directory with the output of a job's batch script, srun and agents, by Slurm's job id."""
 
+# Restarts before a process or restart group is given up. A process that ran for five minutes gets a new budget
+# (`node.agent.supervision`).
 MAX_RESTARTS = 5
-"""Restarts before a process or restart group is given up. A process that ran for five minutes gets a new budget
-(`node.agent.supervision`)."""
 
 
 class Health(Section):
@@ -135,7 +135,7 @@ class HetGroup(Section):
     exclusive: bool = False
 
     @property
-    def asked_gres(self) -> str | None:
+    def requested_gres(self) -> str | None:
         """Return the GPUs per node that the job requests, as a generic resource such as gpu:8."""
         return self.gres or (f"gpu:{self.gpus_per_node}" if self.gpus_per_node else None)
 

@@ -33,7 +33,7 @@ from primeslurm.recipe.sections.teacher import ServedTeacher
 
 @dataclass(frozen=True)
 class RecipeFiles:
-    """What is known about the files that a recipe names."""
+    """The files that a recipe names: their paths, shapes and problems."""
 
     located: Recipe
     """The recipe with absolute paths of the models and data that exist here."""
@@ -92,7 +92,7 @@ def try_plan(
     about_files = [*files.absent, *as_findings(files.problems, "blocked")]
     if problems:
         return problems, [*findings, *about_files], None
-    located, limits = _settled(site, requests, files)
+    located, limits = _with_limits(site, requests, files)
     located = with_kv_cache_size(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     plan = place(located, site, run_dir, requests, local=local)
@@ -101,7 +101,7 @@ def try_plan(
     return [], findings, Planned(plan, located)
 
 
-def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
+def _with_limits(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
     """Return the recipe with time limits and `trainer.compile` filled in, and the time limits as quantities."""
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
@@ -114,12 +114,12 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
     Raises:
         UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
-    recipe = resolve_auto_fields(recipe, None, site.device)  # stand-ins compile nothing
+    recipe = resolve_auto_fields(recipe, None, site.device)  # emulated trainers compile nothing
     requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
-    real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
+    real = site.model_copy(update={"device": "cuda"})  # the real run may have conflicts that the emulated one has not
     findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *check_plan(recipe, plan))
     return Planned(plan.model_copy(update={"findings": findings}), recipe)
 
@@ -174,7 +174,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
     # Engines that share GPUs with the trainer start first. vLLM refuses to start if its share of a GPU is not free, and
-    # it counts all memory that disappears while it profiles as its own.
+    # while it profiles, it counts memory that others allocate as its own.
     engines = [name for replica in replicas for name in replica.engines] if recipe.colocated else []
     trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
     if recipe.samples:
@@ -199,7 +199,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         interface=site.network.interface,
         hcas=site.network.hcas,
         addresses=site.network.addresses,
-        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_key(recipe), *_secrets(recipe)))),
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_teacher_key(recipe), *_secrets(recipe)))),
         node_silent_s=site.node_silent_s,
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
@@ -279,7 +279,7 @@ def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -
         )
 
 
-def _key(recipe: Recipe) -> tuple[str, ...]:
+def _teacher_key(recipe: Recipe) -> tuple[str, ...]:
     """Return the variable with the API key of a teacher that is served elsewhere."""
     teacher = recipe.teacher
     return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()

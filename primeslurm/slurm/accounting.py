@@ -15,8 +15,8 @@ from primeslurm.slurm.partitions import parse_minutes
 ASSOCIATION_FORMAT = "account,partition,qos,defaultqos,maxwall,maxtres,maxtrespernode,grptres,maxjobs,grpjobs"
 QOS_FORMAT = "name,flags,maxwall,maxtres,maxtrespernode,maxtresperuser,grptres,mintres,maxjobsperuser,grpjobs"
 _MIB = 2**20
+# First major version of Slurm whose partitions may list subaccounts implicitly
 _SUBACCOUNTS = 23
-"""First major version of Slurm whose partitions may list subaccounts implicitly."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Association:
 
 @dataclass(frozen=True)
 class Accounting:
-    """What the accounting enforces for this user."""
+    """Accounts, QOS and limits that the accounting enforces for this user."""
 
     enforced: frozenset[str] = frozenset()
     """Words of AccountingStorageEnforce: associations, limits, qos, ... Empty: nothing."""

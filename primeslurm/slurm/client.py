@@ -41,16 +41,16 @@ from primeslurm.slurm.partitions import (
 if TYPE_CHECKING:
     from primeslurm.recipe import Site
 
+# Refusals of `sbatch --test-only` that may pass. `cluster_fit` finds resources that nodes never have.
 _TRANSIENT = (
     *("Requested node configuration is not available", "Required node not available", "Requested nodes are busy"),
     *("Unable to contact", "Socket timed out", "Requested partition configuration not available now"),
     *("Zero Bytes", "temporarily"),
 )
-"""Refusals of `sbatch --test-only` that may pass. `cluster_fit` finds resources that nodes never have."""
+# Longest wait for the answer of a command [s]
 TIMEOUT_S = 60.0
-"""Longest wait for the answer of a command [s]."""
+# Slurm's default for KillWait [s]
 KILL_WAIT_S = 30.0
-"""Slurm's default for KillWait [s]."""
 _ENDED = frozenset(
     [
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
@@ -59,8 +59,8 @@ _ENDED = frozenset(
 )
 
 
+# What several jobs have in common, with limits for all of them together
 Shared = Literal["user", "account", "qos"]
-"""What several jobs have in common, with limits for all of them together."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class SlurmClient:
     def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
         self._timeout_s = timeout_s
-        # Times in a user's own format (SLURM_TIME_FORMAT) could not be read.
+        # Times in the user's own SLURM_TIME_FORMAT could not be parsed.
         self._environment = {**clean(os.environ, slurm_conf), "SLURM_TIME_FORMAT": "standard"}
 
     def ping(self) -> bool:
@@ -187,7 +187,7 @@ class SlurmClient:
         }
 
     def _nodes(self, columns: str) -> list[list[str]]:
-        # Not --partition: sinfo refuses it beside --all, without which it leaves out hidden partitions.
+        # Hidden partitions need --all, and sinfo refuses --partition together with it.
         return self._table("sinfo", "--noheader", "--all", "--Node", f"--format={columns}")
 
     def reservations(self) -> list[Reservation]:
@@ -369,7 +369,7 @@ class SlurmClient:
                 input=input,
                 capture_output=True,
                 encoding="utf-8",
-                errors="replace",  # administrators type names and reasons in any encoding
+                errors="replace",  # names and reasons may have any encoding
                 timeout=self._timeout_s,
                 check=False,
             )
@@ -431,8 +431,8 @@ def _known(value: Mapping[str, str], name: str) -> str:
 
 
 _SQUEUE_ALL = ("squeue", "--noheader", "--all", "--states=all")
+# Largest difference between the clocks of this host and the accounting [s]
 _CLOCKS_S = 3600.0
-"""Largest difference between the clocks of this host and the accounting [s]."""
 _SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")
 
 

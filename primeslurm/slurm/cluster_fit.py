@@ -34,6 +34,7 @@ from primeslurm.slurm.partitions import (
 )
 
 _FEATURES = re.compile(r"[\w.+-]+(&[\w.+-]+)*")
+# Recipe field that sets the number of nodes of a component
 _NODES = {
     "train": "deployment.train.nodes",
     "inference": "deployment.inference.num_replicas",
@@ -42,7 +43,6 @@ _NODES = {
     "teacher": "teacher.nodes",
     "environments": "deployment.environments.nodes",
 }
-"""Recipe field that sets the number of nodes of a component."""
 _GPUS = {
     "inference": "deployment.inference.gpus_per_node",
     "prefill": "deployment.inference.prefill.gpus_per_node",
@@ -53,7 +53,7 @@ _GPUS = {
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What Slurm reports about the cluster and this user."""
+    """Slurm's report about the cluster and this user."""
 
     partitions: dict[str, Partition]
     """All partitions, including hidden ones."""
@@ -154,7 +154,7 @@ def _resource_problems(
     for group in groups:
         for problem in _node_problems(group, partition, nodes):
             kind = problem.field.rpartition(".")[2], problem.value
-            if kind not in seen:  # the same mistake, which another component has, too
+            if kind not in seen:  # another component has the same problem
                 seen.add(kind)
                 problems.append(problem)
     wanted, usable = sum(group.nodes for group in groups), [node for node in nodes if not is_broken(node.state)]
@@ -185,7 +185,7 @@ def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode
     with_gpus = [node for node in plan.nodes if _gpus(node)]
     several = len({node.role for node in with_gpus}) < len(with_gpus)
     others = plan.totals.environment_nodes or plan.totals.spares
-    gres = next((group.asked_gres for group in plan.groups if group.asked_gres), None)
+    gres = next((group.requested_gres for group in plan.groups if group.requested_gres), None)
     if plan.layout == "one_node" or not with_gpus or several or others or not nodes or gres is None:
         return ""
     name, (wanted,) = gres.rpartition(":")[0], parse_gres(gres)
@@ -229,14 +229,18 @@ def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[Partit
         yield Violation(_field(group, "nodelist"), compress(absent), f"not in partition {partition.name}")
     if not nodes:
         return
-    if lack := _lack(group, partition, nodes, lambda node: _cores(node, partition), group.cpus_per_task, "CPU cores"):
-        fix = f"nearest: {lack.nearest}, or correct `cpus` of the site's nodes"
-        yield Violation(_field(group, "cpus_per_task"), str(group.cpus_per_task), lack.why, fix)
+    if shortage := _shortage(
+        group, partition, nodes, lambda node: _cores(node, partition), group.cpus_per_task, "CPU cores"
+    ):
+        fix = f"nearest: {shortage.nearest}, or correct `cpus` of the site's nodes"
+        yield Violation(_field(group, "cpus_per_task"), str(group.cpus_per_task), shortage.why, fix)
     memory = memory_mib(group)
-    if memory and (lack := _lack(group, partition, nodes, lambda node: _memory(node, partition), memory, "MiB")):
-        fix = f"nearest: {lack.nearest}M, or correct `mem` of the site's nodes"
-        yield Violation(_field(group, "mem"), f"{memory}M", lack.why, fix)
-    for wanted in parse_gres(group.asked_gres or ""):
+    if memory and (
+        shortage := _shortage(group, partition, nodes, lambda node: _memory(node, partition), memory, "MiB")
+    ):
+        fix = f"nearest: {shortage.nearest}M, or correct `mem` of the site's nodes"
+        yield Violation(_field(group, "mem"), f"{memory}M", shortage.why, fix)
+    for wanted in parse_gres(group.requested_gres or ""):
         yield from _gres_problems(group, partition, nodes, wanted)
     if group.constraint and _FEATURES.fullmatch(group.constraint):
         for feature in group.constraint.split("&"):
@@ -261,35 +265,37 @@ def _gres_problems(
             why = f"nodes of partition {partition.name} have no generic resources"
             fix = "`request_gpus: none` of the site's nodes, if Slurm does not count GPUs there"
         yield Violation(field, requested, why, fix)
-    elif lack := _lack(group, partition, nodes, lambda node: count_of(node.gres, wanted), wanted.count, requested):
-        fix = f"nearest: {lack.nearest}, or correct `gpus` of the site's nodes"
-        yield Violation(_GPUS.get(group.name, "deployment.train.gpus_per_node"), str(wanted.count), lack.why, fix)
+    elif shortage := _shortage(
+        group, partition, nodes, lambda node: count_of(node.gres, wanted), wanted.count, requested
+    ):
+        fix = f"nearest: {shortage.nearest}, or correct `gpus` of the site's nodes"
+        yield Violation(_GPUS.get(group.name, "deployment.train.gpus_per_node"), str(wanted.count), shortage.why, fix)
 
 
 @dataclass(frozen=True)
-class _Lack:
+class _Shortage:
     why: str
     nearest: int
     """The largest amount that enough nodes have."""
 
 
-def _lack(
+def _shortage(
     group: HetGroup,
     partition: Partition,
     nodes: Sequence[PartitionNode],
     amount: Callable[[PartitionNode], int],
     wanted: int,
     unit: str,
-) -> _Lack | None:
+) -> _Shortage | None:
     """Describe the shortage if too few nodes have the wanted amount. Too few nodes in total is another problem."""
     values, needed = sorted(map(amount, nodes), reverse=True), min(group.nodes, len(nodes))
     enough = sum(value >= wanted for value in values)
     if enough >= needed:
         return None
     if not enough:
-        return _Lack(f"nodes of partition {partition.name} have at most {values[0]} {unit}", values[needed - 1])
+        return _Shortage(f"nodes of partition {partition.name} have at most {values[0]} {unit}", values[needed - 1])
     why = f"{enough} nodes of partition {partition.name} have as many {unit}, but {group.nodes} are needed"
-    return _Lack(why, values[needed - 1])
+    return _Shortage(why, values[needed - 1])
 
 
 def _cores(node: PartitionNode, partition: Partition) -> int:

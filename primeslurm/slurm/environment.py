@@ -14,22 +14,22 @@ from primeslurm.base.hostlists import expand
 _PREFIXES = (
     *("SLURM_", "SLURMD_", "SLURMCTLD_", "SRUN_", "SBATCH_", "SALLOC_", "SATTACH_", "SCRONTAB_"),
     *("SINFO_", "SQUEUE_", "SACCT_", "SACCTMGR_", "SCANCEL_", "SCONTROL_", "SPRIO_", "SSHARE_", "SSTAT_", "SREPORT_"),
-    # salloc hands the options of plug-ins (pyxis: --container-image) to every srun below it in this form.
+    # salloc passes options of plug-ins (pyxis: --container-image) to every srun in this form.
     *("_SLURM_", "SPANK_"),
-    # Libraries that find these believe that they are a rank of the MPI program that the shell belongs to.
+    # With these, libraries behave as a rank of the shell's MPI program.
     # OMPI_MCA_* are a user's choices, for example of a network.
     *("PMI_", "PMI2_", "PMIX_", "OMPI_COMM_", "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_FIRST_RANKS", "OMPI_NUM_APP"),
     *("OMPI_MCA_ess", "OMPI_MCA_orte", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
     "TORCHELASTIC_",  # of a shell below torchrun: torch would not make the stores of the job's process groups
-    # How submitit and an agent describe the job that the shell belongs to.
+    # submitit and the agents describe the shell's job with these.
     *("SUBMITIT_", "PRIMESLURM_NODES"),
 )
+# Start and end of the shell's allocation, which a run without Slurm needs
 ALLOCATION_TIMES = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
-"""Start and end of the shell's allocation, which a run without Slurm needs."""
+# Cluster and credentials of the user. Not SLURM_CLUSTERS: the site file names the cluster (`slurm_conf`).
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY", "SLURM_SACK_JWKS"})
-"""Cluster and credentials of the user. Not SLURM_CLUSTERS: the site file names the cluster (`slurm_conf`)."""
+# GPUs of the shell's allocation. Slurm sets them for a job only if the job requests GPUs as a generic resource.
 _DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"})
-"""GPUs of the shell's allocation. Slurm sets them for a job only if the job requests GPUs as a generic resource."""
 
 
 def inherited(names: Iterable[str]) -> list[str]:

@@ -19,16 +19,16 @@ from primeslurm.slurm.client import require_conf
 from primeslurm.slurm.environment import inherited_by_jobs
 from primeslurm.slurm.render import submitit_folder
 
+# submitit limits timeouts and attempts. Here the head decides when to stop.
 UNLIMITED = 2**31
-"""submitit limits timeouts and attempts. Here the head decides when to stop."""
+# Callable that runs once per node. If it has `checkpoint()`, USR2 to its first task requeues the job.
 Agent = Callable[[], object]
-"""Callable that runs once per node. If it has `checkpoint()`, USR2 to its first task requeues the job."""
+# Longest wait for sbatch [s]. sbatch itself retries for minutes while the controller is busy.
 SBATCH_S = 600.0
-"""Longest wait for sbatch [s]. sbatch itself retries for minutes while the controller is busy."""
+# The second form is the output of a wrapper that adds `--parsable`
 _JOB = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
-"""The second form is the output of a wrapper that adds `--parsable`."""
+# Messages of sbatch if a request or its answer was lost, so Slurm may have the job
 _UNCERTAIN = re.compile(r"(?i)timed? ?out|unable to contact|communication|connection|socket|zero bytes|transmitted")
-"""Messages of sbatch if a request or its answer was lost, so Slurm may have the job."""
 
 
 class UncertainSubmissionError(ClusterError):
@@ -53,7 +53,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, 
     write_pickle(plan, agent, submission)
     command = [*_sbatch(plan, slurm_conf), *_comment(plan, submission), str(script_path), submission]
     try:
-        # Its own session: Ctrl-C in the terminal, and closing it, must not end sbatch before it has said the job id.
+        # A new session, so that Ctrl-C or a closed terminal does not end sbatch before it prints the job id.
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -88,7 +88,7 @@ def write_pickle(plan: Plan, agent: Agent, submission: str) -> None:
 
 
 def _sbatch(plan: Plan, slurm_conf: str | None) -> list[str]:
-    # sbatch prefers SBATCH_PARTITION to a line of the script, and hands SLURM_* of this shell to the job's srun.
+    # sbatch prefers SBATCH_PARTITION to the script's option, and passes this shell's SLURM_* to the job's srun.
     foreign = inherited_by_jobs(os.environ.keys() - set(plan.pass_env))
     unset = [word for name in foreign for word in ("-u", name)]
     conf = [] if slurm_conf is None else [f"SLURM_CONF={slurm_conf}"]

@@ -18,7 +18,7 @@ class HeldSignals:
     """Message to print when the delayed signals are delivered."""
 
     done: str = ""
-    """What was done in the meantime. Empty: nothing."""
+    """Result of the delayed block, for example a submission. Empty: nothing was done."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def signals_held(run: str) -> Iterator[HeldSignals]:
         came.append(number)
 
     before = {number: signal.getsignal(number) for number in HELD}
-    # What is ignored stays ignored (nohup), and what is not Python's cannot be put back.
+    # Ignored signals stay ignored (nohup). Handlers that were not set from Python cannot be restored.
     held_back = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for number in held_back:
         signal.signal(number, note)

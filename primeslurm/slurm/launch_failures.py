@@ -12,13 +12,13 @@ from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.records.job_output import MARK, of_start
 
+# Variable with a unique word for this start of the job. Slurm's restart count may be inherited from the shell that
+# submits.
 START = "PRIMESLURM_START"
-"""Variable with a unique word for this start of the job. Slurm's restart count may be inherited from the shell that
-submits."""
+# Line of the job's output: the previous step ended all its tasks, and they start again
 AGAIN = "primeslurm: again without some nodes"
-"""Line of the job's output: the previous step ended all its tasks, and they start again."""
+# Variable of a step without some nodes: names of all nodes of the job, by rank
 NODES = "PRIMESLURM_NODES"
-"""Variable of a step without some nodes: names of all nodes of the job, by rank."""
 _LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.MULTILINE)
 _KILL = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Killed|Out Of Memory)$", re.MULTILINE)
 _FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
@@ -67,7 +67,7 @@ class JobOutput:
         Raises:
             OSError: the file does not exist yet or cannot be read.
         """
-        # Opened each time: that is what makes a network file system ask its server.
+        # Opening the file makes a network file system ask its server for new data.
         lines, end, _ = files.reading(self._path, self._rest).rpartition(b"\n")
         self._read += len(lines) + len(end)
         text = (lines + end).decode(errors="replace")

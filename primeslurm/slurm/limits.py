@@ -177,7 +177,7 @@ def _tres(group: HetGroup) -> Counter[str]:
     """Return the total resources that a component requests, by TRES; memory in MiB."""
     amounts = Counter({"node": group.nodes, "cpu": group.nodes * group.cpus_per_task})
     amounts["mem"] = group.nodes * memory_mib(group)
-    for each in parse_gres(group.asked_gres or ""):
+    for each in parse_gres(group.requested_gres or ""):
         amounts[f"gres/{each.name}"] += group.nodes * each.count
         if each.type:
             amounts[f"gres/{each.name}:{each.type}"] += group.nodes * each.count

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from primeslurm.recipe.fields.types import minutes
 
+# sinfo format: name, partition, state, cores, memory [MiB], generic resources, features
 NODE_FORMAT = "%N|%R|%t|%c|%m|%G|%f"
-"""sinfo format: name, partition, state, cores, memory [MiB], generic resources, features."""
+# States that last until somebody repairs the node
 _BROKEN = ("down", "drain", "drng", "fail", "err", "inval", "futr", "npc", "block")
-"""States that last until somebody repairs the node."""
+# States that end without a repair: a reservation, maintenance, a reboot, or a daemon that has not reported yet
 _AWAY = ("resv", "maint", "boot", "rebo", "unk")
-"""States that end without a repair: a reservation, maintenance, a reboot, or a daemon that has not reported yet."""
 _COUNT = re.compile(r"\d+[KMGTPkmgtp]?")
 _SUFFIXES = "*~#!%$@^-+"
 _UNLIMITED = frozenset({"", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "n/a"})

@@ -14,6 +14,7 @@ from primeslurm.slurm.partitions import Reservation
 
 _AMOUNT = r"(Cpu|CPU|Mem|Memory|Node|GRES|Energy|Lic|License|BB|Billing|Unknown|WallDuration)"
 _LESS = "ask for less, or use another slurm.qos or slurm.account"
+# Pattern of a reason, its meaning, and what to do. None of these ends unless somebody acts.
 _NEVER = (
     (r"PartitionTimeLimit", "asks for more time than its partition allows", "set a shorter slurm.time and resume"),
     (
@@ -51,9 +52,8 @@ _NEVER = (
     (rf"(QOS|Assoc)Grp{_AMOUNT}Minutes(Limit)?|(QOS|Assoc)GrpWall(Limit)?|QOSUsageThreshold",
      "the budget of its QOS or account is used up", "use another slurm.qos or slurm.account, or ask for more time"),
 )  # fmt: skip
-"""Pattern of a reason, its meaning, and what to do. None of these ends unless somebody acts."""
+# Limits for all jobs of a user, account or QOS together
 _SHARED = re.compile(r"(QOS|Assoc)(Grp|Max)\w+|Max\w+PerAccount|Association(Job|Resource)Limit|QOS(Job|Resource)Limit")
-"""Limits for all jobs of a user, account or QOS together."""
 
 
 def reasons(job: JobState, names: Mapping[int, str]) -> str:

@@ -21,8 +21,8 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.records.job_output import MARK
 from primeslurm.slurm.launch_failures import START
 
+# Module that a job starts on every node, with the folder of the pickled agent
 LOAD = "primeslurm.node.load"
-"""Module that a job starts on every node, with the folder of the pickled agent."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -102,8 +102,8 @@ def _texts(path: str, section: Section) -> dict[str, str]:
     return texts
 
 
+# sbatch options by long name. None and False are left out. True is an option without value.
 Options = dict[str, object]
-"""sbatch options by long name. None and False are left out. True is an option without value."""
 
 
 def sbatch_lines(plan: Plan, group: HetGroup) -> list[str]:

@@ -18,7 +18,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
     PolicyVersion,
     Step,
 )
-from primeslurm.plan.placement.inference import served
+from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.recipe import Recipe
 from primeslurm.wire.transport import secret
 from tests.engine.conftest import ConnectEngine, StartEngine
@@ -103,7 +103,7 @@ async def test_stopped_core_is_detected(start_engine: StartEngine, client: Conne
 def test_stopped_core_of_a_teacher_is_detected(engine_forks: EngineForks, model: Path) -> None:
     """A teacher's command has the probe route, although its weights are never updated."""
     teacher = {"type": "engines", "path": str(model), "dtype": "float32", "kv_cache_bytes": 2**24}
-    alone = served(Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=teacher)))
+    alone = teacher_recipe(Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=teacher)))
     assert alone is not None
     engine = engine_forks.start(engine_command(alone, "cpu", "engine", sys.executable))
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primeslurm.plan.placement.inference import served
+from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import StartEngine, StartRouter
 from tests.support.engine_commands import engine_command
@@ -29,7 +29,7 @@ def teacher(engine_forks: EngineForks, tmp_path: Path) -> Iterator[tuple[Path, S
     settings = {"type": "engines", "path": str(directory), "dtype": "float32", "kv_cache_bytes": 2**24}
     settings |= {"max_num_batched_tokens": 16, "vllm_extra": {"max_num_seqs": 8}}
     recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=settings))
-    alone = served(recipe)
+    alone = teacher_recipe(recipe)
     assert alone is not None
     server = engine_forks.start(engine_command(alone, "cpu", "engine", sys.executable))
     server.wait("/health")

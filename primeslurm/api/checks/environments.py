@@ -12,7 +12,7 @@ from pathlib import Path
 from primeslurm.base import files
 from primeslurm.base.errors import Violation
 from primeslurm.base.paths import is_dir, is_file
-from primeslurm.plan.checks.environments import Interpreter, places, try_all
+from primeslurm.plan.checks.environments import Interpreter, environments_by_field, probe_environments
 from primeslurm.plan.checks.sft_files import render_data
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
@@ -41,11 +41,11 @@ def environment_problems(
     interpreter = _interpreter(recipe, site, local)
     if isinstance(interpreter, str):
         return [], [_untried(interpreter)]
-    wanted = places(recipe.trained_environments, recipe.evaluation_environments)
+    wanted = environments_by_field(recipe.trained_environments, recipe.evaluation_environments)
     wanted = {place: each for place, each in wanted.items() if place not in skip}
-    tried = try_all(wanted, recipe.model, interpreter)
-    if tried.unprepared:
-        lacks = _unprepared(interpreter, tried.unprepared, site, local)
+    tried = probe_environments(wanted, recipe.model, interpreter)
+    if tried.missing_package:
+        lacks = _unprepared(interpreter, tried.missing_package, site, local)
         return ([lacks], []) if isinstance(lacks, Violation) else ([], [_untried(lacks)])
     violations = [_with_advice(each) for each in tried.violations]
     warnings = [_note(each).model_copy(update={"level": "warning"}) for each in tried.warnings]
@@ -72,8 +72,8 @@ def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple
     if isinstance(interpreter, str):
         return [], [_unrendered(interpreter)]
     found = render_data(recipe, interpreter)
-    if found.unprepared:
-        lacks = _unprepared(interpreter, found.unprepared, site, local)
+    if found.missing_package:
+        lacks = _unprepared(interpreter, found.missing_package, site, local)
         return ([lacks], []) if isinstance(lacks, Violation) else ([], [_unrendered(lacks)])
     warnings = [_note(each).model_copy(update={"level": "warning"}) for each in found.warnings]
     return list(found.violations), [*warnings, *map(_note, found.notes)]

@@ -17,7 +17,7 @@ from primeslurm.plan.checks.files import absent_data, model_files, with_absolute
 from primeslurm.plan.checks.sft_files import data_problems
 from primeslurm.plan.checks.teacher import teacher_problems
 from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.placement.inference import served
+from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, make_emulated_plan, refusals, try_plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, independent, is_below
@@ -37,7 +37,7 @@ _LOADED = frozenset(("id", "args", "harness", "runtime", "load_timeout_s"))
 
 def look_at_files(recipe: Recipe) -> RecipeFiles:
     """Look at the recipe's models and data, as far as they are here."""
-    model, teacher = model_files(recipe), served(recipe)
+    model, teacher = model_files(recipe), teacher_recipe(recipe)
     of_teacher = model_files(teacher) if teacher else None
     located = with_absolute_paths(recipe)
     data = absent_data(located)

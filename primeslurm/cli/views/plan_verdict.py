@@ -99,7 +99,7 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
         return {"nodes": f"this machine, as {count(plan.totals.nodes, 'node')}{on_gpus}"}
     if plan.device == "cuda":
         kinds = "/".join(sorted({row.memory.gpu.upper() for row in rows if row.memory}))
-        with_gpus = sum(group.nodes for group in plan.groups if group.asked_gres)
+        with_gpus = sum(group.nodes for group in plan.groups if group.requested_gres)
         what = f"{gpus} {kinds}" if kinds else count(gpus, "GPU")
         nodes = [(with_gpus, f"{count(with_gpus, 'GPU node')} ({what})")]
         nodes += [(plan.allocated - with_gpus, count(plan.allocated - with_gpus, "CPU node"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from primeslurm.base.files import read_json
-from primeslurm.plan.checks.environments import Interpreter, places, try_all
+from primeslurm.plan.checks.environments import Interpreter, environments_by_field, probe_environments
 from primeslurm.recipe.sections.evaluation import Evaluation
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.teacher import Teacher, TeacherEngines
@@ -33,10 +33,12 @@ class RecipeInputs(BaseModel):
         """Load the environments with this Python, and return their labels and the problems."""
         trained = self.environments if task == "rl" else ()
         evaluated = self.evaluation.environments if self.evaluation else ()
-        result = try_all(places(trained, evaluated), self.model, Interpreter(sys.executable, {}), tmp)
+        result = probe_environments(
+            environments_by_field(trained, evaluated), self.model, Interpreter(sys.executable, {}), tmp
+        )
         problems = [*map(str, result.violations), *map(str, result.missing)]
-        if result.unprepared:
-            problems = [f"{sys.executable} has no {result.unprepared}"]
+        if result.missing_package:
+            problems = [f"{sys.executable} has no {result.missing_package}"]
         return [each.label for each in (*trained, *evaluated)], problems
 
 

@@ -13,8 +13,8 @@ from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
 
+# Error of the memory model. Within this share of the limit, the check warns instead of refusing.
 MARGIN = 0.1
-"""Error of the memory model. Within this share of the limit, the check warns instead of refusing."""
 
 
 def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:

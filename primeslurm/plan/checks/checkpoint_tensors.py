@@ -21,24 +21,24 @@ from primeslurm.base.model_files import INDEX
 from primeslurm.models import family_of
 from primeslurm.models.shape import ModelShape
 
+# Headers that are read in parallel, because the file system answers slowly
 _HEADERS_AT_ONCE = 8
-"""Headers that are read in parallel, because the file system answers slowly."""
+# Names that a message lists
 _SHOWN = 5
-"""Names that a message lists."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|word_embeddings|tok_embeddings|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|output_layer)\.")
 _NORM = re.compile(r"(^|\.)(norm|norm_f|final_layernorm|ln_f)\.weight$")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+# Tensors outside of the language model
 _ELSEWHERE = re.compile(r"(^|\.)(visual|vision\w*|mtp|mm_projector|multi_modal_projector)\.")
-"""Tensors outside of the language model."""
+# Tensors that only some layers have: parts of a quantised weight, and shared indexers of DSA
 _BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$|(^|\.)indexer\.")
-"""Tensors that only some layers have: parts of a quantised weight, and shared indexers of DSA."""
 _PACKED = re.compile(r"_(packed|blocks)$")
 _ENCODED = re.compile(r"image|audio|video|vision")
 
+# Shape of each tensor by name
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shape of each tensor by name."""
 
 
 def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShape | None) -> list[Violation]:
@@ -56,9 +56,14 @@ def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShap
         shapes = read_shapes(directory)
     except (OSError, ValueError) as error:
         return [Violation("model.path", where, f"its weights cannot be read: {error}")]
-    problems = [Violation("model.path", where, why, fix) for why, fix in _unembedded(directory, config, shapes)]
+    problems = [
+        Violation("model.path", where, why, fix) for why, fix in _tokens_without_embedding(directory, config, shapes)
+    ]
     if shape is not None:
-        lacks = [*_ends(config, shapes, shape), *(_lacking(shapes, shape) if family_of(shape.model_type) else [])]
+        lacks = [
+            *_embedding_problems(config, shapes, shape),
+            *(_missing_in_layers(shapes, shape) if family_of(shape.model_type) else []),
+        ]
         fix = "download the model's files again"
         problems += [Violation("model.path", where, f"its checkpoint {why}", fix) for why in lacks]
     return problems
@@ -95,7 +100,7 @@ def token_ids(directory: Path) -> dict[int, str]:
     vocabulary = (main.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, dict):
         tokens |= {number: token for token, number in vocabulary.items() if isinstance(number, int)}
-    else:  # a Unigram's tokens are numbered as they are listed
+    else:  # tokens of a Unigram are numbered in order
         tokens |= {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
     tokens |= {entry["id"]: entry["content"] for entry in main.get("added_tokens") or ()}
     tokens |= {number: token for token, number in added.items() if isinstance(number, int)}
@@ -103,7 +108,7 @@ def token_ids(directory: Path) -> dict[int, str]:
     return tokens | {int(number): str(entry["content"]) for number, entry in decoder.items()}
 
 
-def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
+def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
     """Return why tokens have no row in the embedding, and the fix."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
@@ -112,18 +117,18 @@ def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> l
         ids = token_ids(directory)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         return [("its tokenizer's files are damaged", "download them again")]
-    # Gemma 3 of one billion parameters sees no images, and has a token for them behind its last row.
+    # Gemma 3 1B has no vision encoder, but its tokenizer has an image token after the last row of the embedding.
     sees = bool(config.get("vision_config") or config.get("audio_config"))
     ids = {number: token for number, token in ids.items() if sees or not _ENCODED.search(token)}
     if not isinstance(rows, int) or not ids or max(ids) < rows:
         return []
     beyond = [f"{ids[number]!r} is {number}" for number in sorted(ids) if number >= rows]
-    why = f"its tokenizer has ids up to {max(ids)}, and its embedding has {rows} rows: {_some(beyond)}"
+    why = f"its tokenizer has ids up to {max(ids)}, and its embedding has {rows} rows: {_first_names(beyond)}"
     return [(why, "resize the embedding, or use the tokenizer that the checkpoint was made with")]
 
 
-def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
-    """Return what is wrong with embedding and head."""
+def _embedding_problems(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
+    """Return problems of the embedding and the head."""
     is_known_family = family_of(shape.model_type) is not None
     tied = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
     problems = []
@@ -134,12 +139,12 @@ def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[
         problems.append("has no embedding (model.embed_tokens.weight)")
     wrong = [f"{name} has {rows[0]} rows" for name, rows in embeddings.items() if rows and rows[0] != shape.vocab]
     if is_known_family and wrong:
-        problems.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_some(wrong)}")
+        problems.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_first_names(wrong)}")
     return problems
 
 
-def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
-    """Return what is missing in and after the layers, for a model family of the trainer."""
+def _missing_in_layers(shapes: Shapes, shape: ModelShape) -> list[str]:
+    """Return tensors missing in and after the layers, for a model family of the trainer."""
     layers: dict[int, set[str]] = defaultdict(set)
     prefixes: Counter[str] = Counter()
     for name in shapes:
@@ -148,17 +153,19 @@ def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
         layers[int(match[2])].add(_PACKED.sub("", match[3]))
         prefixes[name[: match.start(2)]] += 1
     if absent := [number for number in range(shape.layers) if number not in layers]:
-        return [f"has no tensors of {_some(f'layer {number}' for number in absent)}"]
+        return [f"has no tensors of {_first_names(f'layer {number}' for number in absent)}"]
     beginning = prefixes.most_common(1)[0][0]
-    missing = [f"{beginning}{number}.{name}" for number in range(shape.layers) for name in _unlike(number, layers)]
+    missing = [
+        f"{beginning}{number}.{name}" for number in range(shape.layers) for name in _missing_tensors(number, layers)
+    ]
     if shape.experts:
         missing += [f"{beginning}{number}.{each}" for number in layers for each in _experts(layers[number], shape)]
     if not any(_NORM.search(name) and not _LAYER.search(name) and not _ELSEWHERE.search(name) for name in shapes):
         missing.append("the norm behind the last layer")
-    return [f"lacks {_some(dict.fromkeys(missing))}"] if missing else []
+    return [f"lacks {_first_names(dict.fromkeys(missing))}"] if missing else []
 
 
-def _unlike(number: int, layers: Mapping[int, set[str]]) -> list[str]:
+def _missing_tensors(number: int, layers: Mapping[int, set[str]]) -> list[str]:
     """Return the tensors that a layer lacks: another one has all its tensors, of the layer or a module, and more."""
     # Layers may be of several kinds, so a layer with an equal one is complete.
     missing: list[str] = []
@@ -219,7 +226,7 @@ def _object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _some(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return ", ".join(every[:_SHOWN]) + more

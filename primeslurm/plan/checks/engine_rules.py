@@ -8,8 +8,8 @@ from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
 
 DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
+# Largest batch for which vLLM captures a CUDA graph by default below SM100
 GRAPH_SIZES = 512
-"""Largest batch for which vLLM captures a CUDA graph by default below SM100."""
 LOW_LATENCY_TOKENS = 512
 # Other processes rely on these vLLM options
 PLANNED = frozenset(

@@ -35,19 +35,19 @@ from primeslurm.wire.probe_messages import (
 )
 
 PROBE = "primeslurm.orchestrator.environments.probe"
+# Environments that need only verifiers. If a recipe has no other, loading them is skipped.
 _SURE = ("reverse-text",)
-"""Environments that need only verifiers. If a recipe has no other, loading them is skipped."""
+# Fields that determine how an environment loads
 _LOADED = {"id", "args", "harness", "runtime", "load_timeout_s"}
-"""Fields that determine how an environment loads."""
+# Fields that determine how messages are rendered
 _RENDERED = {"path", "renderer", "renderer_options", "vlm"}
-"""Fields that determine how messages are rendered."""
+# Time to import Python and verifiers from a slow file system [s], in addition to an environment's own timeout
 _IMPORT_S = 180.0
-"""Time to import Python and verifiers from a slow file system [s], in addition to an environment's own timeout."""
 _UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|verifiers|transformers)\b")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
 
-def places(
+def environments_by_field(
     environments: Iterable[AnyEnvironment], evaluated: Iterable[AnyEnvironment] = ()
 ) -> dict[str, AnyEnvironment]:
     """Return training and evaluation environments by their place in the recipe."""
@@ -70,7 +70,7 @@ class Interpreter:
 
 
 @dataclass(frozen=True)
-class Tried:
+class ProbeReport:
     """Result of loading environments. Fields are those of the recipe, for example `environments.0.args.x`."""
 
     violations: tuple[Violation, ...] = ()
@@ -81,13 +81,13 @@ class Tried:
     """Properties of rollouts that some users do not want."""
     warnings: tuple[Violation, ...] = ()
     """Values that are smaller than the recipe requests."""
-    unprepared: str = ""
+    missing_package: str = ""
     """Package that the interpreter lacks, so that nothing could be loaded."""
 
 
-def try_all(
+def probe_environments(
     environments: Mapping[str, AnyEnvironment], model: Model, interpreter: Interpreter, tmp: Path | None = None
-) -> Tried:
+) -> ProbeReport:
     """Load every environment that could fail and its first task, and check the model's renderer.
 
     Args:
@@ -98,7 +98,7 @@ def try_all(
     plain = model.renderer == AUTO and not model.renderer_options
     wanted = {place: each for place, each in environments.items() if not (plain and _is_sure(each))}
     if not wanted:
-        return Tried()
+        return ProbeReport()
     asked = ProbeRequest(
         environments=[each.model_dump(mode="json", by_alias=True, include=_LOADED) for each in wanted.values()],
         model=model.model_dump(mode="json", include=_RENDERED),
@@ -106,15 +106,15 @@ def try_all(
     limit_s = _IMPORT_S + max(each.load_timeout_s for each in wanted.values())
     code, out, err = run_module(interpreter, PROBE, encoded(asked), limit_s, tmp)
     if code != 0:
-        return _nothing(interpreter, code, err)
+        return _not_loaded(interpreter, code, err)
     try:
         results = decoded(out, ProbeResults)
     except DamagedError:
-        return _nothing(interpreter, None, err)
+        return _not_loaded(interpreter, None, err)
     of_model = results.model.answer or ModelAnswer()  # of a tokenizer that does not load, engines tell
     pairs = zip(wanted.items(), results.environments, strict=True)
-    found = [_judged(*each, result, of_model.no_tools) for each, result in pairs]
-    return Tried(
+    found = [_report_of(*each, result, of_model.no_tools) for each, result in pairs]
+    return ProbeReport(
         (*of_model.violations, *(violation for tried in found for violation in tried.violations)),
         tuple(violation for tried in found for violation in tried.missing),
         tuple(violation for tried in found for violation in tried.notes),
@@ -164,14 +164,14 @@ def run_module(
             process.communicate()
 
 
-def _nothing(interpreter: Interpreter, code: int | None, err: str) -> Tried:
-    lacks, how = why_no_answer(code, err)
+def _not_loaded(interpreter: Interpreter, code: int | None, err: str) -> ProbeReport:
+    lacks, how = exit_reason(code, err)
     if lacks:
-        return Tried(unprepared=lacks)
-    return Tried((Violation("environments", "", f"cannot be loaded: {interpreter.python} {how}"),))
+        return ProbeReport(missing_package=lacks)
+    return ProbeReport((Violation("environments", "", f"cannot be loaded: {interpreter.python} {how}"),))
 
 
-def why_no_answer(code: int | None, err: str) -> tuple[str, str]:
+def exit_reason(code: int | None, err: str) -> tuple[str, str]:
     """Return the package that the Python of jobs lacks ("" for none), and how its process ended."""
     last = (err.strip().splitlines() or ["no output"])[-1]
     lacks = _UNPREPARED.match(last)
@@ -179,18 +179,20 @@ def why_no_answer(code: int | None, err: str) -> tuple[str, str]:
     return (lacks[1] if lacks else ""), how
 
 
-def _judged(place: str, environment: AnyEnvironment, result: ProbeResult[EnvironmentAnswer], no_tools: str) -> Tried:
+def _report_of(
+    place: str, environment: AnyEnvironment, result: ProbeResult[EnvironmentAnswer], no_tools: str
+) -> ProbeReport:
     if (answer := result.answer) is not None:
         users = answer.tools if no_tools else ()
         unshown = (unrenderable(field, harness, no_tools) for field, harness in users)
-        return Tried(
+        return ProbeReport(
             tuple(_placed(place, each) for each in (*answer.violations, *unshown)),
             tuple(_placed(place, each) for each in answer.missing),
             tuple(_placed(place, each) for each in answer.notes),
             tuple(_placed(place, each) for each in _too_few(environment, answer.tasks)),
         )
     why, fix = _no_answer(result.code, result.stderr, environment)
-    return Tried((_placed(place, Violation("environments.id", environment.id, why, fix)),))
+    return ProbeReport((_placed(place, Violation("environments.id", environment.id, why, fix)),))
 
 
 def _too_few(environment: AnyEnvironment, tasks: int | None) -> list[Violation]:

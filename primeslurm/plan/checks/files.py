@@ -20,12 +20,12 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines
 
 _DEMO_FILE = re.compile(r"(?:.*/)?\.primeslurm/([a-z0-9-]+)/(?:model|random|demonstrations\.jsonl)/?")
+# Commands of a checkout that create the files of a demo
 _IN_CHECKOUT = {
     "reverse-text": "./just warm-start",
     "tool-use": "./just warm-start tool-use",
     "hangman": "./just warm-start hangman",
 }
-"""Commands of a checkout that create the files of a demo."""
 _ANYWHERE = {"smollm2": "primeslurm install --model smollm2"}
 
 
@@ -42,7 +42,7 @@ def made_by(path: str) -> str:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What is known about a model's files."""
+    """Shape, source and problems of a model's files."""
 
     shape: ModelShape | None
     """None if neither a config.json that can be read nor the catalog has it."""
@@ -56,7 +56,7 @@ class ModelFiles:
 
 
 def model_files(recipe: Recipe) -> ModelFiles:
-    """Return what is known about the recipe's model, from its config.json or else from the catalog."""
+    """Look up the recipe's model in its config.json, or else in the catalog."""
     path = recipe.model.path
     try:
         directory = locate(path)
@@ -73,7 +73,7 @@ def model_files(recipe: Recipe) -> ModelFiles:
     try:
         shape = shape_of(config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-        shape = None  # not a decoder's config, or a damaged one
+        shape = None  # the config is damaged, or not that of a decoder
     if any(directory.glob("*.safetensors")):
         problems += tensor_problems(directory, config, shape)
     return ModelFiles(shape, config.get("model_type"), str(directory / "config.json"), tuple(problems))

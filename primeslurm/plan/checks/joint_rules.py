@@ -9,8 +9,8 @@ from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.routers import LlmdRouter
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 
+# Share of a node's memory that KV cache may take
 HOST_SHARE = 0.9
-"""Share of a node's memory that KV cache may take."""
 
 
 def _colocated_nccl(context: RuleContext) -> str:

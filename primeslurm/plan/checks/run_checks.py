@@ -39,7 +39,11 @@ def check_run(
     if model.shape is None:
         return findings + _no_estimate(recipe, site, model), None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
-    findings += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests) + _uncounted(recipe, model.shape)
+    findings += (
+        capacity(recipe, requests, worked_out)
+        + _unknown_gpus(site, requests)
+        + _vision_not_estimated(recipe, model.shape)
+    )
     roles = (*worked_out.roles, *([memory] if memory else []))
     return findings, worked_out.model_copy(update={"roles": roles})
 
@@ -63,7 +67,7 @@ def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
             text = f"{lead:.1f} batches are in flight, but rollouts older than {bound} steps are dropped"
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             findings.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
-        findings += _alone(recipe)
+        findings += _single_rollout_groups(recipe)
     findings += _colocated(recipe, plan) + _few_cores(plan)
     single = [group.name for group in plan.groups if group.nodes == 1]
     if single and any(group.spares or group.name == "environments" for group in plan.groups):
@@ -108,7 +112,7 @@ def _few_cores(plan: Plan) -> list[Finding]:
     return [Finding(level="warning", field="--local", text=text, fix=fix)]
 
 
-def _alone(recipe: Recipe) -> list[Finding]:
+def _single_rollout_groups(recipe: Recipe) -> list[Finding]:
     """Warn of groups of one rollout if the advantage compares the rollouts of a group."""
     findings = []
     for environment in recipe.environments:
@@ -136,7 +140,7 @@ def _no_estimate(recipe: Recipe, site: Site, model: ModelFiles) -> list[Finding]
     return [Finding(level="note", field="model.path", value=recipe.model.path, text=text)]
 
 
-def _uncounted(recipe: Recipe, shape: ModelShape) -> list[Finding]:
+def _vision_not_estimated(recipe: Recipe, shape: ModelShape) -> list[Finding]:
     if recipe.model.vlm is None or not shape.has_vision or shape.vision is not None:
         return []
     text = "memory of the vision encoder is not estimated: its size is only known for the trainer's own model families"

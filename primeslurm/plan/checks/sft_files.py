@@ -19,13 +19,13 @@ from primeslurm.recipe import Recipe
 if TYPE_CHECKING:
     from primeslurm.plan.checks.environments import Interpreter
 
+# Bytes of the file that are parsed here
 LOOKED_AT = 1 << 24
-"""Bytes of the file that are parsed here."""
 PROBE = "primeslurm.trainer.data.probe"
+# Timeout to import the tokenizer's library from a slow file system and to render for half a minute [s]
 _LIMIT_S = 180.0
-"""Timeout to import the tokenizer's library from a slow file system and to render for half a minute [s]."""
+# Rendering checks the roles, because they depend on the chat template
 _ANY = MessageForm(roles=None)
-"""Rendering checks the roles, because they depend on the chat template."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rendered:
     violations: tuple[Violation, ...] = ()
     warnings: tuple[Violation, ...] = ()
     notes: tuple[Violation, ...] = ()
-    unprepared: str = ""
+    missing_package: str = ""
     """Package that the interpreter lacks, so that nothing could be rendered."""
 
 
@@ -70,7 +70,7 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
         recipe: recipe with absolute paths of a model and data that exist here.
     """
     # Not above: `render` reads data and renders none.
-    from primeslurm.plan.checks.environments import run_module, why_no_answer
+    from primeslurm.plan.checks.environments import exit_reason, run_module
     from primeslurm.wire.decoding import DamagedError
     from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
@@ -84,9 +84,9 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
         answer = None
     if answer is not None:
         return Rendered(tuple(answer.violations), tuple(answer.warnings), tuple(answer.notes))
-    lacks, how = why_no_answer(code or None, err)
+    lacks, how = exit_reason(code or None, err)
     if lacks:
-        return Rendered(unprepared=lacks)
+        return Rendered(missing_package=lacks)
     return Rendered((Violation("sft.data.path", data.path, f"cannot be rendered: {interpreter.python} {how}"),))
 
 

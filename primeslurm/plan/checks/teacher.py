@@ -17,14 +17,13 @@ from primeslurm.plan.forecast import Estimate, RoleMemory
 from primeslurm.plan.gpus import gpu_of
 from primeslurm.plan.memory.estimate import engine_role
 from primeslurm.plan.model import Finding
-from primeslurm.plan.placement.inference import served
+from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 
 TOKENIZER = "tokenizer.json"
+# Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match counts.
 _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("model", "teacher"))
-"""Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match
-counts."""
 _MORE_MEMORY = "raise teacher.tp, or set teacher.quantization: fp8"
 
 
@@ -32,8 +31,8 @@ def teacher_findings(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles | None
 ) -> tuple[list[Finding], RoleMemory | None]:
     """Return findings about the teacher's engines, and the memory of one of their GPUs if model and GPU are known."""
-    alone = served(recipe)
-    if alone is None or model is None:
+    serving = teacher_recipe(recipe)
+    if serving is None or model is None:
         return [], None
     # As a recipe of its own, the teacher's nodes are its one inference replica.
     engine_requests = [
@@ -41,16 +40,16 @@ def teacher_findings(
         for request in requests
         if request.role == "teacher"
     ]
-    findings = conflicts(RuleContext(alone, site, engine_requests, model.shape))
+    findings = conflicts(RuleContext(serving, site, engine_requests, model.shape))
     if model.absent:
         findings.append(model.absent)
     gpu = gpu_of(engine_requests[0].kind) if engine_requests and site.device == "cuda" else None
     memory = None
     if gpu is not None and model.shape is not None:
-        memory = engine_role(alone, engine_requests[0], model.shape, gpu, prompt_logprobs=True)
+        memory = engine_role(serving, engine_requests[0], model.shape, gpu, prompt_logprobs=True)
         findings += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
-            for finding in capacity(alone, engine_requests, Estimate(source=model.source, roles=(memory,)))
+            for finding in capacity(serving, engine_requests, Estimate(source=model.source, roles=(memory,)))
         ]
         memory = memory.model_copy(update={"role": "teacher"})
     return [finding.model_copy(update={"field": _here(finding.field)}) for finding in findings], memory
@@ -58,8 +57,8 @@ def teacher_findings(
 
 def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
     """Return why the teacher's files cannot be used."""
-    alone = served(recipe)
-    if alone is None or model is None:
+    serving = teacher_recipe(recipe)
+    if serving is None or model is None:
         return []
     problems = [
         Violation("seq_len", str(recipe.seq_len), f"the teacher: {p.why}", f"nearest: {_limit(p.fix)}")
@@ -67,7 +66,7 @@ def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation
         else Violation(_here(p.field), p.value, p.why, p.fix)
         for p in model.problems
     ]
-    return problems + _tokenizer_problems(recipe.model.path, alone.model.path)
+    return problems + _tokenizer_problems(recipe.model.path, serving.model.path)
 
 
 def _limit(fix: str) -> int:

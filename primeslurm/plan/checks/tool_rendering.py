@@ -14,8 +14,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import ENV_KEY, offers_tools
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 
+# Harnesses with tools that bundled tasksets use if the recipe names none
 OWN_HARNESS = {"harbor-local": "bash", "tool-use": "shell"}
-"""Harnesses with tools that bundled tasksets use if the recipe names none."""
 _FIX = "a harness without tools, such as `harness: {id: chat}`, or another model or model.renderer"
 
 

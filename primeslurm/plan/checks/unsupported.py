@@ -46,10 +46,10 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
     """Return findings of level `blocked` for what the trainer does not support."""
     if recipe.task in ("serve", "eval"):
         return []
-    findings = _unseen(recipe)
+    findings = _router_problems(recipe)
     if model_type is not None:
-        findings += _incapable(recipe, model_type) + _unnamed(recipe, model_type, shape)
-    if shape is not None and (text := _unread(recipe, shape)):
+        findings += _missing_capabilities(recipe, model_type) + _vlm_problems(recipe, model_type, shape)
+    if shape is not None and (text := _quantised_checkpoint(recipe, shape)):
         converts = shape.four_bits or shape.fp8_blocks
         fix = (
             f"primeslurm convert {recipe.model.path} DIR, and model.path: DIR" if converts else "convert it to bfloat16"
@@ -58,7 +58,7 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
     return findings
 
 
-def _unseen(recipe: Recipe) -> list[Finding]:
+def _router_problems(recipe: Recipe) -> list[Finding]:
     """Check the router of RL on images."""
     if recipe.model.vlm is None or recipe.task != "rl" or isinstance(recipe.inference.router, VllmRouter):
         return []
@@ -66,7 +66,7 @@ def _unseen(recipe: Recipe) -> list[Finding]:
     return [Finding(level="blocked", field="inference.router.type", text=text, fix="vllm-router")]
 
 
-def _unnamed(recipe: Recipe, model_type: str, shape: ModelShape | None) -> list[Finding]:
+def _vlm_problems(recipe: Recipe, model_type: str, shape: ModelShape | None) -> list[Finding]:
     """Check the fields of `model.vlm`, which depend on whether the trainer knows the model's parts."""
     vlm = recipe.model.vlm
     if vlm is None:
@@ -90,7 +90,7 @@ def _seeing() -> list[str]:
     return [name for name, able in model_types().items() if able.images]
 
 
-def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:
+def _missing_capabilities(recipe: Recipe, model_type: str) -> list[Finding]:
     """Check what the implementation of the recipe's model supports."""
     able = capabilities(model_type, recipe.model.impl)
     if able is None:
@@ -105,7 +105,7 @@ def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:
     ]
 
 
-def _unread(recipe: Recipe, shape: ModelShape) -> str:
+def _quantised_checkpoint(recipe: Recipe, shape: ModelShape) -> str:
     """Return why a quantised checkpoint cannot be trained."""
     if shape.quantization is None:
         return ""

@@ -12,15 +12,15 @@ from primeslurm.plan.model import NodeRole
 EngineRole = Literal["engine", "prefill", "decode"]
 Device = Literal["cuda", "cpu"]
 
+# What engines do on the nodes of a role
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
-"""What engines do on the nodes of a role."""
+# Name of the port at which the trainer's ranks meet
 RENDEZVOUS_PORT = "master"
-"""Name of the port at which the trainer's ranks meet."""
+# Variable that tells DeepEP that all its ranks reach each other by NVLink
 GIN_OFF = "EP_DISABLE_GIN"
-"""Variable that tells DeepEP that all its ranks reach each other by NVLink."""
+# Directory on the node's disk for code that trainers and engines compile while they run. They add a directory per user
+# and version (`primeslurm.base.compiled_code`).
 COMPILED_CODE = {"PRIMESLURM_COMPILED_CODE": "/tmp"}
-"""Directory on the node's disk for code that trainers and engines compile while they run. They add a directory per user
-and version (`primeslurm.base.compiled_code`)."""
 
 
 class Command(NamedTuple):

@@ -7,8 +7,8 @@ from primeslurm.recipe.sections.routers import DynamoRouter
 
 WORKER = "dynamo.vllm"
 _MODES: dict[EngineRole, str] = {"engine": "agg", "prefill": "prefill", "decode": "decode"}
+# Options of vLLM's HTTP server, which a Dynamo worker does not have
 _SERVER_OPTIONS = ("host", "port", "enable_scale_out", "middleware", "disable_uvicorn_access_log")
-"""Options of vLLM's HTTP server, which a Dynamo worker does not have."""
 
 
 def frontend(router: DynamoRouter, replica: int) -> Command:
@@ -17,7 +17,9 @@ def frontend(router: DynamoRouter, replica: int) -> Command:
     if router.session_ttl_s is not None:
         options["router_session_affinity_ttl_secs"] = router.session_ttl_s
     argv = ("${python}", "-m", "dynamo.frontend", *long_options(_PLANES | options | router.extra))
-    env = _env(replica) | {"DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1"}  # the route of tokens in, tokens out
+    env = _env(replica) | {
+        "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1"
+    }  # enables the route with token ids as input and output
     return Command(argv, env, ("http",))
 
 
@@ -33,7 +35,7 @@ def worker_env(replica: int) -> dict[str, str]:
 
 
 def _env(replica: int) -> dict[str, str]:
-    # Replicas share the directory, so each has a namespace of its own.
+    # Replicas share the directory, so each needs its own namespace.
     return {"DYN_FILE_KV": "${attempt_dir}/dynamo", "DYN_NAMESPACE": f"replica-{replica}"}
 
 

@@ -11,28 +11,28 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 
+# Model name in requests to engines and routers
 SERVED_MODEL = "policy"
-"""Model name in requests to engines and routers."""
+# Time for an engine to start, without reading its weights [s]: it compiles kernels and captures CUDA graphs
 START_S = 3600
-"""Time for an engine to start, without reading its weights [s]: it compiles kernels and captures CUDA graphs."""
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
+# The only all2all backend without GPUs. vLLM does not start on CPUs with another one.
 CPU_ALL2ALL = "allgather_reducescatter"
-"""The only all2all backend without GPUs. vLLM does not start on CPUs with another one."""
+# Log-probabilities of the distribution that tokens are drawn from, after the temperature. The trainer divides by it,
+# too, so `raw_logprobs` (before it) would not match.
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the distribution that tokens are drawn from, after the temperature. The trainer divides by it,
-too, so `raw_logprobs` (before it) would not match."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.version_gate.VersionGate"
+# Middleware without policy versions, for engines that keep the weights they loaded
 CORE_GATE = "primeslurm.inference.liveness_gate.LivenessGate"
-"""Middleware without policy versions, for engines that keep the weights they loaded."""
+# vLLM's name of the recipe's quantization. Blocks of 128 x 128, as DeepGEMM and the trainer use.
 QUANTIZATION = {"fp8": "fp8_per_block"}
-"""vLLM's name of the recipe's quantization. Blocks of 128 x 128, as DeepGEMM and the trainer use."""
+# Weights, by checkpoint name, that vLLM would quantise. Released FP8 checkpoints and the trainer keep them in full
+# precision (`wire.weight_transfer.tensor_names.in_fp8`). vLLM itself skips the others that are not quantised there.
 UNQUANTISED = ("*.in_proj_a", "*.in_proj_b", "*.gate")
-"""Weights, by checkpoint name, that vLLM would quantise. Released FP8 checkpoints and the trainer keep them in full
-precision (`wire.weight_transfer.tensor_names.in_fp8`). vLLM itself skips the others that are not quantised there."""
+# vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
-"""vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)."""
 
 
 class DataParallel(NamedTuple):
@@ -170,9 +170,9 @@ def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) 
             "enable_expert_parallel": True,
             "all2all_backend": settings.all2all if device == "cuda" else CPU_ALL2ALL,
         }
-        if not settings.eplb:  # it may give a rank any expert
-            # Of a checkpoint, a rank reads its own experts. vLLM's default would read all of it into the page cache
-            # where that has room, once for each node.
+        if not settings.eplb:  # EPLB may move any expert to a rank
+            # A rank reads only its own experts of a checkpoint. vLLM's default would read all of it into the page cache
+            # of each node, if there is room.
             options |= {"enable_ep_weight_filter": True, "safetensors_load_strategy": "lazy"}
     if settings.dbo is not None:
         options["enable_dbo"] = settings.dbo
@@ -197,7 +197,7 @@ def _engine_env(
     recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole, dp: DataParallel
 ) -> dict[str, str]:
     env = {
-        "VLLM_SERVER_DEV_MODE": "1",  # routes of pause, resume, weight updates, and of what only the core answers
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for pause, resume, weight updates and the engine core
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(recipe.inference.start_timeout_s or START_S),
@@ -207,16 +207,17 @@ def _engine_env(
         env |= {
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM's default pins every engine of a node to the same core
-            "TORCHDYNAMO_DISABLE": "1",  # or the first request for logprobs compiles for seconds
+            "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request with logprobs compiles for seconds
         }
         if recipe.inference.parallel.tp == 1 and dp.size == 1:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # otherwise vLLM runs the worker in its own process
     else:
         env |= COMPILED_CODE
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
     if recipe.samples and recipe.trainer.fp8:
-        # vLLM rounds scales up to powers of two even on SM90, whose kernels do not need it. The trainer does not.
+        # vLLM rounds scales up to powers of two, even on SM90, whose kernels do not need that. The trainer does not
+        # round.
         env["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
     if settings.dbo:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other runner has no dual batch overlap

@@ -17,14 +17,14 @@ from primeslurm.plan.commands.command import Command, Device, EngineRole
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.kv_offload import KvOffload, MooncakeOffload, NativeOffload
 
+# Name of the process that knows the location of every block of the store
 STORE_MASTER = "store-master"
-"""Name of the process that knows the location of every block of the store."""
 STORE_CONFIG = "mooncake.json"
+# Bytes that each worker of an engine allocates for transfers to and from the store, unless the store is smaller
 MAX_TRANSFER_BUFFER = 4 * 2**30
-"""Bytes that each worker of an engine allocates for transfers to and from the store, unless the store is smaller."""
+# Time for which a block that was looked up cannot be evicted. An engine without free blocks loads it late. Blocks of
+# old policies must not stay for long.
 LEASE_MS = 120_000
-"""Time for which a block that was looked up cannot be evicted. An engine without free blocks loads it late. Blocks of
-old policies must not stay for long."""
 
 Config = dict[str, Any]
 
@@ -47,7 +47,7 @@ def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config 
             "kv_connector_extra_config": {"connectors": connectors},
         }
     if recipe.inference.kv_offload is not None and role != "decode":
-        # A tier may lose a block between the look-up and the load; the prompt is there to compute it again.
+        # A tier may lose a block between look-up and load. The engine has the prompt, so it can recompute the block.
         config = {**config, "kv_load_failure_policy": "recompute"}
     return config
 
@@ -62,9 +62,9 @@ def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> d
     if role != "engine":
         env |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "${host}",
-            # vLLM adds the data-parallel rank; the port reserved here is the one it shall listen on.
+            # vLLM adds the data-parallel rank to this number. The result must be the port that is reserved here.
             "VLLM_NIXL_SIDE_CHANNEL_PORT": f"${{port:nixl-{rank}}}" if rank else "${port:nixl}",
-            "UCX_RCACHE_MAX_UNRELEASED": "1024",  # unbounded, UCX's registration cache crashes engines now and then
+            "UCX_RCACHE_MAX_UNRELEASED": "1024",  # an unbounded registration cache of UCX sometimes crashes engines
             "UCX_NET_DEVICES": "${ucx_devices_near}",
         }
         env["UCX_TLS"] = "tcp,self,sm" if device == "cpu" else "all"
@@ -88,7 +88,7 @@ def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
         "master_server_address": f"${{addr:{STORE_MASTER}:rpc}}",
         "protocol": _protocol(offload, device),
         "device_name": _devices(offload, device),
-        "global_segment_size": 0,  # memory belongs to the node's client, not to its engines
+        "global_segment_size": 0,  # the node's client provides the memory, not its engines
         "local_buffer_size": min(MAX_TRANSFER_BUFFER, offload.cpu.bytes),
         "enable_offload": offload.disk is not None,
     }
@@ -109,7 +109,7 @@ def store_master(recipe: Recipe) -> Command:
         *("--rpc_address", "${host}", "--rpc_port", "${port:rpc}"),
         "--enable_http_metadata_server",
         *("--http_metadata_server_host", "${host}", "--http_metadata_server_port", "${port:metadata}"),
-        "--enable_metadata_cleanup_on_timeout",  # or an engine that died stays a peer for ever
+        "--enable_metadata_cleanup_on_timeout",  # otherwise a dead engine stays a peer forever
         *("--metrics_host", "${host}", "--metrics_port", "${port:http}"),
         *("--default_kv_lease_ttl", str(LEASE_MS)),
     ]
@@ -138,8 +138,8 @@ def store_client(offload: MooncakeOffload, device: Device) -> Command:
 
 def _nixl(role: EngineRole, device: Device, update_s: int) -> Config:
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
-    # A decode engine that is paused for a policy does not renew its leases, of which half is left then at least. What
-    # it takes after their end may be another prompt's.
+    # A decode engine that is paused for a weight update does not renew its leases, but at least half of each is left.
+    # KV that it reads after the end of a lease may belong to another prompt.
     lease = {"kv_lease_duration": 2 * update_s}
     return {
         "kv_connector": "NixlConnector",
@@ -157,8 +157,8 @@ def _native(offload: NativeOffload) -> Config:
 
 
 def _mooncake(role: EngineRole) -> Config:
-    # The store outlives engines and may be found by another run: keys carry the run. Engines of a node look blocks up
-    # through a socket that is named after a port of theirs, or two of them would take the same.
+    # The store outlives engines, and another run may find it, so keys include the run. Engines look blocks up through a
+    # socket whose name must differ between engines of a node, so it includes a port.
     extra: Config = {"cache_prefix": "${run_id}", "lookup_rpc_port": "${port:http}"}
     if role == "decode":
         extra["save_decode_cache"] = True

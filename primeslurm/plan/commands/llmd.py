@@ -15,10 +15,10 @@ from typing import Any
 from primeslurm.plan.commands.command import Command, ReplicaEngines
 from primeslurm.recipe.sections.routers import LlmdRouter
 
+# Written as JSON, which is valid YAML and has simpler quoting
 PICKER_CONFIG, ENDPOINTS, ENVOY_CONFIG = "llm-d-picker.json", "llm-d-endpoints.json", "llm-d-envoy.json"
-"""Written as JSON, which is valid YAML and has simpler quoting."""
+# Requests in flight beyond which Envoy answers 500. Its default is 1,024.
 CIRCUIT_BREAKER = 100_000
-"""Requests in flight beyond which Envoy answers 500. Its default is 1,024."""
 _EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
@@ -121,7 +121,7 @@ def _envoy_config(picker_name: str) -> dict[str, Any]:
         "max_requests": CIRCUIT_BREAKER,
     }
     return {
-        # No "admin": whoever reaches Envoy's administration ends it.
+        # No "admin": anybody who reaches Envoy's admin interface can stop it.
         "static_resources": {
             "listeners": [
                 {
@@ -181,7 +181,7 @@ def _http_filter() -> dict[str, Any]:
         "processing_mode": dict.fromkeys(sent, "SEND") | streamed,
         "message_timeout": "1000s",
     }
-    # Rollouts take hours; the client gives up, not the proxy.
+    # Rollouts take hours. The client decides when to give up, not the proxy.
     picked = {"cluster": "picked", "timeout": "86400s", "idle_timeout": "86400s"}
     unpicked = {
         "envoy.filters.http.ext_proc": {"@type": _type("filters.http.ext_proc.v3.ExtProcPerRoute"), "disabled": True}

@@ -11,9 +11,9 @@ from primeslurm.wire.names import LOCAL_CHECKPOINTS
 RECIPE = "${run_dir}/recipe.resolved.json"
 WORKER = "primeslurm.orchestrator.worker.main"
 PRELOADED = "primeslurm.orchestrator.worker.preload"
+# Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB, half
+# of the time goes into allocating and freeing them. glibc before 2.35 and other C libraries ignore this.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB,
-half of the time goes into allocating and freeing them. glibc before 2.35 and other C libraries ignore this."""
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
@@ -35,7 +35,7 @@ def orchestrator_command(engines: list[str], routers: list[str], teachers: list[
         "--env-bind",
         "tcp://${host}:${port:envs}",
         "--routers",
-        ",".join(routers),  # names: where they are is looked up, and may change
+        ",".join(routers),  # names, because addresses may change
         "--engines",
         ",".join(engines),
     )
@@ -67,7 +67,7 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
         "--node",
         "${node}",
     )
-    env = {"VF_RUN_ID": "${run_id}"}  # what verifiers names a run's containers and hosted sandboxes by
+    env = {"VF_RUN_ID": "${run_id}"}  # verifiers names a run's containers and hosted sandboxes after it
     if scratch is None:
         return Command(argv=argv, env=env, ports=(), imports=(PRELOADED,))
     directory = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
@@ -107,16 +107,16 @@ def trainer_command(
     }
     if recipe.trainer.compile or site.device == "cuda":
         env |= COMPILED_CODE
-    if site.device == "cuda":  # NCCL's watchdog is no quicker than the limits of this product
+    if site.device == "cuda":  # NCCL's watchdog must not be faster than our timeouts
         env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(round(PhaseLimits.of(recipe).control_s))
-        # Of themselves, each of a node's ranks would take all of its cores for the optimizer's step in host memory.
+        # By default, each rank would use all cores of the node for the optimizer step in host memory.
         env |= {} if "OMP_NUM_THREADS" in site.env else {"OMP_NUM_THREADS": str(cpus)}
         if not any(name in site.env or name in (*site.pass_env, *recipe.pass_env) for name in ALLOC_CONF):
-            # Rows of other lengths each step leave memory in pieces otherwise: 31 of 140 GB at GLM-5's longest.
+            # Without it, rows of different lengths fragment memory: 31 of 140 GB with GLM-5's longest rows.
             env[ALLOC_CONF[0]] = EXPANDABLE
         split = recipe.trainer.parallelism
         if split.ep_backend == "deepep" and local_world % split.ep == 0:
-            # Experts are on one node, reached by NVLink; DeepEP would insist on NCCL's RDMA, which a host may lack.
+            # All experts are reachable by NVLink. DeepEP would still require NCCL's RDMA, which a host may lack.
             env |= {} if GIN_OFF in site.env else {GIN_OFF: "1"}
     copies: tuple[str, ...] = ()
     if recipe.checkpoint.local:

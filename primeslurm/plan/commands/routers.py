@@ -66,18 +66,18 @@ def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, 
         argv += [part for name in workers.decode for part in ("--decode", url_of(name))]
     else:
         argv += ["--worker-urls", *map(url_of, workers.engines)]
-    # RUST_LOG: below warn, it writes three lines a request.
+    # Below RUST_LOG=warn, it logs three lines per request.
     return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics", "health"))
 
 
 _OPTIONS: dict[str, object] = {
     "prometheus_host": "${host}",
     "prometheus_port": "${port:metrics}",
-    # It listens only once an engine is open, and would give up waiting for one after ten minutes.
+    # The router listens only after an engine is ready. By default it stops waiting for one after ten minutes.
     "worker_startup_timeout_secs": 7 * 86400,
     "worker_startup_check_interval": 1,
-    # An engine that dies or goes stale must leave the router in about a second, and come back as fast: the router
-    # retries nothing between prefill and decode, so until then its clients see errors.
+    # The router must drop a dead or outdated engine within about a second and take it back as fast. It retries nothing
+    # between prefill and decode, so until then its clients see errors.
     "health_check_interval_secs": 1,
     "health_check_timeout_secs": 5,
     "health_failure_threshold": 1,

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from primeslurm.models.shape import DeltaNets, Mamba, ModelShape, Vision
 from primeslurm.nn.block_sizes import DELTA_CHUNK, KERNEL_SEGMENT_TOKENS, SEGMENT_TOKENS
 
+# Bytes per token of a segment and per element of all heads' queries, keys and values, in recurrence kernels. The larger
+# of two values measured on an H200 (`benchmarks/results/recurrence_kernels_h200.json`; a Mamba-2 layer took 7.6).
 KERNEL_BYTES = 9.2
-"""Bytes per token of a segment and per element of all heads' queries, keys and values, in recurrence kernels. The
-larger of two values measured on an H200 (`benchmarks/results/recurrence_kernels_h200.json`; a Mamba-2 layer took
-7.6)."""
 
 
 @dataclass(frozen=True)

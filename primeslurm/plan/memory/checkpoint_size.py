@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
+# Name of the quantity with the size of these copies
 LOCAL_COPIES = "local copies"
-"""Name of the quantity with the size of these copies."""
 _MEMORY = PurePosixPath("/dev/shm")
 
 
@@ -38,5 +38,5 @@ def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Quantity]:
     size = local_bytes(recipe, saved, nodes)
     if not size:
         return []
-    how = f"in {recipe.checkpoint.local}: of its own ranks" + (", and of another node's" if nodes > 1 else "")
-    return [Quantity(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB a train node", how=how)]
+    how = f"files of its own ranks{' and of another node' if nodes > 1 else ''} in {recipe.checkpoint.local}"
+    return [Quantity(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB per train node", how=how)]

@@ -9,16 +9,16 @@ from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.parameters import count
 
+# CUDA context, NCCL communicators and other memory outside of torch's allocator
 CONTEXT_BYTES = int(1.5 * GIB)
-"""CUDA context, NCCL communicators and other memory outside of torch's allocator."""
+# CUDA graphs. vLLM reports 0.5 to 2 GiB, depending on the model and the number of captured sizes.
 GRAPH_BYTES = GIB
-"""CUDA graphs. vLLM reports 0.5 to 2 GiB, depending on the model and the number of captured sizes."""
+# vLLM's max_num_batched_tokens for an API server on a GPU with 70 GiB or more
 DEFAULT_BATCHED_TOKENS = 8192
-"""vLLM's max_num_batched_tokens for an API server on a GPU with 70 GiB or more."""
+# Prompt tokens whose logits vLLM's GPU runner computes at once for prompt log-probabilities
 PROMPT_TOKENS = 1024
-"""Prompt tokens whose logits vLLM's GPU runner computes at once for prompt log-probabilities."""
+# DeepEP's high-throughput buffers: NVLink and RDMA, 1 GiB each (VLLM_DEEPEP_BUFFER_SIZE_MB)
 DEEPEP_BUFFER_BYTES = 2 * GIB
-"""DeepEP's high-throughput buffers: NVLink and RDMA, 1 GiB each (VLLM_DEEPEP_BUFFER_SIZE_MB)."""
 
 
 @dataclass(frozen=True)

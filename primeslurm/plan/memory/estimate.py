@@ -39,15 +39,15 @@ from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.recipe.sections.trainer import ENGINE_CONTEXT_BYTES
 
+# Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)
 LINE_SHARE = 0.5
-"""Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)."""
+# Typical rollouts have 1/4 of the longest length
 TYPICAL = 4
-"""Typical rollouts have 1/4 of the longest length."""
+# Bytes per parameter of a quantised checkpoint, including scales. Trained policies are bfloat16, except for FP8-block
+# checkpoints.
 STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
-"""Bytes per parameter of a quantised checkpoint, including scales. Trained policies are bfloat16, except for FP8-block
-checkpoints."""
+# Bytes per token of a batch without routed experts: id, mask, log-probability, advantage, temperature, on-policy
 BATCH_BYTES = 18
-"""Bytes per token of a batch without routed experts: id, mask, log-probability, advantage, temperature, on-policy."""
 
 
 def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape, source: str) -> Estimate:
@@ -183,7 +183,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
     time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
     hours = gpus * minutes(time) / 60
     quantities = [
-        Quantity(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")
+        Quantity(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="from the model's shape")
     ]
     train = next((request for request in requests if request.role == "train"), None)
     if train:
@@ -209,8 +209,8 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     gpu = gpu_of(train.kind)
     if gpu is None:
         return saved
-    shared = f"of {train.gpus} ranks a node: those nearest to its GPU, and as many threads"
-    quantities = [*saved, Quantity(name="cores", value=cores, unit="for a trainer rank", how=shared)]
+    shared = f"each of the {train.gpus} ranks of a node uses the cores nearest to its GPU, with one thread per core"
+    quantities = [*saved, Quantity(name="cores", value=cores, unit="per trainer rank", how=shared)]
     if recipe.trainer.memory.optimizer_state_offload:
         quantities.append(_moved_state(recipe, train, trained))
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
@@ -229,7 +229,7 @@ def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quanti
     parameters = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
     moved = parameters * STATE_BYTES[recipe.trainer.optimizer.type]
     seconds = moving_state(moved, train.gpus)
-    how = f"to each GPU and back, during the update: {units.duration(seconds)} at the end of a step"
+    how = f"to each GPU and back during the optimizer update, {units.duration(seconds)} at the end of a step"
     return Quantity(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
 
 
@@ -241,7 +241,7 @@ def _step(time: StepTime, name: str) -> Quantity:
     how = [f"{parts} s, within {SPREAD:.0%}"]
     if time.network < 0.05:
         return Quantity(name=name, value=round(time.shortest, 1), unit="s", how=how[0])
-    how.append(f"network {time.network:.1f} s, not measured: {units.duration(time.longest)} if it is not overlapped")
+    how.append(f"network {time.network:.1f} s (not measured), {units.duration(time.longest)} in total without overlap")
     return Quantity(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how), most=round(time.longest, 1))
 
 
@@ -266,7 +266,9 @@ def _update(
     quantities = [Quantity(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
     if recipe.weights.transport == "filesystem":
         speed = site.network.storage_gbytes_per_s * train.nodes
-        how = f"written by {train.nodes} nodes and read, at {site.network.storage_gbytes_per_s:g} GB/s each"
+        how = (
+            f"{train.nodes} nodes write it and engines read it, at {site.network.storage_gbytes_per_s:g} GB/s per node"
+        )
         return [*quantities, Quantity(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
     return [*quantities, *_sending(recipe, site, train, requests, common, experts)]
 
@@ -294,7 +296,7 @@ def _replay(recipe: Recipe, shape: ModelShape) -> list[Quantity]:
         return []
     per_token = _routed_bytes(recipe, shape)
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size
-    how = f"{per_token} bytes a token, {recipe.orchestrator.batch_size} rollouts of seq_len"
+    how = f"{per_token} bytes per token, {recipe.orchestrator.batch_size} rollouts of seq_len"
     return [Quantity(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
 
 
@@ -312,8 +314,10 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Quantity
     per_token = BATCH_BYTES + _routed_bytes(recipe, shape)
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size / 1e9
     speed, steps = site.network.storage_gbytes_per_s, min(recipe.checkpoint.interval, recipe.max_steps)
-    how = f"{per_token} bytes per token; written in {units.duration(batch / speed)} at {speed:g} GB/s, "
-    how += f"and kept until the commit: {units.size(batch * steps * 1e9)} after {steps} steps"
+    how = (
+        f"{per_token} bytes per token; written in {units.duration(batch / speed)} at {speed:g} GB/s and kept until the "
+    )
+    how += f"next checkpoint: {units.size(batch * steps * 1e9)} after {steps} steps"
     return [Quantity(name="batch files", value=round(batch, 1), unit="GB per step", how=how)]
 
 
@@ -326,10 +330,10 @@ def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShap
         return []
     layout = engine_layout(recipe, "engine", 1, shape)
     pools = sum(request.nodes for request in holders)
-    how = f"{units.gib(offload.cpu.bytes / GIB)} of each of {pools} nodes, shared"
+    how = f"{pools} nodes share {units.gib(offload.cpu.bytes / GIB)} each"
     if isinstance(offload, NativeOffload):
         pools = sum(request.nodes * request.gpus // layout.tp for request in holders if request.role != "decode")
-        how = f"{units.gib(offload.cpu.bytes / GIB)} of each of {pools} engines, its own"
+        how = f"each of {pools} engines has {units.gib(offload.cpu.bytes / GIB)} of its own"
     tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(shape, layout) * layout.tp)
     return [Quantity(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
 

@@ -6,16 +6,16 @@ from primeslurm.base import units
 from primeslurm.plan.forecast import Quantity
 from primeslurm.recipe import Recipe
 
+# Name of the quantity
 BUFFERED = "buffered rollouts"
-"""Name of the quantity."""
+# Bytes per token of a rollout without routed experts: id, mask, log-probability, policy version
 ROLLOUT_BYTES = 13
-"""Bytes per token of a rollout without routed experts: id, mask, log-probability, policy version."""
+# Additional bytes per token of a teacher's log-probability
 TEACHER_BYTES = 4
-"""Additional bytes per token of a teacher's log-probability."""
+# Batches that the trainer may fetch again: the current one and one neighbour
 TRAINED_BATCHES = 2
-"""Batches that the trainer may fetch again: the current one and one neighbour."""
+# Batches of complete groups that wait for the trainer while other groups are open
 BATCHES_AHEAD = 2
-"""Batches of complete groups that wait for the trainer while other groups are open."""
 
 
 def buffered_rollouts(recipe: Recipe) -> int:
@@ -48,5 +48,5 @@ def orchestrator_memory(recipe: Recipe, routed_bytes: int, encoded_bytes: int, t
     if recipe.orchestrator.rollout_transport == "zmq":
         size += encoded_bytes * TRAINED_BATCHES * recipe.orchestrator.batch_size * recipe.seq_len
     how = f"{rollouts} rollouts of seq_len, {per_token} bytes per token; "
-    how += f"{units.size(size / typical)} if they have 1/{typical} of it"
+    how += f"{units.size(size / typical)} at 1/{typical} of seq_len"
     return Quantity(name=BUFFERED, value=round(size / 1e9, 1), unit="GB", how=how)

@@ -16,35 +16,34 @@ from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.recipe import Recipe
 
+# Rate of matrix products with weights and everything between them on one node, by width of the experts: Qwen3-30B-A3B,
+# and GLM-5. GLM-5 was measured with all experts on one GPU (0.50). The rate includes the loss that earlier measurements
+# showed for dispatch to other GPUs.
 PRODUCTS = ((768, 0.21), (2048, 0.47))
-"""Rate of matrix products with weights and everything between them on one node, by width of the experts: Qwen3-30B-A3B,
-and GLM-5. GLM-5 was measured with all experts on one GPU (0.50). The rate includes the loss that earlier measurements
-showed for dispatch to other GPUs."""
+# Speed-up of these products in FP8
 IN_FP8 = ((768, 0.8), (2048, 1.35))
-"""Speed-up of these products in FP8."""
+# Speed-up of these products in compiled layers
 COMPILED = ((768, 1.26), (2048, 1.0))
-"""Speed-up of these products in compiled layers."""
+# Largest relative error of a predicted step on one node
 SPREAD = 0.08
-"""Largest relative error of a predicted step on one node."""
 ATTENTION = 0.66
 SPARSE_FORWARD, SPARSE_BACKWARD = 0.56, 0.235
+# Indexer scores and key selection. Ranks that share rows score equally many keys, so the mean holds for each of them.
 SELECTION = 0.326
-"""Indexer scores and key selection. Ranks that share rows score equally many keys, so the mean holds for each of
-them."""
+# Recurrences and their convolutions by kernels, which do few matrix products. Timed alone, not within steps
+# (`recurrence_kernels_h200.json`).
 DELTA, STATE_SPACE = 0.0106, 0.0068
-"""Recurrences and their convolutions by kernels, which do few matrix products. Timed alone, not within steps
-(`recurrence_kernels_h200.json`)."""
+# Operations per weight and token: two forward, four backward, and those of recomputation
 OPERATIONS = {"none": 6, "selective": 7, "full": 8}
-"""Operations per weight and token: two forward, four backward, and those of recomputation."""
+# Share of the line rate that collectives of large layers reach. Assumed.
 NETWORK_SHARE = 0.8
-"""Share of the line rate that collectives of large layers reach. Assumed."""
+# Bytes that AdamW reads and writes per parameter in float32
 OPTIMIZER_BYTES = 28
-"""Bytes that AdamW reads and writes per parameter in float32."""
+# Bytes read and written per parameter to add one gradient to another in float32
 ADDED_BYTES = 12
-"""Bytes read and written per parameter to add one gradient to another in float32."""
+# An H200's memory under AdamW, its link to the host with traffic both ways (both measured), and a node's host memory
+# (assumed)
 GPU_BYTES_S, LINK_BYTES_S, HOST_BYTES_S = 4e12, 4.7e10, 2e11
-"""An H200's memory under AdamW, its link to the host with traffic both ways (both measured), and a node's host memory
-(assumed)."""
 
 
 @dataclass(frozen=True)

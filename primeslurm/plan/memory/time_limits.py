@@ -1,6 +1,6 @@
 """Time limits that depend on the bytes to read: start of engines, and loading of trainer ranks.
 
-Limits that the recipe sets are left alone.
+Limits that the recipe sets are kept.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.estimate import STORED_BYTES
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import STATE_BYTES
-from primeslurm.plan.placement.inference import served
+from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_PHASE_S
 
+# Share of a node's storage bandwidth that is guaranteed while all nodes read
 SLOW = 0.1
-"""Share of a node's storage bandwidth that is guaranteed while all nodes read."""
 
 
 def with_limits(
@@ -65,9 +65,9 @@ def _trainer_loading(
 
 def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Quantity:
     if given is not None:
-        return Quantity(name=name, value=given, unit="s", how="time limit of the recipe")
+        return Quantity(name=name, value=given, unit="s", how="time limit set by the recipe")
     speed = SLOW * site.network.storage_gbytes_per_s * 1e9
-    how = f"time limit: {units.duration(base)}, and {units.size(size)} per node at {speed / 1e9:g} GB/s"
+    how = f"time limit: {units.duration(base)}, plus {units.size(size)} per node at {speed / 1e9:g} GB/s"
     return Quantity(name=name, value=base + 60 * math.ceil(size / speed / 60), unit="s", how=how)
 
 
@@ -77,8 +77,8 @@ def _read(
     """Yield the bytes that the engines of one node read, for each role."""
     for request in requests:
         if request.role == "teacher":
-            alone = served(recipe)
-            yield request.gpus // alone.inference.parallel.tp * _stored(alone, teacher, 1.0) if alone else 0.0
+            serving = teacher_recipe(recipe)
+            yield request.gpus // serving.inference.parallel.tp * _stored(serving, teacher, 1.0) if serving else 0.0
             continue
         tp, spread = recipe.inference.parallel.tp, expert_ranks(recipe, request)
         family = family_of(shape.model_type) if shape else None

@@ -13,11 +13,10 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, STATE_BUFFERS, STATE_CHUNK_BYTES
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+# Bytes of optimizer state per parameter. (Muon uses AdamW for embedding and head: a few per cent of a large model.)
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
-"""Bytes of optimizer state per parameter. (Muon uses AdamW for embedding and head: a few per cent of a large model.)"""
+# Bytes per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16 gradient
 LOGIT_BYTES = 16
-"""Bytes per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16
-gradient."""
 
 
 @dataclass(frozen=True)

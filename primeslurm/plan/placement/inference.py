@@ -1,8 +1,7 @@
 """Engines and routers on the inference nodes, and the teacher's engines on theirs.
 
-The teacher's engines are planned from a recipe of their own (`served`). They keep the weights that they load, so they
-need
-no version gate. They have no router: the orchestrator is their only client and balances its requests itself.
+`teacher_recipe` describes the teacher's engines. They keep the weights that they load, so they need no version gate.
+They have no router: the orchestrator is their only client and balances its requests itself.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
         )
 
 
-def served(recipe: Recipe) -> Recipe | None:
+def teacher_recipe(recipe: Recipe) -> Recipe | None:
     """Return the recipe that would serve the teacher; None if the run has no teacher engines."""
     # An engine must accept the longest trained sequence and the one token that every request has to generate.
     teacher = recipe.teacher
@@ -156,16 +155,16 @@ def served(recipe: Recipe) -> Recipe | None:
 
 def place_teacher(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[str]:
     """Put an engine on every `tp` GPUs of the teacher's nodes. Returns the names of the engines."""
-    alone = served(recipe)
-    if alone is None:
+    serving = teacher_recipe(recipe)
+    if serving is None:
         return []
-    tp = alone.inference.parallel.tp
+    tp = serving.inference.parallel.tp
     places = [
         (builder, first) for builder in builders if builder.role == "teacher" for first in range(0, builder.gpus, tp)
     ]
-    command = Engines(alone, site.device, "engine", "${python}").command()
+    command = Engines(serving, site.device, "engine", "${python}").command()
     names = [f"teacher-{number}" for number in range(len(places))]
     for name, (builder, first) in zip(names, places, strict=True):
-        health = Health(port="http", start_timeout_s=alone.inference.start_timeout_s or START_S)
+        health = Health(port="http", start_timeout_s=serving.inference.start_timeout_s or START_S)
         builder.add(name, "teacher", command, gpus=range(first, first + tp), health=health)
     return names

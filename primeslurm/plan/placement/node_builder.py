@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from primeslurm.plan.commands.command import RENDEZVOUS_PORT, Command
 from primeslurm.plan.model import Health, HeartbeatLimits, Node, NodeRole, Process, Restart, Role
 
+# torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port
 RENDEZVOUS_OFFSET = 500
-"""torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port."""
 
 
 @dataclass

@@ -12,10 +12,10 @@ from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.teacher import TeacherEngines
 from primeslurm.recipe.site import NodeKind
 
+# Roles that use no GPU
 WITHOUT_GPUS: tuple[NodeRole, ...] = ("control", "environments")
-"""Roles that use no GPU."""
+# Larger requests are typing errors. Planning them would take hours.
 MAX_NODES = 10_000
-"""Larger requests are typing errors. Planning them would take hours."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ResourceRequest:
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """What the recipe requests for one role, and the field with the request."""
+class _RoleRequest:
+    """Resources that the recipe requests for one role, and the field of the request."""
 
     role: NodeRole
     field: str
@@ -47,7 +47,7 @@ class _Ask:
     nodes_per_replica: int = 0
 
     @property
-    def asked_nodes(self) -> tuple[str, str]:
+    def nodes_field(self) -> tuple[str, str]:
         """Return the field that sets the number of nodes, and its value. For engines, several fields set it."""
         if self.nodes_per_replica:
             return self.field, f"{self.nodes} nodes"
@@ -81,7 +81,7 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
     return requests
 
 
-def together(requests: Sequence[ResourceRequest]) -> ResourceRequest:
+def combined_request(requests: Sequence[ResourceRequest]) -> ResourceRequest:
     """Return the sum of the requests of roles that share one node."""
     return replace(requests[0], gpus=count_gpus(requests))
 
@@ -91,11 +91,13 @@ def count_gpus(requests: Sequence[ResourceRequest]) -> int:
     return sum(request.nodes * request.gpus for request in requests if not request.colocated)
 
 
-def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: list[Violation]) -> list[ResourceRequest]:
+def _on_one_node(
+    recipe: Recipe, asks: Sequence[_RoleRequest], site: Site, problems: list[Violation]
+) -> list[ResourceRequest]:
     """Divide the GPUs of one node among the roles. At most one role may leave its number open. It gets the rest."""
     field, why = "deployment.layout", "all roles share one node"
     problems += [
-        Violation(*ask.asked_nodes, why, "use 1 node and 1 replica, or layout: single or het")
+        Violation(*ask.nodes_field, why, "use 1 node and 1 replica, or layout: single or het")
         for ask in asks
         if ask.nodes != 1
     ]
@@ -147,42 +149,42 @@ def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violatio
     return [Violation("deployment", "", why, "lower gpus_per_node of a role")]
 
 
-def _asks(recipe: Recipe) -> list[_Ask]:
+def _asks(recipe: Recipe) -> list[_RoleRequest]:
     deployment, inference = recipe.deployment, recipe.deployment.inference
     gpus = deployment.train.gpus_per_node
     if recipe.colocated and gpus is None and not isinstance(inference, Disaggregated):
         gpus = inference.gpus_per_node
-    train = _Ask("train", "deployment.train", deployment.train.nodes, gpus)
+    train = _RoleRequest("train", "deployment.train", deployment.train.nodes, gpus)
     if recipe.task == "sft":
         return [train]
     # In a single allocation the control processes share the first trainer node.
-    control = [_Ask("control", "deployment", 1, 0)] if deployment.layout == "het" else []
+    control = [_RoleRequest("control", "deployment", 1, 0)] if deployment.layout == "het" else []
     first = {"rl": [*control, train], "eval": control}.get(recipe.task, [])
     teacher, environments = _teacher_ask(recipe), _environments_ask(recipe)
     where, replicas = "deployment.inference", inference.num_replicas
     if isinstance(inference, Disaggregated):
         p, d = inference.prefill, inference.decode
-        prefill = _Ask("prefill", f"{where}.prefill", p.nodes * replicas, p.gpus_per_node, p.nodes)
-        decode = _Ask("decode", f"{where}.decode", d.nodes * replicas, d.gpus_per_node, d.nodes)
+        prefill = _RoleRequest("prefill", f"{where}.prefill", p.nodes * replicas, p.gpus_per_node, p.nodes)
+        decode = _RoleRequest("decode", f"{where}.decode", d.nodes * replicas, d.gpus_per_node, d.nodes)
         return [*first, prefill, decode, *teacher, *environments]
     per_replica = inference.nodes_per_replica
-    engines = _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)
+    engines = _RoleRequest("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)
     return [*first, engines, *teacher, *environments]
 
 
-def _teacher_ask(recipe: Recipe) -> list[_Ask]:
+def _teacher_ask(recipe: Recipe) -> list[_RoleRequest]:
     teacher = recipe.teacher
     if not isinstance(teacher, TeacherEngines):
         return []
-    return [_Ask("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)]
+    return [_RoleRequest("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)]
 
 
-def _environments_ask(recipe: Recipe) -> list[_Ask]:
+def _environments_ask(recipe: Recipe) -> list[_RoleRequest]:
     nodes = recipe.deployment.environments
-    return [_Ask("environments", "deployment.environments", nodes.nodes, 0)] if nodes else []
+    return [_RoleRequest("environments", "deployment.environments", nodes.nodes, 0)] if nodes else []
 
 
-def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> ResourceRequest | None:
+def _place(recipe: Recipe, ask: _RoleRequest, site: Site, problems: list[Violation]) -> ResourceRequest | None:
     kind = site.kind(ask.role)
     if kind is None:
         why = f"site {site.name} has no nodes for role {ask.role}"
@@ -211,7 +213,8 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
 def _spares(recipe: Recipe, role: NodeRole) -> int:
     spares = recipe.deployment.spares
     if role == "control":
-        # It would be a component of one node, with which no job survives a node (`Plan.survives_nodes`).
+        # Without a spare, the head is a component of one node, and then no job survives the loss of a node
+        # (`Plan.survives_nodes`).
         environments = recipe.deployment.environments
         return int(any(value for _, value in spares) or (environments is not None and environments.nodes > 1))
     return int(getattr(spares, role))

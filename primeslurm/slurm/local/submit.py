@@ -21,8 +21,8 @@ from primeslurm.slurm.executor import UNLIMITED, Agent, write_pickle
 from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
+# A process has an empty command line for a moment while it starts, and for good after it has ended
 _EXEC_POLLS, _EXEC_POLL_S = 20, 0.01
-"""A process has an empty command line for a moment while it starts, and for good after it has ended."""
 
 
 def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
@@ -44,7 +44,7 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     gpus = gpus_given(os.environ)
     command = [plan.python, "-u", "-m", LOAD, str(folder), submission]
     environment = {
-        **clean(os.environ),  # the agents must not take themselves for tasks of an allocation that this shell is in
+        **clean(os.environ),  # otherwise agents would behave as tasks of this shell's allocation
         **{name: os.environ[name] for name in ALLOCATION_TIMES if name in os.environ},
         **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}),
         **exports(plan),
@@ -61,7 +61,7 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     }
     argv = [sys.executable, "-m", _CONTROLLER, str(folder), str(UNLIMITED), submission]
     with (folder / "controller.log").open("ab") as log:
-        # Its own session: closing the terminal, or Ctrl-C in it, does not reach the run.
+        # A new session, so that Ctrl-C or a closed terminal does not reach the run.
         process = subprocess.Popen(
             argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )

@@ -148,7 +148,7 @@ BAD = [
         {"model": {"path": "./none"}},
         (),
         "error: model.path = ./none: is not a directory on this machine, and not in the Hugging Face cache "
-        "(give a directory, or a hub id in the cache)\n",
+        "(set a directory, or a hub id in the cache)\n",
     ),
     (
         {"model": {"path": "org/none"}},
@@ -165,7 +165,7 @@ BAD = [
     (
         {"deployment": {"train": {"nodes": 10**9}}},
         (),
-        "error: deployment = 1000000002 nodes: is more than the 10000 that can be planned\n",
+        "error: deployment = 1000000002 nodes: more than 10000 nodes cannot be planned\n",
     ),
     ({}, ("--set", "seq_len=x"), "error: seq_len = 'x': must be a whole number"),
     (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.plan.checks.environments import Interpreter, try_all
+from primeslurm.plan.checks.environments import Interpreter, probe_environments
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
 from scripts.models import tiny_model
@@ -104,7 +104,7 @@ def test_every_environment_that_does_not_load_is_named_at_once(place: Path) -> N
         assert f"error: environments.{i + 1}.{text}" in result.err, result.err
     assert "environments.7.harness = needs-container: it cannot use the tools that the environment" in result.err
     assert "environments.3.args.n = many: input should be a valid integer" in result.err
-    assert "never_loads.py, line 7, in wait (load less, or allow more: load_timeout_s)" in result.err
+    assert "never_loads.py, line 7, in wait (load less, or raise load_timeout_s)" in result.err
     assert "Traceback" not in result.err
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
 
@@ -151,10 +151,14 @@ def test_what_stays_offline_tries_none(place: Path, verb: str, args: list[str]) 
 
 
 def test_a_python_that_is_broken_is_named() -> None:
-    tried = try_all({"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/false", {}))
+    tried = probe_environments(
+        {"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/false", {})
+    )
     why = "cannot be loaded: /bin/false ends with exit code 1: no output"
     assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]
-    tried = try_all({"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/true", {}))
+    tried = probe_environments(
+        {"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/true", {})
+    )
     why = "cannot be loaded: /bin/true does not answer"
     assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]
 
@@ -171,7 +175,7 @@ def test_what_environments_leave_is_removed(tmp_path: Path, monkeypatch: pytest.
     mkdtemp = tempfile.mkdtemp
     monkeypatch.setattr("tempfile.mkdtemp", lambda *args: made.append(Path(mkdtemp(*args))) or str(made[-1]))
     for tmp in (None, agents):
-        tried = try_all({"environments.0": Environment(id="ends-python")}, Model(path="m"), interpreter, tmp)
+        tried = probe_environments({"environments.0": Environment(id="ends-python")}, Model(path="m"), interpreter, tmp)
         assert "exit code 3" in str(tried.violations[0])
     assert [path.parent for path in made] == [other, agents]
     assert not any(agents.iterdir()) and not any(other.iterdir())

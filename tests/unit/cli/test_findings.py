@@ -82,7 +82,7 @@ def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(pla
     write(place, FITS, even, {"weights": {"transport": "nccl"}, "trainer": {"lora": {"save_adapter": True}}})
     checked = primeslurm("check", "r.yaml", cwd=place)
     assert checked.code == 2
-    assert "error: trainer.lora.save_adapter: save_adapter needs weight updates through files" in checked.err
+    assert "error: trainer.lora.save_adapter = true: save_adapter needs weight updates through files" in checked.err
     assert "error: trainer.lora: " in checked.err, "engines that quantise would sample from another policy"
     assert "test-run: 2 errors, 1 blocker" in checked.err
     as_json = primeslurm("check", "r.yaml", "--json", cwd=place)

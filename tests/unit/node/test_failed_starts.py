@@ -131,7 +131,7 @@ def test_a_restart_group_counts_as_one_engine() -> None:
         ("RuntimeError: CUDA error: unknown error", True),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", True),
         ("RuntimeError: CUDA error: no kernel image is available for execution on the device", False),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("torch.OutOfMemoryError: CUDA out of memory. ProbeReport to allocate 2 GiB", False),
         ("ValueError: Free memory on device cuda:0 (2/80 GiB) is less than desired GPU memory utilization", True),
         ("OSError: [Errno 98] Address already in use", True),
         ("ConnectionError: Connection refused", True),

@@ -38,12 +38,12 @@ def test_every_capability_has_a_recipe_that_needs_it() -> None:
 
 @pytest.mark.parametrize(("family", "impl"), [("mistral", "auto"), ("qwen3_moe", "hf")])
 @pytest.mark.parametrize("what", sorted(ASKED.keys() - {"training on images"}))
-def test_the_implementation_in_transformers_has_fsdp_alone(family: str, impl: str, what: str) -> None:
+def test_transformers_implementation_supports_only_fsdp(family: str, impl: str, what: str) -> None:
     assert texts(family, impl, **ASKED[what]) == [f"the transformers implementation of {family!r} has no {what}"]
     assert texts(family, impl) == []
 
 
-def test_a_family_has_what_its_capabilities_say() -> None:
+def test_family_supports_exactly_its_capabilities() -> None:
     assert texts("qwen3_moe", "auto", **ASKED["expert parallelism"]) == []
     assert texts("llama", "custom", **ASKED["expert parallelism"]) == [
         "the trainer's implementation of 'llama' has no expert parallelism"

@@ -94,7 +94,7 @@ def said(directory: Path) -> list[str]:
     return [f"{each.why} ({each.fix})" for each in found]
 
 
-def test_whole_checkpoints_are_right(tmp_path: Path) -> None:
+def test_complete_checkpoint_has_no_problems(tmp_path: Path) -> None:
     assert problems(tmp_path, QWEN, of_qwen()) == []
     assert problems(tmp_path, GLM, of_glm()) == []
     tied = {**QWEN, "tie_word_embeddings": True}
@@ -122,13 +122,13 @@ def test_whole_checkpoints_are_right(tmp_path: Path) -> None:
             "lacks model.layers.1.mlp.experts.2, model.layers.2.mlp.experts.2, model.layers.3.mlp.experts.2"),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(config: dict[str, Any], missing: list[str], text: str, tmp_path: Path) -> None:
+def test_missing_tensors_are_named(config: dict[str, Any], missing: list[str], text: str, tmp_path: Path) -> None:
     shapes = of_glm() if config["model_type"] == "glm4_moe" else of_qwen()
     (found,) = problems(tmp_path, config, shapes, missing)
     assert text in found
 
 
-def test_layers_that_differ_in_what_quantisation_adds_are_right(tmp_path: Path) -> None:
+def test_quantisation_tensors_of_some_layers_are_accepted(tmp_path: Path) -> None:
     """The first layer is in bfloat16, as its list of exceptions says; the others in packed codes."""
     shapes = of_qwen()
     for name in [name for name in shapes if "_proj.weight" in name and ".layers.0." not in name]:
@@ -136,13 +136,13 @@ def test_layers_that_differ_in_what_quantisation_adds_are_right(tmp_path: Path) 
     assert problems(tmp_path, QWEN, shapes) == []
 
 
-def test_rows_that_the_config_does_not_say_are_refused(tmp_path: Path) -> None:
+def test_embedding_rows_must_match_vocab_size(tmp_path: Path) -> None:
     shapes = {**of_qwen(), "model.embed_tokens.weight": [96, HIDDEN]}
     (found,) = problems(tmp_path, QWEN, shapes)
     assert "whose vocab_size is 100: model.embed_tokens.weight has 96 rows" in found
 
 
-def test_an_index_that_names_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_index_with_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert problems(tmp_path, QWEN, of_qwen()) == []
     weights = dict.fromkeys(of_qwen(), "model.safetensors") | {"model.norm.weight": "model-2.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}))
@@ -153,7 +153,7 @@ def test_an_index_that_names_a_file_that_is_not_there_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("size", [0, 4, 400, -1])
-def test_a_file_that_is_cut_short_is_refused(size: int, tmp_path: Path) -> None:
+def test_truncated_file_is_refused(size: int, tmp_path: Path) -> None:
     problems(tmp_path, QWEN, of_qwen())
     file = tmp_path / "model.safetensors"
     with file.open("rb+") as opened:
@@ -181,17 +181,17 @@ def test_a_tokenizer_may_have_as_many_ids_as_the_embedding_has_rows(tmp_path: Pa
         {"tokenizer": tokens(90), "tokenizer_config": {"added_tokens_decoder": {"100": {"content": "new"}}}},
     ],
 )
-def test_a_token_behind_the_last_row_is_refused_with_both_numbers(files: dict[str, Any], tmp_path: Path) -> None:
+def test_token_beyond_the_embedding_is_refused_with_both_numbers(files: dict[str, Any], tmp_path: Path) -> None:
     (found,) = problems(tmp_path, QWEN, of_qwen(), **files)
     assert found.startswith("its tokenizer has ids up to 100, and its embedding has 100 rows: 'new' is 100 (resize")
 
 
-def test_a_token_for_images_that_the_model_does_not_see_needs_no_row(tmp_path: Path) -> None:
+def test_image_token_of_a_text_model_needs_no_embedding_row(tmp_path: Path) -> None:
     files = {"tokenizer": tokens(VOCABULARY, **{"<image_soft_token>": 100})}
     assert problems(tmp_path, QWEN, of_qwen(), **files) == []
 
 
-def test_everything_is_named_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_in_one_pass(tmp_path: Path) -> None:
     missing = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
     config = {**QWEN, "max_position_embeddings": 16}
     found = problems(tmp_path, config, of_qwen(), missing, tokenizer=tokens(120))

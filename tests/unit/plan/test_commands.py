@@ -62,7 +62,7 @@ def test_aggregated_engine_on_cpu() -> None:
 
 @pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_disaggregated_engines_hand_kv_over(role: Any, kv_role: str, device: Any) -> None:
+def test_disaggregated_engines_transfer_kv(role: Any, kv_role: str, device: Any) -> None:
     command = engine_command(recipe(), device, role, "python")
     assert json.loads(option(command, "--kv-transfer-config")) == {
         "kv_connector": "NixlConnector",
@@ -87,7 +87,7 @@ def test_cuda_engine_leaves_memory_and_kernels_to_vllm() -> None:
 
 
 @pytest.mark.parametrize(("eplb", "filtered"), [(None, True), (True, False)])
-def test_an_expert_parallel_engine_reads_its_own_experts_alone(eplb: bool | None, filtered: bool) -> None:
+def test_expert_parallel_engine_reads_only_its_experts(eplb: bool | None, filtered: bool) -> None:
     """Unless any expert may come to it later."""
     argv = engine_command(recipe(expert_parallel=True, eplb=eplb), "cuda", "engine", "python").argv
     assert ("--enable-ep-weight-filter" in argv) == filtered
@@ -95,12 +95,12 @@ def test_an_expert_parallel_engine_reads_its_own_experts_alone(eplb: bool | None
     assert "--enable-ep-weight-filter" not in engine_command(recipe(), "cuda", "engine", "python").argv
 
 
-def test_an_engine_may_take_as_long_to_start_as_the_recipe_says() -> None:
+def test_start_timeout_of_engines_follows_the_recipe() -> None:
     command = engine_command(recipe(start_timeout_s=7200), "cuda", "engine", "python")
     assert command.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
 
 
-def test_what_engines_on_gpus_compile_stays_on_the_node() -> None:
+def test_compiled_code_of_gpu_engines_stays_on_the_node() -> None:
     assert engine_command(recipe(), "cuda", "engine", "python").env["PRIMESLURM_COMPILED_CODE"] == "/tmp"
     assert "PRIMESLURM_COMPILED_CODE" not in engine_command(recipe(), "cpu", "engine", "python").env  # has no kernels
 
@@ -131,14 +131,14 @@ def test_extra_options_replace_and_add() -> None:
     assert argv[argv.index("--allowed-origins") :][:3] == ("--allowed-origins", "a", "b")
 
 
-def test_engines_of_an_fp8_trainer_scale_as_it_does() -> None:
+def test_engines_use_the_scales_of_an_fp8_trainer() -> None:
     it = recipe(quantization="fp8")
     assert "VLLM_USE_DEEP_GEMM_E8M0" not in engine_command(it, "cuda", "engine", "python").env
     fp8 = it.model_copy(update={"trainer": it.trainer.model_copy(update={"fp8": True})})
     assert engine_command(fp8, "cuda", "engine", "python").env["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
 
 
-def test_own_environment_wins_and_the_role_s_wins_over_that() -> None:
+def test_role_environment_overrides_common_environment() -> None:
     it = recipe(env={"OMP_NUM_THREADS": "4", "A": "all"}, prefill={"env": {"A": "prefill"}})
     assert engine_command(it, "cpu", "engine", "python").env["OMP_NUM_THREADS"] == "4"
     assert engine_command(it, "cpu", "prefill", "python").env["A"] == "prefill"
@@ -173,6 +173,6 @@ def test_router_over_prefill_and_decode() -> None:
 @pytest.mark.parametrize(
     "workers", [{}, {"prefill": ["p"]}, {"decode": ["d"]}, {"engines": ["e"], "prefill": ["p"], "decode": ["d"]}]
 )
-def test_a_replica_has_exactly_one_shape(workers: dict[str, list[str]]) -> None:
+def test_replica_has_either_engines_or_prefill_and_decode(workers: dict[str, list[str]]) -> None:
     with pytest.raises(ValueError, match="either engines, or prefill"):
         ReplicaEngines(**workers)

@@ -293,13 +293,13 @@ def test_every_rule_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_rule_fires_on_what_breaks_it_and_not_on_what_keeps_it(name: str) -> None:
+def test_rule_fires_only_for_a_recipe_that_breaks_it(name: str) -> None:
     breaks, keeps = EXAMPLES[name]
     assert name in broken(*breaks)
     assert name not in broken(*keeps)
 
 
-def test_recurrent_heads_that_do_not_divide_are_told_what_does() -> None:
+def test_uneven_recurrent_heads_suggest_the_nearest_cp() -> None:
     found = conflicts(context(on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU))
     (text,) = [finding.text for finding in found if "recurrent" in finding.text]
     assert "12 of recurrent layers" in text and text.endswith("cp: 8; nearest: 4")
@@ -309,12 +309,12 @@ def test_a_small_recipe_breaks_no_rule() -> None:
     assert broken({}, MOE, GPU) == set()
 
 
-def test_all_findings_come_at_once() -> None:
+def test_all_conflicts_are_reported_in_one_pass() -> None:
     changes = on(REPLAY, PD, MOONCAKE, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
     assert {"replay-disaggregated", "replay-offload", "lora-files"} <= broken(changes, MOE, GPU)
 
 
-def test_engine_rules_are_silent_where_nothing_is_served() -> None:
+def test_engine_rules_do_not_apply_to_sft() -> None:
     changes = on(inference(eplb=True), SFT)
     assert not broken(changes, MOE, GPU)
 
@@ -329,7 +329,7 @@ def test_engine_rules_are_silent_where_nothing_is_served() -> None:
         (trainer(fp8=True), "FP8 blocks"),
     ],
 )
-def test_adapters_are_refused_wherever_engines_quantise(changes: dict[str, Any], model: str) -> None:
+def test_lora_is_refused_if_engines_quantise(changes: dict[str, Any], model: str) -> None:
     assert "lora-quantised" in broken(on(changes, trainer(lora={})), model, GPU)
     assert "lora-quantised" not in broken(changes, model, GPU)
     assert "lora-quantised" not in broken(on(trainer(lora={}), SFT), model, GPU)
@@ -347,15 +347,13 @@ def test_adapters_are_refused_wherever_engines_quantise(changes: dict[str, Any],
         ("offload-prefix-cache", MOONCAKE, {"no-enable-prefix-caching": True}),
     ],
 )
-def test_a_rule_finds_an_option_however_vllm_lets_it_be_written(
-    rule: str, changes: dict[str, Any], extra: dict[str, Any]
-) -> None:
+def test_rules_find_vllm_options_in_every_spelling(rule: str, changes: dict[str, Any], extra: dict[str, Any]) -> None:
     assert rule in broken(on(changes, inference(vllm_extra=extra)), MOE, GPU)
     assert rule in broken(on(changes, inference(decode={"vllm_extra": extra})), MOE, GPU)
     assert rule not in broken(on(changes, inference(vllm_extra={"block_size": 64})), MOE, GPU)
 
 
-def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
+def test_served_quantised_checkpoint_must_not_be_quantised_again() -> None:
     serve = on(inference(quantization="fp8"), task="serve", environments=[])
     assert "quantised-twice" in broken(serve, OSS, GPU)
     assert "quantised-twice" not in broken(serve, MOE, GPU)
@@ -378,9 +376,7 @@ def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
         ("inference", {"speculative_config": {"method": "mtp"}, "watermark": 0.1, "max_logprobs": 0}, ""),
     ],
 )
-def test_options_that_change_what_is_drawn_are_found_however_they_are_written(
-    part: str, extra: dict[str, Any], what: str
-) -> None:
+def test_sampling_options_are_found_in_every_spelling(part: str, extra: dict[str, Any], what: str) -> None:
     given: dict[str, Any] = {"vllm_extra": extra}
     if part != "inference":  # one role's own option is not hidden by that of all
         given = {part: given, "vllm_extra": {"logprobs_mode": "processed_logprobs"}}
@@ -391,6 +387,6 @@ def test_options_that_change_what_is_drawn_are_found_however_they_are_written(
 
 
 @pytest.mark.parametrize("name", ["config", "conf", "served-model-name", "served_model"])
-def test_planned_options_are_found_however_they_are_written(name: str) -> None:
+def test_planned_options_are_found_in_every_spelling(name: str) -> None:
     where = context(inference(vllm_extra={name: "x"}), MOE, GPU)
     assert RULES["planned-options"].finds(where) == f"vllm_extra sets {name}"

@@ -30,7 +30,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_fields, "family_of", families.get)
 
 
-def test_heads_of_several_ranks_have_run_and_keys_of_several_have_not() -> None:
+def test_ulysses_compiles_and_allgather_does_not() -> None:
     styles = {style: recipe(parallelism={"cp": 2, "cp_style": style}) for style in ("ulysses", "allgather")}
     assert {
         style: resolve_auto_fields(asked, "glm4_moe", "cuda").trainer.compile for style, asked in styles.items()
@@ -41,7 +41,7 @@ def test_heads_of_several_ranks_have_run_and_keys_of_several_have_not() -> None:
 
 
 @pytest.mark.parametrize("modes", [{}, {"fp8": True}, {"fp8": True, "lora": {}}])
-def test_modes_that_have_run_are_compiled(modes: dict[str, Any]) -> None:
+def test_tested_modes_are_compiled(modes: dict[str, Any]) -> None:
     assert resolve_auto_fields(recipe(**modes), "qwen3_moe", "cuda").trainer.compile is True
 
 
@@ -59,10 +59,10 @@ def test_modes_that_have_run_are_compiled(modes: dict[str, Any]) -> None:
         (recipe(parallelism={"ep": 2, "ep_backend": "deepep"}), "qwen3_moe", "cuda"),
     ],
 )
-def test_what_has_not_run_on_a_gpu_stays_eager(asked: Recipe, model_type: str | None, device: str) -> None:
+def test_untested_modes_stay_eager(asked: Recipe, model_type: str | None, device: str) -> None:
     assert resolve_auto_fields(asked, model_type, device).trainer.compile is False
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_recipe_has_the_last_word(said: bool) -> None:
+def test_recipe_overrides_the_compile_default(said: bool) -> None:
     assert resolve_auto_fields(recipe(compile=said), "llama", "cuda").trainer.compile is said

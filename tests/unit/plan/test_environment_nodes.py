@@ -80,14 +80,14 @@ def test_workers_of_each_environment_are_spread_over_all_nodes() -> None:
     assert (plan.totals.environment_nodes, plan.totals.nodes) == (4, 9)
 
 
-def test_without_them_workers_stay_on_the_head_node() -> None:
+def test_without_environment_nodes_workers_run_on_the_head() -> None:
     plan = planned(recipe(None))
     assert workers(plan) == {0: Counter(e0=8, e1=3)} and plan.totals.environment_nodes == 0
     assert plan.groups[0].nodes == 1, "no spare of the head is asked for that nobody wants"
     assert workers(planned(recipe(None, deployment={"layout": "single"}))) == {0: Counter(e0=8, e1=3)}
 
 
-def test_slurm_is_asked_for_what_recipe_and_site_say() -> None:
+def test_environment_nodes_request_cores_and_memory_of_recipe_or_site() -> None:
     plan = planned(recipe({"nodes": 3}, slurm={"environments": {"constraint": "nvme"}}))
     group = plan.groups[3]
     assert (group.partition, group.gres, group.cpus_per_task, group.mem) == ("cpu", None, 32, "256G"), "as control"
@@ -101,7 +101,7 @@ def test_slurm_is_asked_for_what_recipe_and_site_say() -> None:
     assert "--nodes=4 --ntasks-per-node=1 --cpus-per-task=48 --mem=90G" in line and "gres" not in line
 
 
-def test_the_loss_of_one_does_not_end_the_job() -> None:
+def test_job_survives_the_loss_of_an_environment_node() -> None:
     """Slurm takes a node away from a job only if every component has two."""
     plan = planned(recipe({"nodes": 2}))
     assert plan.groups[0].nodes == 2 and plan.survives_nodes
@@ -109,7 +109,7 @@ def test_the_loss_of_one_does_not_end_the_job() -> None:
     assert not planned(recipe({"nodes": 1})).survives_nodes
 
 
-def test_what_rollouts_write_is_on_the_nodes_own_disk() -> None:
+def test_rollout_files_are_on_the_node_disk() -> None:
     own = "/local/primeslurm-${run_id}-n${node}-environments-${key}"
     for worker in planned(recipe({"nodes": 2}), site(environments=BIG)).nodes[-1].processes:
         assert worker.env["TMPDIR"] == own and worker.scratch == (own,)
@@ -118,7 +118,7 @@ def test_what_rollouts_write_is_on_the_nodes_own_disk() -> None:
         assert worker.env == {"VF_RUN_ID": "${run_id}"}
 
 
-def test_without_slurm_they_are_agents_on_the_one_machine() -> None:
+def test_local_run_has_an_agent_per_environment_node() -> None:
     plan = planned(recipe({"nodes": 2}), site(environments=BIG).model_copy(update={"device": "cpu"}), local=True)
     assert [node.role for node in plan.nodes][-2:] == ["environments"] * 2
 
@@ -137,7 +137,7 @@ REFUSED: list[tuple[dict[str, Any] | None, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("nodes", "changes", "field", "fix"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_makes_no_sense_is_refused(
+def test_contradicting_node_options_are_refused(
     nodes: dict[str, Any] | None, changes: dict[str, Any], field: str, fix: str
 ) -> None:
     made = recipe(nodes, **changes)
@@ -149,7 +149,7 @@ def test_what_makes_no_sense_is_refused(
     assert [fix in violation.fix for violation in found if violation.field == field] == [True], found
 
 
-def test_a_field_that_does_not_exist_is_named() -> None:
+def test_unknown_field_is_named() -> None:
     with pytest.raises(ValueError, match="max_rollouts_per_nodes"):
         recipe({"nodes": 2, "max_rollouts_per_nodes": 3})
 
@@ -203,7 +203,7 @@ def test_nodes_that_are_too_small_or_too_many_are_found(made: Recipe, expected: 
     assert not expected or re.search(expected, found[0]), found
 
 
-def test_an_emulated_cluster_has_them_whatever_the_real_nodes_have() -> None:
+def test_emulated_cluster_ignores_the_size_of_real_nodes() -> None:
     """Its nodes claim sixteen cores and this machine's memory."""
     made = for_emulation(recipe({"nodes": 3, "cpus": 512, "memory": "4000G"}))
     spec = cluster_for(made)

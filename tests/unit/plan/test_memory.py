@@ -129,7 +129,7 @@ def test_offload_moves_masters_gradients_and_optimizer_to_the_host() -> None:
     assert (here.host, away.host) == (0, here.weights + here.gradients + here.optimizer)
 
 
-def test_state_alone_moves_to_the_host_and_passes_through_buffers() -> None:
+def test_offloaded_optimizer_state_needs_only_buffers_on_the_gpu() -> None:
     here, away = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, state_offload=True))
     assert (away.weights, away.gradients, away.optimizer) == (here.weights, here.gradients, 0)
     assert away.host == here.optimizer and away.total == here.total - here.optimizer
@@ -139,7 +139,7 @@ def test_state_alone_moves_to_the_host_and_passes_through_buffers() -> None:
     assert away.optimizer + beside == 3 * 8 * QWEN.vocab * QWEN.hidden, "the embedding's, where activations are small"
 
 
-def test_state_on_the_host_is_moved_in_the_time_that_the_plan_says() -> None:
+def test_time_to_move_optimizer_state_is_estimated() -> None:
     train = {"deployment": {"train": {"nodes": 12}}}
     offload = {"trainer": {"memory": {"optimizer_state_offload": True}}}
     found = amounts(**merge(train, offload))
@@ -175,7 +175,7 @@ def recurrent(name: str) -> tuple[Mixer, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "mamba_2"])
-def test_recurrent_layers_keep_and_take_what_was_measured(name: str) -> None:
+def test_recurrent_layer_memory_matches_measurements(name: str) -> None:
     mixer, measured = recurrent(name)
     kept = measured["bytes_per_token"]
     assert mixer.kept == pytest.approx(kept["none"], rel=1e-3)
@@ -186,7 +186,7 @@ def test_recurrent_layers_keep_and_take_what_was_measured(name: str) -> None:
     assert peak < 16384 * 2 * mixer.kept + mixer.part < 1.25 * peak
 
 
-def test_hybrid_models_keep_what_each_kind_of_layer_keeps() -> None:
+def test_hybrid_activations_are_the_sum_over_layer_kinds() -> None:
     attention, nets = layers_of(QWEN_3_5, 2)
     assert (attention.count, nets.count) == (10, 30)
     assert attention.full == nets.full == 2048 * 2
@@ -197,7 +197,7 @@ def test_hybrid_models_keep_what_each_kind_of_layer_keeps() -> None:
     assert none - full == 16384 * (10 * (attention.none - attention.full) + 30 * (nets.none - nets.full))
 
 
-def test_context_parallelism_divides_the_parts_of_recurrent_layers_too() -> None:
+def test_context_parallelism_divides_segments_of_recurrent_layers() -> None:
     whole = replace(SHARDED, tokens=131072)
     shared = replace(whole, tokens=131072 // 4, cp=4)
     assert trainer_memory(QWEN_3_5, whole).activations == 4 * trainer_memory(QWEN_3_5, shared).activations
@@ -214,7 +214,7 @@ def encoder(name: str) -> tuple[Vision, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_vision_encoders_keep_and_take_what_was_measured(name: str) -> None:
+def test_vision_encoder_memory_matches_measurements(name: str) -> None:
     vision, measured = encoder(name)
     each = images_of(vision, 2)
     assert each.block == pytest.approx(measured["frozen"]["forward"], rel=0.05)
@@ -237,7 +237,7 @@ def test_a_frozen_encoder_has_weights_and_no_gradients() -> None:
     assert frozen.images == trained.images == 0, "rows of text"
 
 
-def test_images_are_not_shared_by_ranks_that_share_rows() -> None:
+def test_context_parallel_ranks_do_not_share_images() -> None:
     assert VL.vision is not None
     each, patches = images_of(VL.vision, 2), 16384 * 4
     rows = replace(SHARDED, images=True)
@@ -262,14 +262,14 @@ def test_weights_that_stay_gathered_are_the_whole_model() -> None:
 
 
 @pytest.mark.parametrize(("cp", "tokens", "expected"), [(1, 8192, 8192), (4, 8192, 8192), (4, 1024, 1024), (4, 1, 512)])
-def test_a_gpu_computes_as_many_tokens_at_once_whoever_shares_its_rows(cp: int, tokens: int, expected: int) -> None:
+def test_tokens_per_gpu_do_not_depend_on_context_parallelism(cp: int, tokens: int, expected: int) -> None:
     trainer = {"micro_batch_tokens": tokens, "parallelism": {"cp": cp}}
     recipe = Recipe.model_validate(recipe_data(seq_len=2048, trainer=trainer))
     assert trainer_layout(recipe, 8, QWEN).tokens == expected
 
 
 @pytest.mark.parametrize("shape", [QWEN, GLM], ids=["qwen", "glm"])
-def test_gradients_that_are_reduced_once_are_whole_until_then(shape: ModelShape) -> None:
+def test_gradients_reduced_once_per_step_stay_unsharded(shape: ModelShape) -> None:
     split, parameters = replace(SHARDED, ep=8), count(shape)
     each, once = (trainer_memory(shape, replace(split, reduced_once=choice)) for choice in (False, True))
     assert once.gradients - each.gradients == 4 * (parameters.language - parameters.experts * 7 // 8)
@@ -281,14 +281,14 @@ def test_gradients_that_are_reduced_once_are_whole_until_then(shape: ModelShape)
     assert adapters[1] - adapters[0] == 4 * 10**6
 
 
-def test_logits_of_prompts_are_those_that_vllm_has_at_once() -> None:
+def test_prompt_logits_match_vllm_peak() -> None:
     measured = json.loads((RESULTS / "memory_model.json").read_bytes())["prompt_logits_of_vllm"]
     shape = replace(QWEN, vocab=measured["vocab"])
     steps = [replace(BF16, batched_tokens=tokens) for tokens in (measured["tokens"], 2 * measured["tokens"])]
     assert [prompt_logit_bytes(shape, layout) for layout in steps] == pytest.approx([measured["bytes"]] * 2, rel=1e-3)
 
 
-def test_log_probabilities_of_prompts_take_the_place_of_sampling() -> None:
+def test_prompt_logits_replace_sampling_logits() -> None:
     asked = [replace(BF16, prompt_logprobs=True, tp=tp, dtype_bytes=size) for tp, size in ((1, 2), (8, 2), (8, 4))]
     more = [
         engine_memory(QWEN, layout, 140 * GIB, 0.9).reserve
@@ -319,7 +319,7 @@ def test_the_gpu_is_named_by_its_field_or_its_gres() -> None:
     assert gpu_of(kind.model_copy(update={"gres": "gpu"})) is None
 
 
-def test_an_unknown_config_is_no_decoder() -> None:
+def test_unknown_config_gives_no_shape() -> None:
     with pytest.raises(KeyError):
         shape_of({"model_type": "bert"})
 
@@ -351,7 +351,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
     assert engines.startswith("error inference: does not fit: weights 1")
 
 
-def test_a_trained_encoder_of_images_is_named_where_it_does_not_fit() -> None:
+def test_trained_vision_encoder_that_does_not_fit_is_named() -> None:
     vlm = {"model": {"vlm": {"freeze_vision_encoder": False}}, "task": "sft", "seq_len": 32768}
     sft = {"sft": {"data": {"type": "jsonl", "path": "data.jsonl"}}, "environments": []}
     (text,) = found(merge(vlm, sft), "Qwen/Qwen3-VL-30B-A3B-Instruct")
@@ -405,7 +405,7 @@ def errors(changes: dict[str, Any]) -> list[Finding]:
     return [finding for finding in findings if finding.level == "error"]
 
 
-def test_colocated_engines_have_a_kv_cache_of_the_size_that_the_plan_says(tmp_path: Path) -> None:
+def test_plan_sets_the_kv_cache_of_colocated_engines(tmp_path: Path) -> None:
     """What vLLM measures beside a trainer that works would be wrong."""
     changes = merge(COLOCATED, {"inference": {"gpu_memory_utilization": 0.5}})
     recipe = Recipe.model_validate(
@@ -473,7 +473,7 @@ def test_local_copies_on_disk_must_fit_it() -> None:
     assert not [text for text in found(in_memory, "Qwen/Qwen3-30B-A3B", disk_gib=1) if "checkpoint.local" in text]
 
 
-def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
+def test_unknown_gpu_gives_a_note_and_no_estimate() -> None:
     assert found({}, gres="gpu") == ["note site: memory is not estimated: the GPU type of partition gpu is unknown"]
 
 
@@ -502,7 +502,7 @@ def test_a_step_is_printed_with_its_parts_and_its_error(path: str, recurrences: 
     (step,) = (one for one in explained(model={"path": path}, **train) if one.name.endswith("sequences of seq_len"))
     assert re.fullmatch(
         rf"products [\d.]+(, [a-z ]+ [\d.]+)*{recurrences}(, [a-z ]+ [\d.]+)* s, within 8%; "
-        r"network [\d.]+ s, not measured: .* if it is not overlapped",
+        r"network [\d.]+ s \(not measured\), .* in total without overlap",
         step.how,
     )
 
@@ -512,7 +512,7 @@ def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> 
     assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
 
 
-def test_batch_files_hold_all_of_a_batch_and_are_there_only_if_asked_for() -> None:
+def test_batch_files_are_estimated_only_for_filesystem_transport() -> None:
     asked = {"batch_size": 256, "rollout_transport": "filesystem"}
     found = amounts(seq_len=131072, orchestrator=asked, trainer={"router_replay": True})
     assert found["batch files"] == pytest.approx((624 + 18) * 131072 * 256 / 1e9, abs=0.05)

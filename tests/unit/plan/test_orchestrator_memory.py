@@ -57,7 +57,7 @@ def test_the_large_glm5_run_buffers_up_to_236_gigabytes_which_its_head_node_hold
     assert said(without)[0] == pytest.approx(expected - 131072 * 256 * 11 * 624 / 1e9, abs=0.05)
 
 
-def test_a_head_node_that_cannot_hold_it_is_refused_with_what_it_takes() -> None:
+def test_head_node_too_small_for_buffered_rollouts_is_refused() -> None:
     fix = "slurm.control.mem: 220G, a smaller batch_size or max_off_policy_steps"
     assert said(glm5_r3(), mem="64G")[1] == [
         f"note may not fit: buffered rollouts of seq_len would take 220 of 64 GiB of the head node's memory; {fix}"
@@ -72,7 +72,7 @@ def test_a_head_node_that_cannot_hold_it_is_refused_with_what_it_takes() -> None
     assert not said(glm5_r3(), mem="0", memory_gib=1000)[1] and not said(glm5_r3(), mem=None)[1]
 
 
-def test_a_trainer_on_the_head_node_leaves_less_of_it() -> None:
+def test_trainer_on_the_head_node_reduces_its_free_memory() -> None:
     offloading = {"router_replay": True, "memory": {"optimizer_offload": True}}
     asked = {"batch_size": 256, "group_size": 16, "max_off_policy_steps": 8}
     recipe = Recipe.model_validate(
@@ -98,7 +98,7 @@ def test_a_trainer_on_the_head_node_leaves_less_of_it() -> None:
     ]
 
 
-def test_it_is_counted_as_the_orchestrator_keeps_it() -> None:
+def test_constants_match_the_orchestrator() -> None:
     asked = DispatchLimits({"e": 16}, 256, 512, 8, 10, {"e": 1.0})
     assert TRAINED_BATCHES == KEPT_STEPS and BATCHES_AHEAD * asked.batch_size == asked.max_ahead
     one = group([30], [1.0]).sequences[0]
@@ -119,7 +119,7 @@ class Buffering(World):
 
 
 @pytest.mark.parametrize("inflight", [4, 32, 128])
-def test_the_dispatcher_has_no_more_however_long_the_tail(inflight: int) -> None:
+def test_dispatcher_stays_within_the_estimate_with_long_tails(inflight: int) -> None:
     asked = {"batch_size": 32, "group_size": 4, "max_inflight_rollouts": inflight, "max_off_policy_steps": 4}
     recipe = Recipe.model_validate(recipe_data(orchestrator=asked))
     most = limits(recipe)

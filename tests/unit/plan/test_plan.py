@@ -228,7 +228,7 @@ BAD = [
 ]
 
 
-def test_everything_that_contradicts_colocation_is_said_at_once() -> None:
+def test_all_conflicts_with_colocation_are_reported_in_one_pass() -> None:
     shape = {"layout": "single", "colocated": True, "train": {"gpus_per_node": 4}}
     wrong = {"deployment": {**shape, "inference": {"type": "single_node", "gpus_per_node": 2}}}
     assert [str(violation) for violation in violations(Recipe.model_validate(recipe_data(**wrong)))] == [
@@ -252,7 +252,7 @@ def test_impossible_placements(changes: dict[str, Any], site_changes: dict[str, 
     assert [str(violation) for violation in caught.value.violations] == expected
 
 
-def test_a_site_without_nodes_for_a_role_says_which() -> None:
+def test_site_without_nodes_for_a_role_is_refused() -> None:
     recipe = Recipe.model_validate(recipe_data())
     bare = site().model_copy(update={"nodes": {"train": site().nodes["default"]}})
     with pytest.raises(UsageError) as caught:
@@ -303,7 +303,7 @@ shapes = st.fixed_dictionaries(
 
 @settings(max_examples=60)
 @given(shapes)
-def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
+def test_every_placement_is_consistent(shape: dict[str, Any]) -> None:
     changes = disaggregated(shape["replicas"], shape["prefill"], shape["decode"])
     changes["deployment"] |= {"layout": shape["layout"], "train": {"nodes": shape["train"]}}
     changes["inference"] = {"parallel": {"tp": shape["tp"]}}
@@ -370,7 +370,7 @@ def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, A
 MANY = {"type": "multi_node", "num_replicas": 2}
 
 
-def test_a_site_says_how_long_agents_wait_for_one_another() -> None:
+def test_site_sets_the_node_start_timeout() -> None:
     plan = plan_for(site_changes={"node_silent_s": 516, "node_start_s": 1032})
     assert (plan.node_silent_s, plan.node_start_s) == (516, 1032)
 
@@ -477,9 +477,7 @@ def test_a_part_of_a_nodes_gpus_takes_that_part_of_its_cores_and_memory(
     ],
     ids=["default", "site", "passed", "cpu"],
 )
-def test_trainers_put_freed_memory_together_unless_told_otherwise(
-    site_changes: dict[str, Any], said: str | None
-) -> None:
+def test_trainers_use_expandable_segments_by_default(site_changes: dict[str, Any], said: str | None) -> None:
     plan = plan_for(site_changes=site_changes)
     assert {p.env.get("PYTORCH_ALLOC_CONF") for p in plan.processes() if p.role == "trainer"} == {said}
     assert not any("PYTORCH_ALLOC_CONF" in p.env for p in plan.processes() if p.role != "trainer")
@@ -494,7 +492,7 @@ def test_copies_of_checkpoints_are_in_a_directory_of_each_train_node() -> None:
     assert all(LOCAL_CHECKPOINTS not in process.env for process in plan_for().processes())
 
 
-def test_copies_of_checkpoints_that_nobody_would_read_are_told_of() -> None:
+def test_warns_of_checkpoint_copies_that_are_never_read() -> None:
     for spares, told in (({}, ["deployment.spares.train: 1"]), ({"spares": {"train": 1}}, [])):
         changes = {"checkpoint": {"local": "/scratch"}, "deployment": {"train": {"nodes": 2}, **spares}}
         findings = check_plan(Recipe.model_validate(recipe_data(**changes)), plan_for(**changes))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SITE = load_site(ROOT / "sites" / "h200.yaml")
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 LARGE = [path for path in RECIPES if load_recipe(path).model.path in catalog()]
-NAMED = re.compile(r"^# (?:It needs )?(\d+) H200 (?:nodes?|GPUs)", re.MULTILINE)
+NAMED = re.compile(r"^# (?:It needs )?(\d+) (?:H100 or )?H200 (?:nodes?|GPUs)", re.MULTILINE)
 
 
 BLOCKED = {
@@ -46,13 +46,13 @@ def test_there_are_recipes_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_it_renders_to_a_script_that_bash_reads(path: Path, tmp_path: Path) -> None:
+def test_recipe_renders_to_a_valid_bash_script(path: Path, tmp_path: Path) -> None:
     script = render(derive(load_recipe(path), SITE, tmp_path))
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_it_contradicts_nothing_and_fits(path: Path) -> None:
+def test_recipe_has_no_conflicts_and_fits(path: Path) -> None:
     recipe = load_recipe(path)
     assert not findings(recipe, "error")
     assert not [text for text in findings(recipe, "warning") if "fit" in text]
@@ -83,7 +83,7 @@ def test_remedies_that_are_set_are_not_recommended() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_trainer_can_do_it(path: Path) -> None:
+def test_trainer_supports_the_recipe(path: Path) -> None:
     recipe = load_recipe(path)
     model = model_files(recipe)
     assert [finding.text for finding in unsupported(recipe, model.shape, model.model_type)] == BLOCKED.get(
@@ -92,7 +92,7 @@ def test_the_trainer_can_do_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_its_head_names_its_nodes(path: Path, tmp_path: Path) -> None:
+def test_comment_at_the_top_of_the_recipe_names_its_nodes(path: Path, tmp_path: Path) -> None:
     plan = derive(load_recipe(path), SITE, tmp_path)
     gpu_nodes = sum(1 for node in plan.nodes if node.role not in WITHOUT_GPUS)
     (named,) = NAMED.findall(path.read_text())

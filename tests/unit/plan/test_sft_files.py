@@ -67,14 +67,14 @@ def test_all_kinds_are_named_at_once(tmp_path: Path) -> None:
     assert [each.partition(":")[0] for each in said(path)] == ["line 1", "line 4", "line 6"]
 
 
-def test_what_the_trainer_reads_is_right(tmp_path: Path) -> None:
+def test_valid_conversations_have_no_problems(tmp_path: Path) -> None:
     assert said(write(tmp_path / "text.jsonl", *RIGHT)) == []
     assert said(write(tmp_path / "images.jsonl", {"messages": [SEEN, ANSWERED]}), sees=True) == []
     assert said(write(tmp_path / "all.jsonl", {"messages": [ASKED, ANSWERED, ASKED]}), train="all") == []
     assert said(tmp_path / "elsewhere.jsonl") == []
 
 
-def test_only_the_beginning_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_beginning_of_the_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft_files, "LOOKED_AT", 200)
     long = {"prompt": "x" * 300, "completion": "y"}
     assert said(write(tmp_path / "data.jsonl", *RIGHT[1:], long, "no json")) == []

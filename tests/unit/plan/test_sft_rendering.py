@@ -152,15 +152,15 @@ def test_the_python_of_jobs_renders_the_data(tmp_path: Path) -> None:
     looked(tmp_path, (QWEN, "<|im_end|>", "<|im_end|>"), GOOD, late)
     found = sft_files.render_data(recipe(tmp_path), Interpreter(sys.executable, {}))
     (violation,) = found.violations
-    assert violation.why.startswith("line 2: the chat template fails") and found.notes and not found.unprepared
+    assert violation.why.startswith("line 2: the chat template fails") and found.notes and not found.missing_package
 
 
-def test_what_the_python_of_jobs_lacks_is_told(tmp_path: Path) -> None:
+def test_missing_package_of_the_job_python_is_reported(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", GOOD)
     poor = tmp_path / "python"
     poor.write_text(f'#!/bin/sh\nexec {sys.executable} -S -c "import transformers"\n')
     poor.chmod(0o755)
-    assert sft_files.render_data(recipe(tmp_path), Interpreter(str(poor), {})).unprepared == "transformers"
+    assert sft_files.render_data(recipe(tmp_path), Interpreter(str(poor), {})).missing_package == "transformers"
     nodes = {"default": {"partition": "p", "gpus": 1, "cpus": 8}}
     site = Site.model_validate({"schema": 1, "name": "here", "nodes": nodes, "python": str(poor), "modules": ["conda"]})
     problems, (note,) = data_rendering_problems(recipe(tmp_path), site, local=False)

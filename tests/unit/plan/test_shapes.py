@@ -256,7 +256,7 @@ def test_every_combination_has_sound_ports_and_placeholders_and_signs_of_life(
             assert "${" not in filled(process, plan, text)
 
 
-def test_a_group_that_its_engines_do_not_fill_is_refused() -> None:
+def test_dp_must_divide_the_engines_of_a_group() -> None:
     with pytest.raises(UsageError, match="must divide the 8 engines of a group"):
         plan_for(WIDE, {"inference": {"parallel": {"dp": 3}}})
 

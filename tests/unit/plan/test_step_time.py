@@ -50,7 +50,9 @@ def predicted(asked: Recipe, shape: ModelShape, nodes: int = 12, length: int = 1
         ("glm5", {"fp8": True}, {}, 131072),
     ],
 )
-def test_it_is_what_was_measured(shape: str, options: dict[str, Any], layout: dict[str, Any], length: int) -> None:
+def test_step_time_matches_measurements(
+    shape: str, options: dict[str, Any], layout: dict[str, Any], length: int
+) -> None:
     checkpointing = layout.get("activation_checkpointing", "full")
     layers, gpus, where = {"qwen3_30b_a3b": (8, 2, "h200x2"), "glm5": (2, 1, "h200")}[shape]
     measured = json.loads((ROOT / f"benchmarks/results/training_speed_{where}.json").read_text())

@@ -63,7 +63,7 @@ def test_stacks_of_experts_are_read_as_a_whole() -> None:
     assert seconds(recipe_of("gpt_oss_120b"))[0] == 3600 + in_minutes(8 * stored * p.total)
 
 
-def test_what_the_recipe_says_stays() -> None:
+def test_time_limits_of_the_recipe_are_kept() -> None:
     changed = recipe_of("glm5_pd", inference={"start_timeout_s": 60})
     assert seconds(changed)[0] == 60
     changed = changed.model_copy(update={"trainer": changed.trainer.model_copy(update={"long_phase_timeout_s": 4000})})
@@ -81,7 +81,7 @@ def test_processes_are_given_their_limits_and_the_plan_shows_them(tmp_path: Path
     assert {process.env["VLLM_ENGINE_READY_TIMEOUT_S"] for process in engines} == {str(starts)}
     assert plan.estimate is not None
     shown = {amount.name: (amount.value, amount.how) for amount in plan.estimate.amounts}
-    assert shown["engine start"] == (starts, "time limit: 1 h, and 669 GB per node at 0.2 GB/s")
+    assert shown["engine start"] == (starts, "time limit: 1 h, plus 669 GB per node at 0.2 GB/s")
     assert shown["trainer loading"][0] == loads
     assert PhaseLimits.of(kept).long_s == loads
     ranks = [process for process in plan.processes() if process.role == "trainer"]
@@ -89,11 +89,11 @@ def test_processes_are_given_their_limits_and_the_plan_shows_them(tmp_path: Path
     assert heartbeats == {str(round(PhaseLimits.of(kept).control_s))}
 
 
-def test_a_model_that_is_not_known_takes_no_time_to_read() -> None:
+def test_unknown_model_adds_no_time() -> None:
     recipe = recipe_of("glm5_pd")
     requests, _ = requests_of(recipe, SITE, local=False)
     filled, limits = with_limits(recipe, SITE, requests, None, None)
     assert (filled.inference.start_timeout_s, filled.trainer.long_phase_timeout_s) == (3600, 7200)
     assert [limit.how for limit in limits] == [
-        f"time limit: {base}, and 0 B per node at 0.2 GB/s" for base in ("1 h", "2 h")
+        f"time limit: {base}, plus 0 B per node at 0.2 GB/s" for base in ("1 h", "2 h")
     ]

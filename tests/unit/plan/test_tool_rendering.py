@@ -48,7 +48,7 @@ def test_a_family_without_a_renderer_uses_no_tools() -> None:
         ),
     ],
 )
-def test_what_its_type_and_the_recipe_tell(model_type: str | None, model: dict[str, Any], said: bool) -> None:
+def test_harness_with_tools_is_refused_by_model_type(model_type: str | None, model: dict[str, Any], said: bool) -> None:
     assert bool(found(model_type, SHELL, model=model)) == said
 
 
@@ -67,7 +67,7 @@ def test_what_its_type_and_the_recipe_tell(model_type: str | None, model: dict[s
         ),
     ],
 )
-def test_which_harnesses_are_known_to_offer_tools(environment: dict[str, Any], field: str) -> None:
+def test_harnesses_with_tools_are_known(environment: dict[str, Any], field: str) -> None:
     assert list(found("afmoe", environment)) == ([f"environments.0.{field}"] if field else [])
 
 

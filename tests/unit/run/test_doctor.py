@@ -24,7 +24,7 @@ from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 
 T0 = 1_790_000_000.0
-OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+OOM = "torch.OutOfMemoryError: CUDA out of memory. ProbeReport to allocate 2.00 GiB."
 RESET = "RuntimeError: [../gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:1234"
 
 

@@ -43,7 +43,7 @@ def test_a_job_of_one_component_has_no_het_groups_and_containers_are_entered() -
 
 
 @pytest.mark.parametrize(("state", "group"), [("PENDING", 0), ("RUNNING", 5)])
-def test_what_does_not_run_is_not_entered(state: Literal["PENDING", "RUNNING"], group: int) -> None:
+def test_attach_to_a_job_that_does_not_run_is_refused(state: Literal["PENDING", "RUNNING"], group: int) -> None:
     with pytest.raises(RunError, match="job 70 does not run"):
         step_command(job(state, state), group, "n1", ["true"], terminal=False)
 

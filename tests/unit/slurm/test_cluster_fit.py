@@ -74,7 +74,7 @@ def train(nodes: int = 1, **options: object) -> HetGroup:
 CONTROL = group(0, "control")
 
 
-def test_what_fits_has_no_problem() -> None:
+def test_plan_that_fits_has_no_problems() -> None:
     given = make(CONTROL, train(3, gres="gpu:h100:2", cpus_per_task=16, mem="62G", constraint=None))
     assert problems(given) == []
     assert problems(make(CONTROL, train(1, gres="gpu:h100:4", constraint="ib&nvme"), time="2-00:00:00")) == []
@@ -140,7 +140,7 @@ def test_what_fits_has_no_problem() -> None:
         ),
     ],
 )
-def test_what_no_node_can_give_is_named_with_its_field(options: dict[str, object], expected: str) -> None:
+def test_resource_that_no_node_has_is_named_with_its_field(options: dict[str, object], expected: str) -> None:
     assert problems(make(CONTROL, train(**options), time="00:10:00")) == [expected]
 
 
@@ -153,7 +153,7 @@ def test_a_time_limit_over_the_partition_s_is_one_problem_of_all_components() ->
     assert days == ['slurm.time = 3-00:00:00: partition gpu allows 2-00:00:00 (nearest: "2-00:00:00")']
 
 
-def test_every_mistake_is_named_once_in_one_pass() -> None:
+def test_every_problem_is_reported_once_in_one_pass() -> None:
     given = make(
         CONTROL,
         train(partition="debug", gres="gpu:h200:8", cpus_per_task=64, mem="1T"),

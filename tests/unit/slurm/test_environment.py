@@ -40,7 +40,7 @@ FOREIGN = {
 OWN = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "token", "WANDB_API_KEY": "k", "MY_SLURM_ID": "1"}
 
 
-def test_what_belongs_to_the_shells_allocation_is_left_out() -> None:
+def test_variables_of_the_shells_allocation_are_removed() -> None:
     assert clean(FOREIGN | OWN) == OWN
     assert clean(FOREIGN | OWN, "/other.conf") == OWN | {"SLURM_CONF": "/other.conf"}
 
@@ -50,7 +50,7 @@ def test_a_job_does_not_inherit_the_gpus_of_the_shell() -> None:
     assert "CUDA_VISIBLE_DEVICES" in clean({"CUDA_VISIBLE_DEVICES": "0"}), "a local run uses the GPUs of its shell"
 
 
-def test_commands_of_the_client_see_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_commands_do_not_inherit_allocation_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in FOREIGN.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "squeue").write_text("#!/bin/sh\nenv | cut -d= -f1\n")
@@ -61,7 +61,7 @@ def test_commands_of_the_client_see_none_of_it(tmp_path: Path, monkeypatch: pyte
     assert seen & FOREIGN.keys() == {"SLURM_TIME_FORMAT"}, "the client sets its own"
 
 
-def test_sbatch_hands_none_of_it_to_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_does_not_inherit_allocation_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (FOREIGN | OWN).items():
         monkeypatch.setenv(name, value)
     conf = tmp_path / "slurm.conf"

@@ -43,7 +43,7 @@ def test_the_first_library_on_the_path_is_named(tmp_path: Path, monkeypatch: pyt
     assert installed.installed()["libucp"] == f"{tmp_path}/b/libucp.so.0"
 
 
-def test_a_node_that_says_something_else_is_an_error() -> None:
+def test_unreadable_answer_of_a_node_is_an_error() -> None:
     assert inventory._parse('slurmstepd: hello\n{"node": "n1", "parts": {"nixl": null}}') == {"n1": {"nixl": None}}
     with pytest.raises(ClusterError, match="Expected `object`"):
         inventory._parse('{"node": "n1", "parts": ["nixl"]}')
@@ -80,7 +80,7 @@ def test_the_gpu_lock_has_one_mooncake_of_the_cuda_of_its_torch() -> None:
     assert pins["nvidia-cuda-runtime"].startswith("13.") and "nvidia-nccl-cu13" in pins
 
 
-def test_what_is_required_is_named_by_node() -> None:
+def test_missing_required_parts_are_named_by_node() -> None:
     nodes = {
         "n1": GOOD | {"vllm": None},
         "n2": GOOD | {"vllm": "0.31"},

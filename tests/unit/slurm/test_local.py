@@ -110,7 +110,7 @@ def test_a_run_inside_an_allocation_has_its_gpus_and_its_end(tmp_path: Path, mon
     assert [started["env"].get(name) for name in names] == ["2,5", "4000000000", None, None]
 
 
-def test_it_outlives_the_one_who_submits_and_can_be_cancelled(tmp_path: Path) -> None:
+def test_local_run_outlives_the_submitter_and_can_be_cancelled(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.unit.slurm.test_local import *; "
         "d = Path(sys.argv[1]); print(submit.submit_local(make(d), ToyAgent(d, requeue_itself=False), 'w'))"

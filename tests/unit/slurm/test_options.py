@@ -228,7 +228,7 @@ def test_memory_per_core_and_per_node_do_not_meet_in_one_job(tmp_path: Path) -> 
     assert "--mem-per-cpu" not in render(given)
 
 
-def test_memory_is_said_once(tmp_path: Path) -> None:
+def test_memory_is_requested_once(tmp_path: Path) -> None:
     said = {"train": {"mem": "1G", "mem_per_gpu": "2G", "mem_per_cpu": "3G"}}
     with pytest.raises(UsageError) as caught:
         plan(tmp_path, said)

@@ -72,7 +72,7 @@ def test_components_with_the_same_reason_are_named_together() -> None:
         *("AssociationTimeLimit", "QOSTimeLimit", "launch_failed_requeued_held", "DeadLine"),
     ],
 )
-def test_reasons_that_last_are_obstacles(reason: str) -> None:
+def test_permanent_reasons_are_obstacles(reason: str) -> None:
     found = obstacles(job("Priority", reason), NAMES)
     assert [(each.component, each.reason, each.never) for each in found] == [("train", reason, True)]
     assert found[0].text and found[0].fix
@@ -86,7 +86,7 @@ def test_reasons_that_last_are_obstacles(reason: str) -> None:
         "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions",
     ],
 )
-def test_reasons_that_pass_are_none(reason: str) -> None:
+def test_temporary_reasons_are_not_obstacles(reason: str) -> None:
     assert obstacles(job("Priority", reason), NAMES, rivals=()) == []
 
 
@@ -131,7 +131,7 @@ MAINTENANCE = (
 )
 
 
-def test_maintenance_is_told_with_its_name_and_times() -> None:
+def test_maintenance_is_named_with_its_times() -> None:
     waiting = job("Resources", "ReqNodeNotAvail,_Reserved_for_maintenance")
     assert is_reserved(waiting) and not is_reserved(job("Resources"))
     (ahead,) = obstacles(waiting, NAMES, parse_reservations(MAINTENANCE))

@@ -184,7 +184,7 @@ def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
         ("groups[0].constraint", plan("/runs/demo", group(0, "all", constraint="a\nb"))),
     ],
 )
-def test_refuses_what_cannot_stand_in_a_script(field: str, given: Plan) -> None:
+def test_unprintable_text_is_refused(field: str, given: Plan) -> None:
     with pytest.raises(UsageError) as caught:
         render(given)
     assert [violation.field for violation in caught.value.violations] == [field]

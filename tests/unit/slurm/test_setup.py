@@ -104,7 +104,7 @@ def test_a_failing_line_of_the_prologue_ends_the_job(
         ("trap 'echo own' ERR", "true"),
     ],
 )
-def test_what_is_no_failure_of_the_prologue_goes_on(tmp_path: Path, lines: tuple[str, ...]) -> None:
+def test_prologue_without_failure_continues(tmp_path: Path, lines: tuple[str, ...]) -> None:
     (tmp_path / "vendor.sh").write_text("false\ngrep -q x /nowhere 2> /dev/null\n[ -n '' ] && echo no\nexport X=1\n")
     assert run(tmp_path, prologue=lines)[:2] == OK
 
