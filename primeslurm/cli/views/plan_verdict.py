@@ -45,12 +45,13 @@ class RoleRow:
         """What the free memory means."""
         if self.memory is None:
             return "memory not estimated"
-        used = self.memory.needed_gib / self.memory.limit_gib
-        if self.free_gib <= 0 and (used > 2 - TIGHT or self.role != "train"):
+        # As far above its limit as TIGHT is below, a trainer may still fit; an engine without a KV cache does not.
+        far_above = self.memory.needed_gib > (2 - TIGHT) * self.memory.limit_gib
+        if self.free_gib <= 0 and (far_above or self.role != "train"):
             return "does not fit"
         if self.memory.kv_tokens:
             return f"{tokens(self.memory.kv_tokens)} KV tokens per GPU"
-        return "may not fit" if used > TIGHT else "fits"
+        return "may not fit" if self.memory.needed_gib > TIGHT * self.memory.limit_gib else "fits"
 
 
 def show_verdict(plan: Plan, recipe: Recipe) -> None:
