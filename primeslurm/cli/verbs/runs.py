@@ -66,12 +66,10 @@ def cancel(
     found = find_run(run, runs)
     confirm(f"Stop {found.name}" + (" without a last checkpoint?" if now else "?"), yes)
     cancelled = found.cancel(now=now, if_silent=warn)
-    status = found.status(if_silent=warn)
-    phase = "cancelled" if cancelled else status.phase
+    phase = "cancelled" if cancelled else found.status(if_silent=warn).phase
     if as_json:
         print_json({"run": found.name, "cancelled": cancelled, "phase": phase})
     elif cancelled:
-        begins = "continues it from its last checkpoint" if status.committed_step is not None else "starts it again"
-        note(f"{found.name} is cancelled; primeslurm resume {found.name} {begins}")
+        note(f"{found.name} is cancelled; primeslurm resume {found.name} continues it, from its last checkpoint if any")
     else:
         note(f"{found.name} is {phase}: nothing to cancel")

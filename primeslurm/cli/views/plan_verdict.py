@@ -45,12 +45,13 @@ class RoleRow:
         """What the free memory means."""
         if self.memory is None:
             return "memory not estimated"
-        used = self.memory.needed_gib / self.memory.limit_gib
-        if self.free_gib <= 0 and (used > 2 - TIGHT or self.role != "train"):
+        # As far above its limit as TIGHT is below, a trainer may still fit; an engine without a KV cache does not.
+        far_above = self.memory.needed_gib > (2 - TIGHT) * self.memory.limit_gib
+        if self.free_gib <= 0 and (far_above or self.role != "train"):
             return "does not fit"
         if self.memory.kv_tokens:
             return f"{tokens(self.memory.kv_tokens)} KV tokens per GPU"
-        return "may not fit" if used > TIGHT else "fits"
+        return "may not fit" if self.memory.needed_gib > TIGHT * self.memory.limit_gib else "fits"
 
 
 def show_verdict(plan: Plan, recipe: Recipe) -> None:
@@ -97,6 +98,8 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
     if plan.executor == "local":
         on_gpus = f", {count(gpus, 'GPU')}" if plan.device == "cuda" else ""
         return {"nodes": f"this machine, as {count(plan.totals.nodes, 'node')}{on_gpus}"}
+    # Slurm bills spare nodes like the others.
+    gpus += sum(group.spares * int(group.asked_gres.rsplit(":", 1)[-1]) for group in plan.groups if group.asked_gres)
     if plan.device == "cuda":
         kinds = "/".join(sorted({row.memory.gpu.upper() for row in rows if row.memory}))
         with_gpus = sum(group.nodes for group in plan.groups if group.requested_gres)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from statistics import fmean
 
 import msgspec
@@ -193,9 +194,7 @@ def read_status(
     silent = fleet.silent if fleet and signs.silence is None else {}
     progress = progress_of(attempt, placement.task)
     begun = progress is not None and progress.begun
-    phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun)
-    if phase == "failed" and end is None and files.exists(attempt.cancel_file):  # the job had not started
-        phase, reason = "cancelled", "cancelled by the user"
+    phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun, attempt.cancel_file)
     orchestrator = progress if isinstance(progress, OrchestratorState) else None
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = run.recipe()
@@ -245,6 +244,7 @@ def _phase(
     job: JobRecord | None,
     job_state: JobQuery,
     begun: bool,
+    cancel_file: Path,
 ) -> tuple[str, str]:
     # Records of the run count first: Slurm is slow, and may not answer. `begun`: the run has made progress before, so a
     # process that loads now is restarting, and the phase is not `starting`.
@@ -274,6 +274,8 @@ def _phase(
         return ("silent", f"the head is unresponsive, but the job is {state}") if silence else ("starting", "")
     if state.startswith("COMPLETING"):  # the next state says whether Slurm requeues the job
         return "ending", f"job {state}"
+    if state.startswith("CANCELLED") and files.exists(cancel_file):  # the job ended before a head could record why
+        return "cancelled", "cancelled by the user"
     return "failed", f"job {state}"
 
 

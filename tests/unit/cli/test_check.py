@@ -90,7 +90,7 @@ def test_the_last_line_says_what_the_job_takes(place: Path) -> None:
         "test-run: recipe is valid. 5 nodes: 1 train, 1 inference, 1 control, 2 spares."
     )
     planned = run(place, "plan", "r.yaml", "--verbose", *spare).out
-    assert "3 GPU nodes (16 GPUs), 2 CPU nodes, including 2 spares" in planned
+    assert "3 GPU nodes (24 GPUs), 2 CPU nodes, including 2 spares" in planned
     assert "totals: 5 nodes: 1 train, 1 inference, 1 control, 2 spares, " in planned
     local = run(place, "check", "r.yaml", "--local", "--set", "deployment.train.gpus_per_node=1")
     assert local.err.splitlines()[-1].startswith(("test-run: recipe is valid. This machine, as ", "r.yaml: 1 error"))

@@ -12,7 +12,7 @@ from primeslurm.cli.views.plan_verdict import RoleRow, resources, role_rows, ver
 from primeslurm.plan.forecast import RoleMemory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.planner import derive
-from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from tests.support.cli import primeslurm
 from tests.support.golden import assert_golden
 from tests.support.recipes import model_dir, recipe_data, site, write_recipe
@@ -48,6 +48,13 @@ def test_a_run_on_cpus_has_a_verdict_without_memory(tmp_path: Path) -> None:
     shown = primeslurm("plan", "r.yaml", cwd=tmp_path, columns=80)
     assert shown.code == 0, shown.err
     assert_golden("cli/plan-cpu.txt", shown.out)
+
+
+def test_gpus_of_spare_nodes_count(tmp_path: Path) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "glm5_pd.yaml", ["deployment.spares.train=1"])
+    plan = derive(recipe, load_site(ROOT / "sites" / "h200.yaml"), tmp_path / "run")
+    used = resources(plan, role_rows(plan))
+    assert used["nodes"].startswith("29 GPU nodes (232 ") and used["time"].startswith("at most 11,136 GPU-hours")
 
 
 def test_local_runs_use_this_machine(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from renderers.base import load_tokenizer
 
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
@@ -71,6 +72,8 @@ async def test_own_environment_scores_replies(
         long = {"model": model, "seq_len": 256}  # this tokenizer needs a token for each letter
         (rollout,) = await rollouts(engine, recipe("own_environment", **long))
     assert rollout.info.reward == pytest.approx(reward)
+    prompt = load_tokenizer(str(tokenizer)).decode(rollout.token_ids).replace(" ", "")
+    assert "Answereachquestionwithasingleword." in prompt and "Q:Whatistheoppositeofhot?" in prompt
     assert capsys.readouterr().out.startswith(r"'Q: What is the opposite of hot?\nA:' -> ")
 
 

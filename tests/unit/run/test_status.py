@@ -127,6 +127,7 @@ def test_a_job_that_is_cancelled_before_it_starts_is_cancelled(run: RunDirectory
     found = status(run, "CANCELLED")
     assert (found.phase, found.reason) == ("cancelled", "cancelled by the user")
     assert status(run, "PENDING (Resources)").phase == "pending"
+    assert status(run, "NODE_FAIL").phase == "failed"
 
 
 @pytest.mark.parametrize(
