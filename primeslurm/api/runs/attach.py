@@ -1,4 +1,4 @@
-"""The command that opens a shell next to a process of a run."""
+"""Build the command that opens a shell next to a process of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from primeslurm.slurm.local import submit
 
 @dataclass(frozen=True)
 class Attachment:
-    """A command to execute, and the process and host that it reaches."""
+    """A command, and the process and host on which it runs."""
 
     argv: list[str]
     environment: Mapping[str, str]
@@ -30,18 +30,11 @@ class Attachment:
 
 
 def attachment(run: Run, word: str, command: Sequence[str], *, terminal: bool) -> Attachment:
-    """Return the command that runs `command` next to a process, in the job's allocation and environment.
-
-    Args:
-        run: the run.
-        word: a role, process or node.
-        command: program and arguments.
-        terminal: allocate a terminal for the command.
+    """Return a command that runs `command` in the allocation and environment of a role, process or node.
 
     Raises:
-        UsageError: the run has no role, process or node of that name.
+        UsageError: the run has no role, process or node named `word`.
         RunError: the run, or its part on that node, is not running.
-        ClusterError: Slurm does not answer.
     """
     attempt = run.directory.latest()
     job, plan = attempt.job(), attempt.plan()

@@ -1,4 +1,4 @@
-"""The verb that lists, shows and copies ready recipes."""
+"""The verb `recipes`."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def combined_request(requests: Sequence[ResourceRequest]) -> ResourceRequest:
 
 
 def count_gpus(requests: Sequence[ResourceRequest]) -> int:
-    """Count the GPUs of all roles. A GPU that two roles share counts once, as in Slurm's billing."""
-    return sum(request.nodes * request.gpus for request in requests if not request.colocated)
+    """Count the GPUs that Slurm bills: those of spare nodes, too, and a GPU that two roles share once."""
+    return sum((request.nodes + request.spares) * request.gpus for request in requests if not request.colocated)
 
 
 def _on_one_node(

@@ -16,15 +16,15 @@ class ProcessTarget:
     """A process or node of a running attempt."""
 
     node: int
-    """Index in the plan."""
+    """Index of the node in the plan."""
     group: int
     """Index of the node's component in a heterogeneous job."""
     process: str | None
-    """None: the node itself."""
+    """None if the target is the node itself."""
     host: str
-    """The node's name in Slurm."""
+    """Name of the node in Slurm."""
     report: AgentReport
-    """The node's heartbeat."""
+    """The last heartbeat of the node."""
 
 
 def find_target(placement: PlanOutline, attempt: Attempt, word: str) -> ProcessTarget:

@@ -72,7 +72,7 @@ def test_a_policy_that_is_not_there_is_refused_with_the_way_to_get_it(run: Path)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, recipe: Path) -> None:
-    with pytest.raises(UsageError, match="--step = 3: is of runs"):
+    with pytest.raises(UsageError, match="--step = 3: applies to runs only"):
         load_evaluation(str(recipe), step=3, local=True)
     with pytest.raises(RunError, match="there is no run"):
         load_evaluation(str(tmp_path / "nothing"), local=True)

@@ -39,7 +39,7 @@ def test_without_slurm_the_recipe_is_for_this_machine_and_passes_check(tmp_path:
         "recipe": "first/recipe.yaml",
         "site": None,
         "local": True,
-        "why_local": "Slurm gives no answer here (sinfo --noheader --all: no cluster here)",
+        "why_local": "Slurm does not answer here (sinfo --noheader --all: no cluster here)",
         "embedded": "",
         "found": None,
     }
@@ -54,7 +54,7 @@ def test_a_file_that_exists_is_named_and_nothing_is_written(name: str, tmp_path:
     (tmp_path / "bin").mkdir()
     (tmp_path / name).write_text("mine")
     refused = primeslurm("init", cwd=tmp_path, path=no_slurm(tmp_path / "bin"))
-    assert refused.code == 2 and refused.err.startswith(f"error: {name}: exists already"), refused
+    assert refused.code == 2 and refused.err.startswith(f"error: {name}: already exists"), refused
     assert {each.name for each in tmp_path.iterdir()} == {name, "bin"} and (tmp_path / name).read_text() == "mine"
 
 

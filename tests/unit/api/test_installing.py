@@ -130,17 +130,17 @@ def test_set_up_keeps_a_gpu_environment_where_no_gpu_is(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ((), "install: nothing was chosen (give one of --gpu, --cpu, --harness, --model, --games)"),
+        ((), "install: nothing to install was chosen (give one of --gpu, --cpu, --harness, --model, --games)"),
         (("--gpu", "--cpu", "--to", "x"), "install: --gpu and --cpu cannot be combined"),
         (("--gpu",), "--to: --gpu needs a directory"),
         (("--gpu", "--to", "full"), "is neither empty nor a Python environment"),
-        (("--cpu", "--to", "full/notes.txt/x"), "full/notes.txt is no directory"),
-        (("--model", "smollm2", "--to", "full/notes.txt"), "full/notes.txt is no directory"),
-        (("--games", "--to", "full"), "full: is no Python environment"),
-        (("--harness", "mini_swe_agent", "--to", "nowhere"), "nowhere: is no Python environment"),
+        (("--cpu", "--to", "full/notes.txt/x"), "full/notes.txt is not a directory"),
+        (("--model", "smollm2", "--to", "full/notes.txt"), "full/notes.txt is not a directory"),
+        (("--games", "--to", "full"), "full: is not a Python environment"),
+        (("--harness", "mini_swe_agent", "--to", "nowhere"), "nowhere: is not a Python environment"),
         (("--games", "--python", "3.12"), "--python = 3.12: goes with --gpu and --cpu, not with --games"),
-        (("--harness", "nosuch"), "--harness = nosuch: there is no lock of this name (one of mini_swe_agent)"),
-        (("--model", "nosuch"), "--model = nosuch: there is no lock of this name (one of smollm2)"),
+        (("--harness", "nosuch"), "--harness = nosuch: does not exist (one of mini_swe_agent)"),
+        (("--model", "nosuch"), "--model = nosuch: does not exist (one of smollm2)"),
     ],
 )
 def test_a_wrong_word_is_one_error(words: tuple[str, ...], error: str, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_colours_are_for_terminals_of_people_who_want_them(place: Path) -> None:
         ("foo.bar=1", "foo.bar: there is no section foo (valid: checkpoint, "),
         ("trainer.foo={a: 1, b: 2}", "trainer.foo.a, trainer.foo.b: there is no section foo in trainer ("),
         ("chekpoint.interval=5", "chekpoint.interval: there is no section chekpoint (did you mean checkpoint?)"),
-        ("slurm.partition=x", "slurm.partition = 'x': no such key (use slurm.train.partition: one for each role "),
+        ("slurm.partition=x", "slurm.partition = 'x': no such key (use slurm.train.partition: one per role "),
         ("optim={lr: 1, foo: 2}", "optim.lr = 1: no such key (use trainer.optimizer.lr: learning rate)"),
         ("optim={lr: 1, foo: 2}", "optim.foo: there is no section optim"),
         ("trainer.loss.type=PPO", "trainer.loss.type = 'PPO': is not a valid choice (use grpo_clip: "),

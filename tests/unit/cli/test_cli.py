@@ -77,7 +77,7 @@ def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job
     write(short, slurm=slurm, model={"path": "zai-org/GLM-5.1"})
     result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", "--dry-run", "--json", cwd=short)
     assert result.code == 0, result.err
-    assert "Stand-ins load no model, data and environments" in result.err
+    assert "Stand-ins load no model, data or environments" in result.err
     answer = json.loads(result.out)
     assert answer["plan"]["totals"]["nodes"] == 3 and answer["plan"]["run_dir"] == str(short / "runs" / "e")
     assert "--time=02:00:00" in answer["script"]
@@ -95,7 +95,7 @@ def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job
         (
             {},
             ["--local"],
-            "error: --local: an emulated run is a real Slurm job, on an embedded cluster (leave it out)\n",
+            "error: --local: an emulated run is a Slurm job on an embedded cluster (leave it out)\n",
         ),
         (
             {"deployment": {"train": {"gpus_per_node": 9}}},
@@ -304,4 +304,4 @@ def test_doctor_looks_at_a_run_or_at_nodes(place: Path, words: tuple[str, ...]) 
 @pytest.mark.parametrize("value", ["nan", "-1", "inf"])
 def test_doctor_takes_only_bounds_of_a_kl(place: Path, value: str) -> None:
     result = primeslurm("doctor", "some-run", f"--max-kl={value}", cwd=place)
-    assert result.code == 2 and result.err.startswith("error: --max-kl") and "nearest: 0" in result.err
+    assert result.code == 2 and result.err.startswith("error: --max-kl") and "default: 0.1" in result.err

@@ -128,20 +128,20 @@ def test_what_cannot_be_tried_here_is_said(place: Path) -> None:
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/elsewhere/bin/python"}))
     result = run(place, "check", [{"id": "not-here"}])
     assert result.code == 0, result.err
-    assert "note: environments: not tried here: /elsewhere/bin/python is not on this host" in result.err
+    assert "note: environments: not loaded here: /elsewhere/bin/python is not on this host" in result.err
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "slurm": {"container": {"type": "pyxis", "image": "i"}}}))
-    assert "not tried here: jobs run in an image" in run(place, "check", [{"id": "not-here"}]).err
+    assert "not loaded here: jobs run in a container image" in run(place, "check", [{"id": "not-here"}]).err
 
 
 def test_a_python_without_verifiers_is_refused(place: Path) -> None:
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/usr/bin/python3"}))
     result = run(place, "check", [{"id": "fine-words"}])
     assert (result.code, result.out) == (2, "")
-    assert "python = /usr/bin/python3: this Python has no verifiers, and jobs run it" in result.err
+    assert "python = /usr/bin/python3: this Python, which jobs use, has no verifiers" in result.err
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/usr/bin/python3", "prologue": ["source x"]}))
     result = run(place, "check", [{"id": "fine-words"}])
     assert result.code == 0, result.err
-    assert "note: environments: not tried here: /usr/bin/python3 has no verifiers without the site's mod" in result.err
+    assert "note: environments: not loaded here: /usr/bin/python3 has no verifiers without the site's mod" in result.err
 
 
 @pytest.mark.parametrize(("verb", "args"), [("plan", ["--json"]), ("render", []), ("submit", ["--dry-run", "--json"])])

@@ -127,8 +127,8 @@ def test_a_dry_run_prints_commands_without_the_programs(tools: Path, tmp_path: P
         (tools / name).unlink()
     found = images(tools, "tasks", "--dry-run")
     assert found.code == 0 and "podman build --tag localhost/primeslurm-tasks:" in found.err
-    assert "this machine cannot run these commands: nothing builds a Dockerfile: none of podman" in found.err
-    assert "this machine cannot run these commands: apptainer writes the images" in found.err
+    assert "this machine cannot run these commands: no program can build a Dockerfile: none of podman" in found.err
+    assert "this machine cannot run these commands: apptainer, which writes the images" in found.err
 
 
 def test_an_image_of_a_registry_becomes_a_file_for_apptainer_alone(tools: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_recipe_says_which_tasks_and_what_for(tools: Path, tmp_path: Path) -> 
     assert (found.code, listed(found)) == (0, [("two",)]), found.err
     assert found.out.startswith("localhost/")
     contrary = images(tools, "r.yaml", "--runtime", "podman")
-    assert contrary.code == ExitCode.BAD_INPUT and "a recipe says that itself" in contrary.err
+    assert contrary.code == ExitCode.BAD_INPUT and "a recipe sets this in" in contrary.err
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(environments=environments[1:])))
     none = images(tools, "r.yaml")
     assert none.code == ExitCode.BAD_INPUT and "has no environment harbor-local" in none.err
@@ -186,9 +186,17 @@ def test_a_recipe_says_which_tasks_and_what_for(tools: Path, tmp_path: Path) -> 
     [
         (("nowhere",), (), "TASKS = nowhere: is neither a directory of tasks nor a recipe"),
         (("empty",), (), "TASKS = empty: has no task (a directory with task.toml)"),
-        (("tasks", "--runtime", "modal"), (), "--runtime = modal: runs no image that is built here (one of apptainer"),
+        (
+            ("tasks", "--runtime", "modal"),
+            (),
+            "--runtime = modal: is not a container runtime that images can be built for (one of apptainer",
+        ),
         (("tasks",), ("buildah", "docker"), "none of podman, buildah, docker is installed here"),
-        (("tasks",), ("apptainer",), "--runtime = apptainer: apptainer writes the images, and is not installed here"),
+        (
+            ("tasks",),
+            ("apptainer",),
+            "--runtime = apptainer: apptainer, which writes the images, is not installed here",
+        ),
         (("tasks", "--runtime", "podman"), (), "none of podman is installed here"),
         (("broken",), (), "broken/one/task.toml: cannot be read: "),
     ],

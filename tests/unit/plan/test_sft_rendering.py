@@ -166,4 +166,4 @@ def test_missing_package_of_the_job_python_is_reported(tmp_path: Path) -> None:
     problems, (note,) = data_rendering_problems(recipe(tmp_path), site, local=False)
     assert not problems and "has no transformers without the site's modules" in note.text
     (problem,), _ = data_rendering_problems(recipe(tmp_path), site, local=True)
-    assert problem.field == "python" and "this Python has no transformers" in problem.why
+    assert problem.field == "python" and "has no transformers" in problem.why
