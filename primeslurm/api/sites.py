@@ -30,8 +30,7 @@ _FAKE_GPUS = 8
 def find_site(path: Path | None, *, local: bool = False) -> Site:
     """Return the site of a file (by default the first existing one of `SITE_FILES`), or with `local` this machine.
 
-    Raises:
-        UsageError: there is no site file, or it is wrong.
+    Raises UsageError if there is no site file, or it is wrong.
     """
     return draft_site(path, local=local).valid_value()
 
@@ -73,13 +72,8 @@ def local_site(
     """Describe this machine as a site: its GPUs, or CPU processes on fake GPUs if it has none.
 
     In a shell of a Slurm allocation, the site has only the allocated GPUs, cores and memory. Each agent gets its own
-    loopback address, so that "nodes" may use the same ports.
-
-    Args:
-        runs: directory of runs.
-        device_dir: directory of the GPUs' device files.
-        driver_dir: directory in which NVIDIA's driver describes its GPUs.
-        environ: environment variables of this shell.
+    loopback address, so that "nodes" may use the same ports. `device_dir` has the device files of GPUs, and
+    `driver_dir` their descriptions by NVIDIA's driver.
     """
     devices = len([path for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
     allocated_gpus = gpus_given(environ)
@@ -121,10 +115,8 @@ def _text(path: Path) -> str:
 def runs_directory(runs: str | Path | None) -> Path:
     """Return the directory of runs: as given, as the site file says, or ./runs.
 
-    Other errors in the site file are ignored, so that runs can be watched and cancelled while it is edited.
-
-    Raises:
-        UsageError: the site file cannot be read, or its `runs` is wrong.
+    Other errors in the site file are ignored, so that runs can be watched and cancelled while it is edited. Raises
+    UsageError if the site file cannot be read, or its `runs` is wrong.
     """
     if runs is not None:
         return Path(runs)

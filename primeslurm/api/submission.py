@@ -59,7 +59,6 @@ class DryRun:
     unasked: tuple[str, ...] = ()
     """Checks that could not be made, and why."""
     details: str = ""
-    """Error text of the Slurm command that failed."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,7 @@ class Submitted:
 def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
     """Make all checks of a submission, and render its script. Nothing is written.
 
-    Slurm is queried only if `ask` is set. `slurm_conf` is the SLURM_CONF of the cluster; None for the system's default.
-
-    Raises:
-        UsageError: the plan would be refused on any machine; with all reasons.
+    Slurm is queried only if `ask` is set. Raises UsageError with all reasons why any machine would refuse the plan.
     """
     unasked, details = tuple[str, ...](), ""
     problems = (
@@ -112,9 +108,8 @@ def refuse_unfit(plan: Plan) -> None:
 def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
     """Create the run directory, copy the recipe file `source` into it, and submit the job.
 
-    Raises:
-        UsageError: the plan is refused; with all reasons.
-        ClusterError: Slurm refused the job or did not answer. The run directory is removed.
+    Raises UsageError with all reasons if the plan is refused. Raises ClusterError if Slurm refused the job or did not
+    answer; the run directory is then removed.
     """
     plan = planned.plan
     refuse_unfit(plan)
@@ -123,6 +118,7 @@ def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
         if problems := _placement(plan, slurm_conf):
             raise UsageError(problems)
     script = _script(plan)
+    # A signal between sbatch and the record of the job's id would leave a job that nobody knows.
     with signals_held(plan.run) as held:
         return _start(create(planned.recipe, plan, source, _intent(plan, slurm_conf)), plan, script, held)
 
@@ -130,10 +126,8 @@ def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
 def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
     """Submit a new attempt of a run whose newest attempt, `previous`, has ended.
 
-    Raises:
-        UsageError: a variable of `pass_env` is not set, or another process has resumed the run.
-        ClusterError: Slurm refused the job or did not answer.
-        RunError: records of the run are damaged.
+    Raises UsageError if a variable of `pass_env` is not set, or another process has resumed the run; ClusterError if
+    Slurm refused the job or did not answer; RunError if records are damaged.
     """
     if problems := permission_problems(directory.path):
         raise UsageError(problems)
@@ -290,13 +284,9 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
 
 
 def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every: bool = False) -> list[str]:
-    """Remove nodes (with `every`, all nodes) from the ledger of bad nodes, so that jobs use them again.
+    """Remove nodes (with `every`, all nodes) from the ledger of bad nodes, and return their names, sorted.
 
-    Returns:
-        The names of the nodes, sorted.
-
-    Raises:
-        UsageError: a host list has no node of the ledger. No node is removed in this case.
+    Raises UsageError if a host list has no node of the ledger. No node is removed in this case.
     """
     ledger = BadNodeLedger(runs)
     bad = [entry.node for entry in ledger.entries(now)]
@@ -335,9 +325,8 @@ class Installed:
 def installed(site_file: Path | None, node: str | None = None, *, every: bool = False) -> Installed:
     """Compare the installed packages of this host, one node, or all nodes of the site with the lock file.
 
-    Raises:
-        UsageError: the node or the site file does not exist.
-        ClusterError: Slurm does not answer, or nodes are not free within a minute.
+    Raises UsageError if the node or the site file does not exist, and ClusterError if Slurm does not answer, or nodes
+    are not free within a minute.
     """
     if node is not None and every:
         raise UsageError([Violation("--node", node, "contradicts --all", "keep one of them")])

@@ -37,7 +37,9 @@ def start_cluster(
     runs: Path = Path("runs"),
     directory: Path | None = None,
 ) -> tuple[Cluster, bool]:
-    """Start a cluster of `nodes` GPU nodes and `control_nodes` CPU nodes, and wait until all nodes are idle.
+    """Start a cluster and wait until all of its nodes are idle. Return it, and False if it was up already.
+
+    `Cluster.down` stops it, and `spec.site_file` is its site file.
 
     Args:
         name: name of the cluster, for `find_cluster`.
@@ -47,9 +49,6 @@ def start_cluster(
         control_nodes: number of nodes in partition `cpu`.
         runs: directory of runs in the cluster's site file. It remains when the cluster is stopped.
         directory: directory for all files of the cluster. Default: ~/.primeslurm/clusters/NAME.
-
-    Returns:
-        The cluster, and False if it was up already. `Cluster.down` stops it. `spec.site_file` is its site file.
 
     Raises:
         UsageError: a setting is wrong, programs are missing, or the directory is in use.

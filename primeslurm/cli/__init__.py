@@ -85,6 +85,7 @@ def main() -> None:
 def _fail(error: PrimeslurmError) -> NoReturn:
     from primeslurm.cli.output import report, report_json
 
+    # Scripts read the error from stdout, people from stderr.
     if asks_for_json(sys.argv):
         with contextlib.suppress(OSError):  # stdout itself may be on the full disk
             report_json(error)

@@ -51,6 +51,7 @@ def report_json(error: PrimeslurmError) -> None:
 def report(error: PrimeslurmError) -> None:
     """Print an error as one message on stderr, with a line for each violation."""
     lines = [str(v) for v in error.violations] if isinstance(error, UsageError) else str(error).splitlines()
+    # One problem fits on the line of the error. More are listed below a headline.
     if len(lines) == 1:
         note(f"error: {lines[0]}")
         return

@@ -45,7 +45,6 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
 
 
 def emulated_plan_of(recipe: Recipe, site: Site) -> Planned:
-    """Plan an emulated run. Files of its model may be missing. Raises UsageError."""
     return make_emulated_plan(recipe, site, Path(site.runs) / recipe.name, model_files(recipe).shape)
 
 
@@ -73,7 +72,6 @@ class Check:
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """Reasons why there is no plan."""
         return () if self.plan is not None else self.errors
 
     @property
@@ -89,13 +87,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Examined:
-    """Result of `examine`."""
+    """Plan and findings of a recipe."""
 
     planned: Planned | None
     """None if reading, planning or loading the recipe found an error."""
     errors: tuple[Violation, ...]
     others: tuple[Finding, ...]
-    """Findings other than errors."""
     details: tuple[str, ...] = ()
 
     def refuse(self) -> Planned:
@@ -170,6 +167,7 @@ def examine(
     errors = independent([each.errors for each in first], faulty)
     plans_from = first
     if errors:
+        # Other values in the wrong fields uncover errors that these hid.
         second = plan_variants(errors)
         wrong_fields = [*faulty, *(path_of(each.field) for each in errors)]
         errors += independent([each.errors for each in second], wrong_fields)
@@ -178,10 +176,12 @@ def examine(
             plans_from = second
     deprecations = (*recipe.deprecations, *site.deprecations)
     others = as_findings(deprecations, "warning") + _common([each.others for each in plans_from], faulty)
+    # Loading environments is slow, and the variants differ only in wrong fields: one variant is enough.
     tried = _try(first[0], faulty, local=local) if environments and first else _Tried()
     errors += [each for each in tried.errors if each not in errors]
     errors = [each for each in errors if not _said(each, tried.errors)]
     plans = [each.planned.plan for each in plans_from if each.planned]
+    # Only a valid recipe gets a batch script, which sbatch can test.
     valid = recipe.value is not None and site.value is not None
     answer = SlurmAnswer()
     if plans and site.value is not None and not local:
@@ -260,7 +260,7 @@ def _causes(
     """Remove errors that are consequences of others.
 
     An error is a consequence if it disappears when the other error's field gets another value, and the reverse is not
-    true. If both disappear, the first one counts as the cause. `found_without` returns the errors of all variants in
+    true. If both disappear, the first one counts as the cause. `errors_without` returns the errors of all variants in
     which one error's field has another value.
     """
     if len(errors) < 2:
@@ -313,7 +313,6 @@ def _try(look: _Look, faulty: Sequence[Sequence[str]], *, local: bool) -> _Tried
 
 
 def _spoils(path: Sequence[str], at: int) -> bool:
-    """True if `path` ends at, or lies in a needed field of, the environment whose own path has `at` parts."""
     return len(path) >= at and path[at - 2] == "environments" and (len(path) == at or path[at] in _LOADED)
 
 

@@ -41,11 +41,7 @@ def is_there(image: WantedImage) -> bool:
 
 
 class ImageBuilder:
-    """Builds images. With `dry_run`, missing programs are only listed in `problems`.
-
-    Raises:
-        UsageError: programs that the builds need do not work on this machine.
-    """
+    """Builds images. With `dry_run`, missing programs are listed in `problems` instead of raising UsageError."""
 
     def __init__(self, images: Collection[WantedImage], dry_run: bool = False) -> None:
         self.problems: list[Violation] = []
@@ -85,12 +81,9 @@ class ImageBuilder:
         return commands
 
     def build(self, images: Sequence[WantedImage], jobs: int, progress: Callable[[str], None]) -> None:
-        """Build images, `jobs` at a time. Failed or interrupted builds leave no image.
+        """Build images, `jobs` at a time, and call `progress` with a line of text after each.
 
-        `progress` is called with a line of text after each image.
-
-        Raises:
-            ImageBuildError: builds failed. The text names each of them. All other images are built.
+        Raises ImageBuildError that names all failed images. The others are built.
         """
         failed = []
         with ThreadPoolExecutor(jobs) as pool:
@@ -103,6 +96,7 @@ class ImageBuilder:
                     if error:
                         failed.append(f"{', '.join(image.tasks)}: {error}")
             except BaseException:
+                # After Ctrl-C, no build may continue in the background.
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._stop()
                 raise
@@ -114,6 +108,7 @@ class ImageBuilder:
         image.images.mkdir(parents=True, exist_ok=True)
         _sweep(image)
         image.log.unlink(missing_ok=True)  # an earlier build's
+        # Several hosts may build into one directory, so the temporary name has host and process.
         part = image.images / f"{image.digest}.{socket.gethostname()}.{os.getpid()}.part"
         with tempfile.TemporaryDirectory(prefix="primeslurm-images-") as directory:
             try:
@@ -129,11 +124,7 @@ class ImageBuilder:
             _succeeds([tool, "rmi", image.tag])
 
     def _run(self, words: Sequence[str], log: Path, kept_log: Path) -> None:
-        """Run a command and append its output to `log`, which is moved to `kept` if the error shows only the end of it.
-
-        Raises:
-            ImageBuildError: the command failed or was interrupted.
-        """
+        """Run a command and append its output to `log`, which is moved to `kept_log` if the error shows only a part."""
         with log.open("ab") as output:
             with self._lock:
                 if self._stopped:
@@ -156,7 +147,7 @@ class ImageBuilder:
 
 
 def _ending(log: Path, kept_log: Path) -> list[str]:
-    """Return the last lines of a log. A longer log is moved to `kept`."""
+    """Return the last lines of a log. A longer log is moved to `kept_log`."""
     lines = log.read_text(errors="replace").strip().splitlines()
     shown = [line[:_LINE] for line in lines[-_LINES:]]
     if shown == lines:

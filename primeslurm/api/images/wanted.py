@@ -36,7 +36,6 @@ class WantedImage:
     environment: Path
     """Directory of the Dockerfile."""
     tasks: tuple[str, ...]
-    """Tasks that run in the image."""
     pulled: str | None = None
     """Name of the image in a registry. None: the image is built from a Dockerfile."""
 
@@ -52,20 +51,14 @@ class WantedImage:
 
     @property
     def log(self) -> Path:
-        """Log of a failed build."""
         return self.images / f"{self.digest}.log"
 
 
 def sources(path: Path, runtime: str | None, images: Path | None) -> list[TaskSource]:
     """Return the tasks of a directory, or of the environments of a recipe.
 
-    Args:
-        path: a recipe file or a directory.
-        runtime: container runtime for a directory's images; apptainer by default. A recipe has its own.
-        images: directory of a directory's images. A recipe has its own.
-
-    Raises:
-        UsageError: the path is neither, or an option contradicts the recipe.
+    `runtime` (apptainer by default) and `images` (the directory of images) are options for a directory; a recipe has
+    its own. Raises UsageError if the path is neither, or an option contradicts the recipe.
     """
     path = expanded(path)
     if not is_file(path):

@@ -28,7 +28,7 @@ class Comparison:
     recipe: list[Difference]
     """Fields that differ. Empty if a run has no readable recipe."""
     plan: list[Difference]
-    """All differences of the plans: first the totals, then groups, replicas and processes."""
+    """All differences of the plans."""
 
     @property
     def same(self) -> bool:
@@ -39,7 +39,6 @@ class Comparison:
 class _Side:
     plan: Plan
     recipe: Mapping[str, Any]
-    """The recipe as written."""
     resolved: Mapping[str, Any]
     """The recipe with absolute paths and all defaults."""
     is_run: bool
@@ -48,11 +47,8 @@ class _Side:
 def compare(a: str, b: str, *, site: Path | None = None, runs: Path | None = None, local: bool = False) -> Comparison:
     """Compare two recipes or runs, each given as recipe file, name of a ready recipe, or name or directory of a run.
 
-    `site` and `local` are as for `load`, and `runs` is as for `find_run`.
-
-    Raises:
-        UsageError: a recipe cannot be planned.
-        RunError: a run does not exist, or its plan cannot be read.
+    `site` and `local` are as for `load`, and `runs` is as for `find_run`. Raises UsageError if a recipe cannot be
+    planned, and RunError if a run does not exist or its plan cannot be read.
     """
     one, other = _sides((a, b), site, runs, local)
     if one.is_run or other.is_run:  # a run keeps its resolved recipe only

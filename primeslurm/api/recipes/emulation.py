@@ -102,11 +102,8 @@ def refuse_too_large(plan: Plan, available_mib: int | None = None, *, merged: bo
 def running(spec: ClusterSpec, *, keep: bool) -> Iterator[Site]:
     """Start an embedded cluster, yield its site, and stop it at the end of the block unless `keep` is set.
 
-    A cluster that was already up is never stopped. After an error, a cluster that was started here always is.
-
-    Raises:
-        UsageError: programs are missing, or the cluster's directory is in use.
-        ClusterError: the cluster does not start.
+    A cluster that was already up is never stopped. After an error, a cluster that was started here always is. Raises
+    UsageError if programs are missing or the cluster's directory is in use, and ClusterError if it does not start.
     """
     cluster, started = up(spec)
     try:

@@ -32,18 +32,9 @@ def load_evaluation(
 ) -> LoadedRecipe:
     """Load the recipe of an evaluation, which has engines and the environments of `evaluation`, but no trainer.
 
-    Args:
-        target: a recipe file or ready recipe, whose model is evaluated; or the name or directory of a run.
-        step: step of the run's published policy; the newest by default.
-        runs: directory of runs, as for `find_run`.
-        site: a site file; by default as for `load`.
-        overrides: fields to change, as words `path=value`.
-        name: name of the evaluation's run; by default the name of recipe or run with `-eval`.
-        local: run on this machine without Slurm.
-
-    Raises:
-        UsageError: the recipe, site or step is wrong.
-        RunError: there is no run of this name.
+    `target` is a recipe file or ready recipe, whose model is evaluated; or the name or directory of a run, of which the
+    policy published at `step` (by default the newest) is evaluated. By default, the evaluation is named after recipe or
+    run, with `-eval`. Other arguments are as for `load`. Raises UsageError, and RunError if the run does not exist.
     """
     source, words = Path(target), (*TASK, *overrides)
     if not is_dir(runs_directory(runs) / target):
@@ -57,6 +48,7 @@ def load_evaluation(
     else:
         run = find_run(target, runs)
         source, version = run.path / recipe_record.FILE, _version(run.path, target, step)
+        # Overrides are parsed as YAML, in which characters of a path may have a meaning.
         path = yaml.safe_dump(str(filesystem.version_dir(run.path.resolve(), version)))
         name, words = name or f"{run.path.name}-eval-{version}", (*TASK, f"model.path={path}", *overrides)
     return load(source, site=site, overrides=words, name=name, local=local)

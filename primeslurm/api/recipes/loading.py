@@ -64,10 +64,8 @@ class LoadedRecipe:
     def plan(self) -> Plan:
         """Assign nodes and processes. The plan has findings and, if the model is known, a memory estimate.
 
-        Neither Slurm nor the model's files are needed; missing files are findings.
-
-        Raises:
-            UsageError: the recipe cannot be placed on this site; with all reasons.
+        Neither Slurm nor the model's files are needed; missing files are findings. Raises UsageError with all reasons
+        if the recipe cannot be placed on this site.
         """
         return self.resolve().plan
 
@@ -120,8 +118,7 @@ class LoadedRecipe:
     def dry_run(self, *, slurm: bool = True) -> DryRun:
         """Make all checks of `submit`, and write nothing. Checks that are impossible here are listed as such.
 
-        Raises:
-            UsageError: `submit` would refuse the recipe on any machine; with all reasons.
+        Raises UsageError with all reasons why `submit` would refuse the recipe on any machine.
         """
         from primeslurm.api import submission
 
@@ -130,9 +127,8 @@ class LoadedRecipe:
     def submit(self) -> Run:
         """Create the run directory and submit the job. An emulated run's cluster is started first, and stays up.
 
-        Raises:
-            UsageError: the recipe, its files or its name are wrong; with all reasons.
-            ClusterError: Slurm refused the job or did not answer. The run directory is removed.
+        Raises UsageError with all reasons if the recipe, its files or its name are wrong. Raises ClusterError if Slurm
+        refused the job or did not answer; the run directory is then removed.
         """
         from primeslurm.api.runs.run import Run
 
@@ -165,11 +161,13 @@ class LoadedRecipe:
         from primeslurm.api import submission
         from primeslurm.api.recipes import emulation
 
+        # Refuse the run before the cluster starts, which takes longer than all checks.
         planned = self.to_run()
         submission.refuse_unfit(planned.plan)
         emulation.refuse_too_large(planned.plan, merged=self.cluster.merge_pages)
         starting(self.cluster)
         with emulation.running(self.cluster, keep=keep) as site:
+            # The cluster's addresses are known only now. Nothing else of the plan changes.
             placed = planned.listening_at(site.network.addresses)
             yield replace(self, site=with_python(site), cluster=None, planned=placed)
 

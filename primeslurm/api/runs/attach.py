@@ -32,9 +32,8 @@ class Attachment:
 def attachment(run: Run, word: str, command: Sequence[str], *, terminal: bool) -> Attachment:
     """Return a command that runs `command` in the allocation and environment of a role, process or node.
 
-    Raises:
-        UsageError: the run has no role, process or node named `word`.
-        RunError: the run, or its part on that node, is not running.
+    Raises UsageError if the run has nothing named `word`, and RunError if the run, or its part on that node, is not
+    running.
     """
     attempt = run.directory.latest()
     job, plan = attempt.job(), attempt.plan()

@@ -20,19 +20,11 @@ from primeslurm.wire.stored import checkpoints
 
 
 def export(run: Run, directory: Path, step: int | None = None) -> Path:
-    """Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. No GPU is needed.
+    """Write a checkpoint of a run (by default the newest) as a Hugging Face model, with config and tokenizer.
 
-    Args:
-        run: the run.
-        directory: directory to create, with its parents.
-        step: a committed step; the newest by default.
-
-    Returns:
-        The directory as an absolute path.
-
-    Raises:
-        UsageError: the step does not exist, or the directory exists or cannot be created.
-        RunError: the checkpoint is damaged or cannot be converted.
+    No GPU is needed. `directory` is created; its absolute path is returned. Raises UsageError if the step does not
+    exist, or the directory exists or cannot be created, and RunError if the checkpoint is damaged or cannot be
+    converted.
     """
     target = expanded(directory).absolute()
     problems = _problems(run, step, target)
@@ -90,17 +82,14 @@ def _run(argv: list[str], progress: Callable[[str], None] | None = None) -> None
 
 
 def convert(model: str, directory: Path, progress: Callable[[str], None] | None = None) -> Path:
-    """Convert an INT4, MXFP4 or block-scale FP8 checkpoint to bfloat16. No GPU is needed.
+    """Convert an INT4, MXFP4 or block-scale FP8 checkpoint to bfloat16, which engines load in RL. No GPU is needed.
 
-    RL needs this because engines load bfloat16 weights. A repeated conversion continues after the last finished file.
+    A repeated conversion continues after the last finished file. `progress` is called with lines that count the files.
 
     Args:
         model: a directory, or a hub id in the Hugging Face cache.
-        directory: directory to create, with its parents.
+        directory: directory to create, whose absolute path is returned.
         progress: called with lines that count the finished files.
-
-    Returns:
-        The directory as an absolute path.
 
     Raises:
         UsageError: the model does not exist or has another format, or the directory cannot be created.

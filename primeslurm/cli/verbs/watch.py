@@ -74,6 +74,7 @@ def watch_until_done(run: Run, *, poll_s: float = REFRESH_S) -> ExitCode:
             for current in looks:
                 live.update(view(current))
     else:
+        # A log file gets one line per step, not one per second.
         printed = -1.0
         for current in looks:
             step = current.metrics.get("step", 0)

@@ -212,6 +212,7 @@ def _replicas(replicas: Sequence[ReplicaStatus]) -> Table:
         column.justify = "right"
     shown = list(replicas)
     if len(replicas) > MAX_LINES:
+        # One line sums up the healthy replicas, so that the others fit on the screen.
         shown = [replica for replica in replicas if _ill(replica)][: MAX_LINES - 1]
         well = [replica for replica in replicas if replica not in shown]
         table.add_row(f"{len(well)} healthy", "", _count(well), *_sums(well), *[_share(well)] * len(held))

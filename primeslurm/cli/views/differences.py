@@ -96,6 +96,7 @@ def _alike(differences: Sequence[Difference]) -> list[list[Difference]]:
     """Group differences with the same values whose fields differ only in numbers."""
     alike: dict[object, list[Difference]] = {}
     for difference in differences:
+        # Processes that all moved to other nodes are one difference.
         values = [
             pattern(value) if value and difference.field in PLACES else value for value in (difference.a, difference.b)
         ]

@@ -89,6 +89,7 @@ def show_installed(installed: Installed, as_json: bool) -> None:
 def _show_parts(nodes: Mapping[str, Parts], differences: Sequence[InstalledDifference]) -> None:
     """Print a row for each part. Nodes with the same parts share a column."""
     marked = {(each.node, each.part): each for each in differences}
+    # On a homogeneous cluster of any size, this is one column.
     columns: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
     for name, parts in nodes.items():
         columns.setdefault(tuple(parts.items()), []).append(name)
