@@ -1,4 +1,4 @@
-"""Where `attach` goes, and a command beside a process of a local run."""
+"""Targets of `attach`, and a command next to a process of a local run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from primeslurm.api.runs.attach import find_target, step_command
 from primeslurm.base.errors import RunError, UsageError
 from primeslurm.base.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
@@ -16,8 +17,6 @@ from primeslurm.plan.model import Process
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.plan_outline import read_outline
-from primeslurm.run.status.target import find_target
-from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import JobComponent, JobState
 from primeslurm.slurm.local import submit
 from tests.support.cli import primeslurm
@@ -86,7 +85,7 @@ def test_a_local_process_is_joined_by_process_role_or_node(run: RunDirectory, tm
     by_process = find_target(placement, attempt, "trainer-rank-0")
     assert find_target(placement, attempt, "trainer") == by_process
     assert find_target(placement, attempt, "0").process is None
-    assert find_target(placement, attempt, by_process.host).node == 0
+    assert find_target(placement, attempt, by_process.report.name).node == 0
     with pytest.raises(UsageError, match="did you mean trainer"):
         find_target(placement, attempt, "triner")
 
