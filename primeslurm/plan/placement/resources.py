@@ -188,7 +188,8 @@ def _place(recipe: Recipe, ask: _RoleRequest, site: Site, problems: list[Violati
     kind = site.kind(ask.role)
     if kind is None:
         why = f"site {site.name} has no nodes for role {ask.role}"
-        fix = f"add `{ask.role}` or `default` under `nodes` of the site file"
+        *names, last = site.kind_names(ask.role)
+        fix = f"add `{'`, `'.join(names)}` or `{last}` under `nodes` of the site file"
         problems.append(Violation(ask.field, "", why, fix))
         return None
     gpus = kind.gpus if ask.gpus is None else ask.gpus
