@@ -66,6 +66,7 @@ class DataRequest(msgspec.Struct, frozen=True):
     model: str  # directory of the tokenizer
     every: bool  # whether every answer of the assistant is trained, or only the last
     sees: bool  # whether images are trained
+    seq_len: int  # longest line that is trained [tokens]
 
 
 class DataAnswer(msgspec.Struct, frozen=True):
