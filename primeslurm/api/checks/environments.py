@@ -39,7 +39,7 @@ def environment_problems(
         return [], [_untried(interpreter)]
     environments = environments_by_field(recipe.trained_environments, recipe.evaluation_environments)
     environments = {place: each for place, each in environments.items() if place not in skip}
-    result = probe_environments(environments, recipe.model, interpreter)
+    result = probe_environments(environments, recipe.model, interpreter, max_len=recipe.max_len)
     if result.missing_package:
         problem = _unprepared(interpreter, result.missing_package, site, local)
         return ([problem], []) if isinstance(problem, Violation) else ([], [_untried(problem)])
