@@ -30,13 +30,13 @@ def job(*states: str) -> JobState:
     return JobState("70", states[0], "", 0, "", None, components, "scontrol")
 
 
-def test_a_component_is_reached_through_the_leader() -> None:
+def test_component_is_reached_through_the_leader() -> None:
     argv = step_command(job("RUNNING", "RUNNING"), 1, "n2", ["true"], terminal=True)
     assert argv[:3] == ["srun", "--jobid=70", "--het-group=1"] and argv[-2:] == ["--pty", "true"]
     assert "--overlap" in argv and "--nodelist=n2" in argv
 
 
-def test_a_job_of_one_component_has_no_het_groups_and_containers_are_entered() -> None:
+def test_single_component_job_has_no_het_group_and_containers_are_entered() -> None:
     argv = step_command(job("RUNNING"), 0, "n1", ["true"], more=("--container-image=i",), terminal=False)
     assert argv[-2:] == ["--container-image=i", "true"] and not any("het" in word or word == "--pty" for word in argv)
 
@@ -73,7 +73,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
         time.sleep(0.1)
 
 
-def test_a_local_process_is_joined_by_process_role_or_node(run: RunDirectory, tmp_path: Path) -> None:
+def test_local_process_is_found_by_process_role_or_node(run: RunDirectory, tmp_path: Path) -> None:
     attempt = run.attempt(1)
     deadline = time.monotonic() + 60
     while (read_json(attempt.fleet_file) or {}).get("states") != {"trainer-rank-0": "HEALTHY"}:
@@ -90,7 +90,7 @@ def test_a_local_process_is_joined_by_process_role_or_node(run: RunDirectory, tm
         find_target(placement, attempt, "triner")
 
 
-def test_a_node_that_has_not_reported_cannot_be_entered(tmp_path: Path) -> None:
+def test_node_without_a_heartbeat_cannot_be_entered(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "r")
     process = Process(name="router-0", role="router", node=0, argv=("true",), log="x.log")
     directory.attempt(1).prepare(plan_of(directory.path, (process,)))
