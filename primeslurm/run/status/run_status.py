@@ -50,12 +50,14 @@ MAX_UNHEALTHY = 256
 
 # Returns Slurm's state of a job, with the reason while it is pending; None if Slurm does not know the job.
 JobQuery = Callable[[JobRecord], str | None]
-# Returns what keeps a pending job from starting unless somebody acts.
+# Returns the reasons why a pending job does not start unless somebody acts.
 FindObstacles = Callable[[JobRecord], list[Obstacle]]
 # Result of a `JobQuery` if Slurm does not answer.
 NO_ANSWER = "NO ANSWER"
-# Reason in a `JobQuery` of a pending heterogeneous job that cannot start any more.
+# Reason in a `JobQuery` of a pending heterogeneous job that can never start.
 BROKEN_UP = "others of its components have ended"
+# Start of a cause that comes from the output of srun.
+SRUN_REPORTS = "srun reports"
 # Start of the result of a `JobQuery` while a submission is in progress and the job has no id.
 SUBMITTING = "SUBMITTING"
 # Slurm's states of a job that has started and has not ended.
