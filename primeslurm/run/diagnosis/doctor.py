@@ -102,7 +102,7 @@ def diagnose(
     readable plan.
     """
     now = time.time() if now is None else now
-    placement = read_outline(attempt)
+    outline = read_outline(attempt)
     events = attempt_events(attempt)
     all_failures = failures(events, attempt.heartbeats())
     liveness = _liveness(attempt, now, find_causes, recheck_s)
@@ -118,7 +118,7 @@ def diagnose(
         unrecovered = [_end_of_job(attempt, events, outcome, reason)]
     causes_of = {each.failure: each for each in observed}
     simultaneous = _simultaneous(sorted(unrecovered, key=lambda failure: failure.time))
-    first = _first([causes_of.get(failure) or _examine(run, attempt, placement, failure) for failure in simultaneous])
+    first = _first([causes_of.get(failure) or _examine(run, attempt, outline, failure) for failure in simultaneous])
     recipe = run.recipe()
     return Diagnosis(
         run=run.name,
@@ -248,8 +248,8 @@ def _rank(examined: ExaminedFailure) -> int:
     return 0 if examined.causes or examined.error else 1
 
 
-def _examine(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure: Failure) -> ExaminedFailure:
-    path = _log_of(run, attempt, placement, failure)
+def _examine(run: RunDirectory, attempt: Attempt, outline: PlanOutline, failure: Failure) -> ExaminedFailure:
+    path = _log_of(run, attempt, outline, failure)
     lines = lines_until(path, failure.time) if path else []
     if failure.component == "job":
         lines = telling(_lines_of_start(lines, attempt))
@@ -277,8 +277,8 @@ def _of_job(failure: Failure) -> list[Cause]:
     return failure_signatures.of_job(failure.how.partition(":")[0]) if failure.component == "job" else []
 
 
-def _log_of(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure: Failure) -> Path | None:
-    for process in placement.processes():
+def _log_of(run: RunDirectory, attempt: Attempt, outline: PlanOutline, failure: Failure) -> Path | None:
+    for process in outline.processes():
         if process.name == failure.component:
             return attempt.path / process.log
     if failure.component == "job" or re.match(r"agent-\d+$|head$", failure.component):
