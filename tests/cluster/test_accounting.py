@@ -5,7 +5,6 @@ Unlike on the embedded cluster, Slurm sends SIGTERM before a preemption with a g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +16,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events
 from primeslurm.run.status.run_status import RunStatus, read_status
 from tests.cluster.accounting.cluster import AccountingCluster
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 
@@ -25,12 +25,8 @@ def status(run: RunDirectory) -> RunStatus:
     return read_status(run, job_query(run))
 
 
-def wait(run: RunDirectory, condition: Callable[[RunStatus], object], timeout_s: float = 240) -> RunStatus:
-    deadline = time.monotonic() + timeout_s
-    while not condition(found := status(run)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.3)
-    return found
+def wait(run: RunDirectory, condition: Callable[[RunStatus], object]) -> RunStatus:
+    return wait_until(lambda: found if condition(found := status(run)) else None, lambda: status(run), poll_s=0.3)
 
 
 def trained(steps: int, attempt: int = 1) -> Callable[[RunStatus], bool]:
@@ -133,7 +129,7 @@ def test_status_names_a_limit_lowered_after_submission(lab: AccountingCluster) -
         limit(0)
         for component in lab.client.job(job_of(run)).components:  # type: ignore[union-attr]
             lab.as_root("scontrol", "release", component.job_id)
-        waiting = wait(run, lambda found: "QOSMaxGRESPerUser" in found.reason, timeout_s=60)
+        waiting = wait(run, lambda found: "QOSMaxGRESPerUser" in found.reason)
         assert waiting.phase == "pending"
         shown = lab.primeslurm("status", run.path)
         assert "cannot start" in shown.stdout and "QOSMaxGRESPerUser" in shown.stdout, shown
@@ -155,10 +151,7 @@ def test_job_that_cannot_start_shows_a_reason(lab: AccountingCluster, options: t
     assert submitted.returncode == 0, submitted.stderr
     job_id = submitted.stdout.strip()
     try:
-        deadline = time.monotonic() + 60
-        while (job := lab.client.job(job_id)) is None or job.reason != reason:
-            assert time.monotonic() < deadline, job
-            time.sleep(0.3)
-        assert job.state == "PENDING"
+        wait_until(lambda: (job := lab.client.job(job_id)) and job.reason == reason, lambda: lab.client.job(job_id))
+        assert (job := lab.client.job(job_id)) is not None and job.state == "PENDING"
     finally:
         lab.client.cancel(job_id)

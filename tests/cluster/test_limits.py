@@ -18,9 +18,9 @@ from primeslurm.base.hostlists import compress
 from primeslurm.records.attempt import Obstacle
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
-from tests.cluster.test_requeue import wait
 from tests.support.cli import Result, primeslurm
 from tests.support.recipes import model_dir, recipe_data
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -114,14 +114,7 @@ def test_sbatch_tests_the_job_first(limited: Cluster, tmp_path: Path) -> None:
 
 
 def until(run: Run, condition: Callable[[list[Obstacle]], bool]) -> list[Obstacle]:
-    found: list[Obstacle] = []
-
-    def holds() -> bool:
-        found[:] = run.status().obstacles
-        return condition(found)
-
-    wait(holds, timeout_s=60)
-    return found
+    return wait_until(lambda: found if condition(found := run.status().obstacles) else None)
 
 
 def test_pending_job_reports_the_reason_of_each_component(limited: Cluster, tmp_path: Path) -> None:
@@ -174,7 +167,7 @@ def test_job_waiting_for_maintenance_names_the_reservation(limited: Cluster, tmp
         assert closed.text.startswith(f"cannot end before maintenance maint1 of {compress(nodes)}, from 20")
         assert run.cancel()
         command(limited, "scontrol", "update", "reservationname=maint1", "starttime=now")
-        wait(lambda: limited.client.nodes_by_partition(["gpu"]) == {"gpu": dict.fromkeys(nodes, False)}, timeout_s=60)
+        wait_until(lambda: limited.client.nodes_by_partition(["gpu"]) == {"gpu": dict.fromkeys(nodes, False)})
         assert limited.client.nodes_by_partition(["gpu"], "maint1") == {"gpu": dict.fromkeys(nodes, True)}
     finally:
         command(limited, "scontrol", "delete", "reservationname=maint1")

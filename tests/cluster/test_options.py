@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.render import render
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.slurm_plans import group, plan
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -54,10 +54,7 @@ class Sbatch:
         return sorted(mine, key=lambda row: int(row["job_id"]))
 
     def wait_until_done(self, job: str) -> None:
-        deadline = time.monotonic() + 120
-        while (state := self._client.job(job)) is not None and state.active:
-            assert time.monotonic() < deadline, f"{state.state} {state.reason}"
-            time.sleep(0.5)
+        wait_until(lambda: (found := self._client.job(job)) is None or not found.active, lambda: self._client.job(job))
 
     def cancel_all(self) -> None:
         for job in self._jobs:

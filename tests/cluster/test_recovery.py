@@ -37,6 +37,7 @@ from primeslurm.slurm.render import render
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
 from tests.support.plans import SERVER, python
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -132,11 +133,8 @@ class Job:
     def attempt(self) -> Attempt:
         return self.run.latest()
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 600) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "\n".join(map(str, events(self.run)))
-            time.sleep(0.2)
+    def wait(self, condition: Callable[[], object]) -> None:
+        wait_until(condition, lambda: "\n".join(map(str, events(self.run))))
 
     def states(self) -> dict[str, str]:
         fleet = self.attempt.fleet()
@@ -196,10 +194,7 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
             job.wait(lambda job=job: not job.active())
     for name in [daemon.name for daemon in cluster.daemons if not daemon.alive]:
         revive_node(cluster, name)
-    deadline = time.monotonic() + 60
-    while any(node.state != "idle" or not node.responding for node in cluster.client.nodes()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: all(node.state == "idle" and node.responding for node in cluster.client.nodes()))
 
 
 def test_run_survives_two_lost_nodes(cluster: Cluster, start: Callable[..., Job]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.cluster.toy import ToyAgent, notes
 from tests.support.faults import warn
 from tests.support.slurm_plans import group, plan
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -37,20 +36,13 @@ def make(run_dir: Path, *groups: HetGroup, **job: Any) -> Plan:
     return plan(run_dir, *groups, env={"PYTHONPATH": CHECKOUT}, **job)
 
 
-def wait(condition: Callable[[], bool], timeout_s: float = 600) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def wait_for_end(cluster: Cluster, job_id: str) -> JobState:
     def ended() -> bool:
         job = cluster.client.job(job_id)
         assert job is not None
         return not job.active
 
-    wait(ended)
+    wait_until(ended)
     job = cluster.client.job(job_id)
     assert job is not None
     return job
@@ -88,7 +80,7 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
 
 def test_usr2_requeues_a_single_job(cluster: Cluster, run_dir: Path) -> None:
     job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
-    wait(lambda: len(said(run_dir, "start")) == 2)
+    wait_until(lambda: len(said(run_dir, "start")) == 2)
     warn(cluster.spec.slurm_conf, job_id)
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.restarts) == ("COMPLETED", 1)
@@ -100,7 +92,7 @@ def test_usr2_requeues_a_single_job(cluster: Cluster, run_dir: Path) -> None:
 def test_preemption_checkpoints_and_requeues(cluster: Cluster, run_dir: Path, tmp_path: Path) -> None:
     """An urgent job takes all nodes. Our job gets SIGUSR2, writes a checkpoint, and resumes later."""
     job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
-    wait(lambda: len(said(run_dir, "start")) == 2)
+    wait_until(lambda: len(said(run_dir, "start")) == 2)
     subprocess.run(
         ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"],
         env={"SLURM_CONF": str(cluster.spec.slurm_conf), "PATH": "/usr/bin:/bin"},
@@ -115,7 +107,7 @@ def test_preemption_checkpoints_and_requeues(cluster: Cluster, run_dir: Path, tm
 def test_cancel(cluster: Cluster, run_dir: Path) -> None:
     given = make(run_dir, group(0, "control"), group(1, "train", 1, gpus=1))
     job_id = start(cluster, given, requeue_itself=False)
-    wait(lambda: len(said(run_dir, "start")) == 2)
+    wait_until(lambda: len(said(run_dir, "start")) == 2)
     cluster.client.cancel(job_id)
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.restarts) == ("CANCELLED", 0)

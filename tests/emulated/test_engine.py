@@ -43,6 +43,7 @@ from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.processes import HOST, Server, fill, start_router
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until_async
 
 Start = Callable[..., Server]
 
@@ -117,8 +118,7 @@ async def test_pending_requests_wait_for_an_update(start: Start, tmp_path: Path)
     control = client(server)
     await control.apply(PolicyVersion(0, "/models/tiny"), 60)
     running = asyncio.create_task(asyncio.to_thread(generate, server.url, [5, 6, 7], 240))
-    while metric(server.url, "vllm:generation_tokens_total") < 10:
-        await asyncio.sleep(0.05)
+    await wait_until_async(lambda: metric(server.url, "vllm:generation_tokens_total") >= 10)
     await control.apply(publish(tmp_path, 1), 60)
     versions = [version for version, _, _ in spans(await running)]
     assert versions == [0, 1]
@@ -157,10 +157,7 @@ async def test_disconnect_aborts_the_request(start: Start) -> None:
     await client(server).apply(PolicyVersion(0, "/models/tiny"), 60)
     with pytest.raises(httpx.ReadTimeout):
         generate(server.url, [5, 6, 7], 400, timeout_s=0.5)
-    deadline = time.monotonic() + 60
-    while metric(server.url, "vllm:num_requests_running") > 0:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    await wait_until_async(lambda: metric(server.url, "vllm:num_requests_running") == 0)
 
 
 @pytest.mark.parametrize("turns", range(4))

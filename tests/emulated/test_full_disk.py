@@ -17,7 +17,7 @@ from primeslurm.records.events.nodes import FileSystemFault, NodeLost
 from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.records import events
 from tests.support.emulation import Deployment
-from tests.support.waiting import STALL_S
+from tests.support.waiting import wait_until
 
 SILENT_S = 20
 """Time after which a node counts as lost; twice that for the head."""
@@ -100,10 +100,12 @@ def test_attempt_waits_for_space_on_a_full_disk(deployment: Deployment, fill: Ca
     assert job is not None
     stay_full(fill, 2.0)
     deployment.cluster.client.requeue(job.job_id)
-    deadline = time.monotonic() + STALL_S
-    while restarts(deployment) < before.attempt:
-        assert time.monotonic() < deadline, deployment.status()
-        stay_full(fill, 1.0)
+
+    def requeued() -> bool:
+        fill(0)
+        return restarts(deployment) >= before.attempt
+
+    wait_until(requeued, deployment.status, poll_s=0.5)
     stay_full(fill, 3.0)
     fill(0).unlink(missing_ok=True)
     deployment.wait(lambda status: deployment.healthy(status) and deployment.snapshot().step > before.committed)

@@ -11,8 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, tokens
 from tests.support.processes import HOST, Server, fill, start_router
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until
 
 PROMPT = [2, 5, 9, 14, 7, 3]
 REMEMBERED_BYTES = 16 * 2**20
@@ -79,14 +79,6 @@ class Routed:
     def child(self) -> psutil.Process:
         """Return the vllm-router process."""
         return psutil.Process(self.router.pid).children()[0]
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    """Poll until `condition()` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.05)
 
 
 def wrong(number: int) -> dict[str, str]:
@@ -197,9 +189,9 @@ def test_lost_workers_of_a_router_are_restored(shape: str, request: pytest.Fixtu
         with contextlib.suppress(httpx.TransportError):  # the supervisor may restart the router after the first request
             removed = it.ask("POST", f"/remove_worker?url={engine.url}", headers=secret.header())
             assert removed.status_code == 200
-    eventually(lambda: len(it.events()) > told)
-    eventually(lambda: it.workers == it.all)
-    eventually(lambda: isinstance(it.events()[-1], RouterComplete))
+    wait_until(lambda: len(it.events()) > told)
+    wait_until(lambda: it.workers == it.all)
+    wait_until(lambda: isinstance(it.events()[-1], RouterComplete))
     assert len(tokens(generate(it.router.url, PROMPT, 2))) == 2
     lost = [event for event in it.events()[told:] if isinstance(event, RouterIncomplete)]
     assert lost and set().union(*(event.missing for event in lost)) <= set(it.all)
@@ -211,7 +203,7 @@ def test_worker_outside_the_plan_is_removed(alike: Routed) -> None:
     foreign = alike.engines[0].url.replace(HOST, "localhost")
     added = alike.ask("POST", f"/add_worker?url={foreign}", headers=secret.header())
     assert added.status_code == 200, added.text
-    eventually(lambda: len(alike.events()) >= told + 2)
+    wait_until(lambda: len(alike.events()) >= told + 2)
     assert alike.events()[told].foreign == [foreign] and alike.workers == alike.all
 
 
@@ -224,7 +216,7 @@ def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
     with pytest.raises(httpx.TransportError):  # no response at all, so that the agent considers the router unresponsive
         httpx.get(f"{health}/liveness", timeout=30)
     os.kill(before, signal.SIGCONT)
-    eventually(lambda: apart.workers == apart.all)
+    wait_until(lambda: apart.workers == apart.all)
 
 
 def test_router_process_does_not_expose_the_secret(apart: Routed) -> None:
@@ -242,13 +234,13 @@ def test_router_and_supervisor_end_together(tmp_path: Path) -> None:
         command = router_command(recipe, VllmRouter(), ReplicaEngines(["nobody"]), name)
         (tmp_path / name).mkdir()
         router = start_router(command, {"nobody": f"{HOST}:{free_port()}"}, tmp_path / name / "log")
-        eventually(lambda: psutil.Process(router.pid).children())
+        wait_until(lambda: psutil.Process(router.pid).children())
         return router, psutil.Process(router.pid).children()[0]
 
     keeper, child = start("a")
     os.kill(keeper.pid, signal.SIGKILL)
     assert keeper.wait_gone(60)
-    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     keeper, child = start("b")
     child.kill()
     try:
@@ -267,7 +259,7 @@ def test_invalid_tokens_at_the_endpoint_do_not_restart_the_router(alike: Routed,
     # The supervisor has checked again once it has restored what is missing now.
     told = len(alike.events())
     assert alike.ask("POST", f"/remove_worker?url={alike.all[0]}", headers=secret.header()).status_code == 200
-    eventually(lambda: len(alike.events()) > told and alike.workers == alike.all)
+    wait_until(lambda: len(alike.events()) > told and alike.workers == alike.all)
     assert alike.child().pid == before
 
 
@@ -281,7 +273,7 @@ def test_router_restarts_after_many_invalid_tokens(alike: Routed) -> None:
             except httpx.TransportError:
                 break
             assert answer.status_code == 401
-    eventually(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
-    eventually(lambda: alike.workers == alike.all)
+    wait_until(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
+    wait_until(lambda: alike.workers == alike.all)
     (event,) = alike.restarts()[told:]
     assert event.process == "router-0" and "MiB of invalid tokens" in event.reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -27,6 +26,7 @@ from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 from tests.support.processes import EngineForks, Server
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -121,7 +121,4 @@ def test_stopped_core_of_a_teacher_is_detected(engine_forks: EngineForks, model:
 
 
 def wait_for_status(engine: Server, wanted: int, path: str = "/primeslurm/status") -> None:
-    deadline = time.monotonic() + 300
-    while engine.status_code(path) != wanted:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    wait_until(lambda: engine.status_code(path) == wanted, poll_s=0.5)

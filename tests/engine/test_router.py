@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -17,17 +16,10 @@ from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish
+from tests.support.waiting import wait_until_async
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 600) -> None:
-    """Poll until `condition()` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        await asyncio.sleep(0.1)
 
 
 def retrying(url: str, session: str, seconds: float = 600) -> dict:
@@ -76,7 +68,7 @@ async def test_restarted_engine_serves_only_the_current_policy(
         assert spans(retrying(router.url, moved[0])) == [(1, 0, 4)]
         return metric(restarted.url, "vllm:request_success_total") > 0
 
-    await eventually(returned)
+    await wait_until_async(returned)
 
 
 async def test_prefill_and_decode_engines_answer_as_one(

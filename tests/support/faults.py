@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from primeslurm.testbed.embedded_slurm.daemons import OsProcess
+from tests.support.waiting import wait_until
 
 
 def kill_node(cluster: Cluster, name: str) -> None:
@@ -67,10 +67,7 @@ def _slurm(slurm_conf: Path, *argv: str) -> None:
 def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
     _slurm(cluster.spec.slurm_conf, *argv, "-f", str(cluster.spec.slurm_conf))
-    deadline = time.monotonic() + 60
-    while (started := OsProcess.of(name, int(pid_file.read_text() or 0))) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    started = wait_until(lambda: OsProcess.of(name, int(pid_file.read_text() or 0)))
     cluster.daemons[:] = [daemon for daemon in cluster.daemons if daemon.name != name] + [started]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,19 +11,15 @@ import psutil
 import pytest
 
 from benchmarks.support.servers import Server
+from tests.support.waiting import wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True)"
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process ends within some seconds. It may remain a zombie."""
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    """Return whether a process has ended. It may remain a zombie."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -38,7 +33,8 @@ def test_a_server_is_ended(process: subprocess.Popen[bytes]) -> None:
     server = Server(process.pid, "", Path())
     assert server.alive()
     server.kill()
-    assert not server.alive() and gone(process.pid)
+    assert not server.alive()
+    wait_until(lambda: gone(process.pid))
 
 
 def test_later_process_with_the_same_pid_is_not_killed(process: subprocess.Popen[bytes]) -> None:
@@ -58,8 +54,7 @@ def test_child_processes_of_a_server_are_ended() -> None:
         server = Server(process.pid, "", Path())
         assert process.stdout is not None
         left = int(process.stdout.readline())
-        while server.alive():
-            time.sleep(0.01)
+        wait_until(lambda: not server.alive())
         assert psutil.pid_exists(left)
         server.kill()
-        assert gone(left)
+        wait_until(lambda: gone(left))
