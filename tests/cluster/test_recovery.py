@@ -62,15 +62,8 @@ def server(name: str, node: int, *uses: str) -> Process:
     return process(name, node, argv, ports={"http": 21000 + 10 * node}, health=health, after=uses)
 
 
-def component(index: int, nodes: int, spares: int) -> HetGroup:
-    """Return nodes of partition gpu."""
-    fields = {"partition": "gpu", "gres": None, "cpus_per_task": 1}
-    return HetGroup.model_validate({"index": index, "name": str(index), "nodes": nodes, "spares": spares, **fields})
-
-
-def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str) -> Plan:
+def make_plan(run_dir: Path, site: Site, replicas: int, spares: int) -> Plan:
     """Return a plan with orchestrator and trainer on node 0, and an engine with its router on each further node."""
-    het = layout == "het"
     control = (
         process("orchestrator", 0, UNTIL_DONE),
         process("trainer-rank-0", 0, UNTIL_DONE, restart="attempt"),
@@ -78,24 +71,21 @@ def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str
     nodes = [control]
     for i in range(replicas):
         nodes.append((server(f"engine-r{i}-0", i + 1), server(f"router-{i}", i + 1, f"engine-r{i}-0")))
-    if het:  # each component has a second node, because a job needs every component
-        groups = (component(0, 2, 1), component(1, replicas + spares, spares))
-    else:
-        groups = (component(0, len(nodes) + spares, spares),)
-    count = sum(group.nodes for group in groups)
+    count = len(nodes) + spares
+    gpu = HetGroup(index=0, name="all", nodes=count, spares=spares, partition="gpu", gres=None, cpus_per_task=1)
     return Plan(
         schema=1,
         run=run_dir.name,
         run_dir=str(run_dir),
         task="rl",
-        layout=layout,
+        layout="single",
         executor="slurm",
         device="cpu",
         python=sys.executable,
         job=JobOptions(name=run_dir.name, time="00:10:00", signal_s=40),
-        groups=groups,
+        groups=(gpu,),
         nodes=tuple(
-            Node(index=i, group=int(het and i > 0), role="train", index_in_group=max(i - het, 0), processes=processes)
+            Node(index=i, group=0, role="train", index_in_group=i, processes=processes)
             for i, processes in enumerate(nodes)
         ),
         replicas=tuple(
@@ -175,12 +165,11 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
         *,
         replicas: int,
         spares: int,
-        layout: str = "single",
         without_address: str | None = None,
         prologue: str = "",
         launcher: tuple[str, ...] = (),
     ) -> Job:
-        plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
+        plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares)
         job = plan.job.model_copy(update={"prologue": (prologue,) if prologue else (), "launcher": launcher})
         plan = plan.model_copy(update={"job": job})
         addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
@@ -295,17 +284,6 @@ def test_a_node_where_the_agent_ends_at_once(cluster: Cluster, start: Callable[.
     job.finish()
 
 
-def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:
-    job = start(replicas=1, spares=1, layout="het")
-    job.wait_for("engine-r0-0", "router-0", "orchestrator")
-    lost = job.node_of(1)
-    kill_node(cluster, lost)
-    job.wait(lambda: job.node_of(1) != lost)
-    job.wait_for("engine-r0-0", "router-0", "orchestrator")
-    job.finish()
-    assert [attempt.number for attempt in job.run.attempts()] == [1]
-
-
 def test_another_agent_requeues_a_job_without_a_head(cluster: Cluster, start: Callable[..., Job]) -> None:
     """With --no-kill, Slurm itself would leave such a job alone until its time limit."""
     job = start(replicas=1, spares=0)
@@ -374,7 +352,7 @@ def test_job_avoids_only_as_many_nodes_as_can_be_spared(
     conf = str(cluster.spec.slurm_conf)
     monkeypatch.setenv("SLURM_CONF", conf)
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
-    plan = make_plan(tmp_path / "runs" / "toy", site, replicas=1, spares=0, layout="single")
+    plan = make_plan(tmp_path / "runs" / "toy", site, replicas=1, spares=0)
     Path(plan.run_dir).mkdir(parents=True)
     ledger = BadNodeLedger(tmp_path / "runs")
     names = list(cluster.client.nodes_of("gpu"))

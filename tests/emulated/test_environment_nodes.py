@@ -18,7 +18,7 @@ from primeslurm.wire.stored import checkpoints
 from tests.support.emulation import Deployment
 from tests.support.faults import kill_node
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 STEPS = 30
 SMALLER = (
     f"max_steps={STEPS}",

@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 from benchmarks.support.servers import Server
+from tests.support.cli import ROOT
 from tests.support.waiting import wait_until
 
+PORTS = "from benchmarks.support.ports import free_port; print(*(free_port() for _ in range(60)), flush=True); input()"
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True)"
 
@@ -58,3 +60,12 @@ def test_child_processes_of_a_server_are_ended() -> None:
         assert psutil.pid_exists(left)
         server.kill()
         wait_until(lambda: gone(left))
+
+
+def test_processes_at_the_same_time_get_different_ports() -> None:
+    argv = [sys.executable, "-c", PORTS]
+    processes = [subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)]
+    ports = [port for process in processes for port in process.stdout.readline().split()]  # type: ignore[union-attr]
+    for process in processes:
+        process.communicate(b"\n")
+    assert len(set(ports)) == len(ports) == 180
