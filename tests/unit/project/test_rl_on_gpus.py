@@ -1,8 +1,7 @@
-"""The benchmark of the RL loop on GPUs, as far as possible without GPUs: its runs have valid plans."""
+"""The plans of the benchmarks of the RL loop and of recovery on GPUs are valid, and their reports are right."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,29 +10,24 @@ import pytest
 
 from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
 from benchmarks.support import shared_gpu
-from primeslurm.api.sites import local_site
-from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished
-from tests.support.planning import reviewed
+from tests.support.planning import plan_on_gpus
+
+MODEL = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
     cell = CELLS[name]
-    model = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    devices = tmp_path / "dev"
-    devices.mkdir()
-    for gpu in range(cell.gpus):
-        (devices / f"nvidia{gpu}").touch()
-    settings = [f"{key}={value}" for key, value in {"model.path": str(tmp_path), **cell.settings}.items()]
-    recipe = load_recipe(HERE / cell.recipe, settings)
-    site = local_site(tmp_path / "runs", devices)
-    findings, _ = reviewed(recipe, site)
-    assert not [finding for finding in findings if finding.level in ("error", "blocked")]
-    assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
+    assert plan_on_gpus(tmp_path, cell.gpus, HERE / cell.recipe, MODEL, **cell.settings).totals.gpus == cell.gpus
+
+
+def test_recovery_benchmark_is_planned_on_four_gpus(tmp_path: Path) -> None:
+    settings = {"deployment.train.gpus_per_node": 2}
+    plan = plan_on_gpus(tmp_path, 4, HERE / "recovery.yaml", MODEL, **settings)
+    assert plan.totals.gpus == 4 and plan.max_attempts > 1
 
 
 def test_shared_gpus_are_planned_as_separate_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
