@@ -19,7 +19,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events, rows
 from primeslurm.wire.stored import checkpoints
 from tests.chaos.spool_watch import SeenGroup
-from tests.support.emulation import SWEPT_AHEAD
+from tests.support.emulation import DROPPED_AHEAD
 
 NONE: Mapping[int, int] = MappingProxyType({})
 
@@ -164,7 +164,7 @@ def fates(
         elif any(_undoes(start, group) for start in resumed) or any(_trained_in_vain(start, group) for start in behind):
             answer.undone += group.rollouts
         # A policy existed when it sampled, even if the records are a step behind.
-        elif group.opened < max(group.gone_at_step, group.newest) + SWEPT_AHEAD - 1 - max_off_policy_steps:
+        elif group.opened < max(group.gone_at_step, group.newest) + DROPPED_AHEAD - 1 - max_off_policy_steps:
             answer.stale += group.rollouts
         else:
             answer.lost += group.rollouts

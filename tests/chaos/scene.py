@@ -16,7 +16,7 @@ from primeslurm.records.reading import whole_lines
 from primeslurm.run.bad_nodes import BadNode, BadNodeLedger
 from primeslurm.run.status.run_status import ProcessStatus, RunStatus
 from primeslurm.testbed.embedded_slurm.daemons import OsProcess, job_processes
-from tests.support.emulation import OVER, Deployment
+from tests.support.emulation import ENDED, Deployment
 from tests.support.faults import revive_controller, revive_node
 
 GPU_NODES, CONTROL_NODES = 10, 6
@@ -67,7 +67,7 @@ class Scene(Deployment):
 
     def over(self, status: RunStatus | None) -> bool:
         """Return whether the run has ended."""
-        return status is not None and status.phase in OVER
+        return status is not None and status.phase in ENDED
 
     def end(self) -> None:
         """Cancel the run if necessary, and wait until all its processes have ended."""

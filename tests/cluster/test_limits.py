@@ -47,7 +47,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def command(cluster: Cluster, *argv: str) -> str:
     env = {**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}
-    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def place(cluster: Cluster, directory: Path, partition: str, kind: dict[str, Any], **recipe: Any) -> None:

@@ -114,5 +114,5 @@ def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> Non
     assert [attempt.number for attempt in run.directory.attempts()] == [1, 2]
 
     (run.path / "done").touch()
-    assert run.wait(timeout_s=300).phase == "completed"
+    assert run.wait().phase == "completed"
     wait_until(lambda: not {job_id, second} & set(cluster.client.job_ids()))

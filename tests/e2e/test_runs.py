@@ -61,7 +61,7 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     pids = [p["pid"] for p in status["processes"] if p["pid"]]
     assert len(pids) == 7
     shared = set[int]().union(*mapped_by(pids).values())
-    done = demo.command("cancel", str(run.path), timeout_s=120)
+    done = demo.command("cancel", str(run.path))
     assert done.returncode == 0, done.stderr
     cancelled = demo.status(run)
     assert cancelled["phase"] == "cancelled"
@@ -87,7 +87,7 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     assert all(each and (each.examples, each.samples, each.failed) == (8, 2, 0) for each in results)
     assert [row["step"] for row in table if "eval/held-out/reward_mean" in row] == evaluated_at
 
-    done = demo.command("eval", str(run.path), "--site", str(demo.site), "--json", timeout_s=300)
+    done = demo.command("eval", str(run.path), "--site", str(demo.site), "--json")
     assert done.returncode == 0, done.stderr
     again = RunDirectory(Path(json.loads(done.stdout)["directory"]))
     demo.finish(again)

@@ -22,7 +22,6 @@ import httpx
 from primeslurm.api.jobs import job_query
 from primeslurm.base.files import read_json
 from primeslurm.base.hostlists import expand
-from primeslurm.orchestrator.telemetry.progress_monitor import STATE_INTERVAL_S
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.events.training import CheckpointLoaded
 from primeslurm.run.bad_nodes import BadNodeLedger
@@ -108,7 +107,8 @@ def suffer(deployment: Deployment, fault: Fault) -> Cost:
 
     deployment.wait(recovered)
     seconds = time.monotonic() - began
-    time.sleep(1.5 * STATE_INTERVAL_S)  # counts are written at this interval
+    state, recovered_at = deployment.run.latest().path / "state" / "orchestrator.json", time.time()
+    wait_until(lambda: state.stat().st_mtime > recovered_at)  # so that it has all counts
     after = deployment.snapshot()
     if fault.repair and fault.repair_late:
         fault.repair(deployment)
@@ -132,7 +132,7 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
         seconds=round(seconds, 1),
         committed_steps_lost=max(0, before.committed - after.committed),
         steps_repeated=max(0, before.step - resumed),
-        rollouts_begun_again=before.in_flight if again else max(0, after.begun_again - before.begun_again),
+        rollouts_begun_again=before.in_flight if again else max(0, after.restarted - before.restarted),
         finished_rollouts_lost=len(gone) - len(valid),
         committed_rollouts_lost=len(valid),
     )

@@ -56,7 +56,7 @@ async def test_shutdown_ends_the_process_and_a_new_start_is_stale(
     await control.apply(PolicyVersion(0, str(model)), timeout_s=600)
     before = await control.status()
     await control.shutdown()
-    assert engine.wait_gone(60)
+    assert engine.wait_gone(600)
     with pytest.raises(EngineDownError):
         await control.status()
 
@@ -89,7 +89,7 @@ async def test_stopped_core_is_detected(start_engine: StartEngine, client: Conne
     try:
         wait_for_status(engine, 504)
         assert engine.status_code("/health") == 504
-        with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for 1\d s"):
+        with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for \d+ s"):
             await control.status()
         refused = httpx.post(f"{engine.url}/inference/v1/generate", json={}, headers=secret.header())
         assert refused.status_code == 503 and refused.json()["error"].startswith("unresponsive")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -16,22 +16,21 @@ from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish
-from tests.support.waiting import wait_until_async
+from tests.support.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
-def retrying(url: str, session: str, seconds: float = 600) -> dict:
+def retrying(url: str, session: str) -> dict[str, Any]:
     """Act as a client that retries after a 5xx or a lost connection, as rollouts do."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
+
+    def once() -> dict[str, Any] | None:
+        with contextlib.suppress(httpx.HTTPError):
             return generate(url, PROMPT, 4, session=session, timeout_s=120)
-        except httpx.HTTPError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+        return None
+
+    return wait_until(once)
 
 
 async def test_restarted_engine_serves_only_the_current_policy(

@@ -97,7 +97,7 @@ async def test_engine_that_cannot_load_a_policy_is_ended(
         # The engine refuses another version at once. It would wait for a directory that it does not see yet.
         mislabelled = publish(model, tmp_path, 2)
         await loop.want(PolicyVersion(1, str(mislabelled)))
-        assert await asyncio.to_thread(server.wait_gone, 20)
+        assert await asyncio.to_thread(server.wait_gone, 600)
         await reaches(loop, "a", "DOWN")
         with pytest.raises(TimeoutError):
             await loop.wait_for(1, timeout_s=0.5)

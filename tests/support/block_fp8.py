@@ -17,10 +17,10 @@ def matrix(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
     return values.bfloat16().to(device)
 
 
-def groups_and_rows(k: int, device: str, seed: int = 0) -> tuple[Groups, torch.Tensor]:
+def groups_and_rows(k: int, device: str) -> tuple[Groups, torch.Tensor]:
     """Return uneven and empty groups, and their rows."""
     groups = Groups.of(torch.tensor(OFFSETS, dtype=torch.int32, device=device))
-    return groups, matrix(OFFSETS[-1], k, device=device, seed=seed)
+    return groups, matrix(OFFSETS[-1], k, device=device)
 
 
 def exact_grouped_product(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:

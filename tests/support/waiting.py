@@ -42,11 +42,9 @@ def wait_until(
     return value
 
 
-async def wait_until_async(
-    condition: Callable[[], object], problem: Callable[[], object] = str, timeout_s: float = 600
-) -> None:
-    """Poll until `condition()` is true, while other tasks run. Fail with `problem()` after the timeout."""
-    deadline = time.monotonic() + timeout_s
+async def wait_until_async(condition: Callable[[], object], problem: Callable[[], object] = str) -> None:
+    """Poll until `condition()` is true, while other tasks run. Fail with `problem()` after ten minutes."""
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline, problem()
         await asyncio.sleep(0.05)

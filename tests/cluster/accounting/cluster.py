@@ -77,7 +77,7 @@ class AccountingCluster:
         base = {name: value for name, value in unmeasured().items() if name in ("PATH", "LANG", "OMP_NUM_THREADS")}
         base |= {"SLURM_CONF": str(self.conf), "PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = self.namespace.as_user(argv, {**base, "COLUMNS": "160", **env}, cwd or self.namespace.home)
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def primeslurm(self, *args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run `primeslurm ARGS` as the ordinary user."""
@@ -244,7 +244,7 @@ class AccountingCluster:
     def _run(self, argv: Sequence[str], cwd: str) -> subprocess.CompletedProcess[str]:
         env = {**unmeasured(), "SLURM_CONF": str(self.conf)}
         command = self.namespace.as_root(argv)
-        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
 
     def _tail(self, name: str) -> Callable[[], str]:
         files = (self.directory / "log" / name, self.directory / f"{name}.log")

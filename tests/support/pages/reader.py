@@ -38,7 +38,7 @@ CHECKOUT = (
     "pyproject.toml",
 )
 """Parts of the checkout that a reader sees."""
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 COMMAND = (
     "tests.support.pages.command",
     "primeslurm.api.runs.run",
