@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from tests.chaos.kinds import switched_on
 from tests.chaos.runner import Chaos, to_stderr
 from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
+from tests.support.slurm import require_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 SEEDS = (1, pytest.param(5, marks=pytest.mark.campaign), pytest.param(7, marks=pytest.mark.campaign))
@@ -24,8 +23,7 @@ FAULTS, STEPS, OVERLAP = 3, 12, 0.3
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     """A cluster, in a directory whose path is short: Slurm's Unix sockets lie below it."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     with tempfile.TemporaryDirectory(prefix="chaos") as directory:
         scene = Scene(Path(directory))
         yield scene

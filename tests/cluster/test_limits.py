@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from tests.support.cli import Result, primeslurm
 from tests.support.recipes import model_dir, recipe_data
+from tests.support.slurm import require_slurm
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -28,8 +28,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yield two GPU nodes in partitions with limits."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     root = tmp_path_factory.mktemp("limits")
     spec = ClusterSpec("limits", root / "c", root / "runs", nodes=2, gpus_per_node=2, cpus_per_node=8)
     cluster, _ = up(spec)

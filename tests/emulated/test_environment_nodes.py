@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 
@@ -17,6 +15,7 @@ from primeslurm.run.status.run_status import RlProgress
 from primeslurm.wire.stored import checkpoints
 from tests.support.emulation import Deployment
 from tests.support.faults import kill_node
+from tests.support.slurm import require_slurm
 
 pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 STEPS = 30
@@ -31,8 +30,7 @@ SMALLER = (
 @pytest.fixture
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Yield a cluster with as many nodes as the run needs."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     found = Deployment(tmp_path_factory.mktemp("environments"), gpu_nodes=4, control_nodes=5)
     yield found
     found.down()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from primeslurm.wire.transport import secret
 from tests.emulated.faults import FAULTS, Fault, suffer
 from tests.support.emulation import Deployment
 from tests.support.port_messages import FLOOD, MESSAGES, Response, half_open, ports_of, role, send_all
+from tests.support.slurm import require_slurm
 from tests.support.strangers import attempted, needs_second_user, stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
@@ -22,8 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("un
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Yield a cluster. The first test starts the run on it."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     found = Deployment(tmp_path_factory.mktemp("faults"))
     yield found
     found.down()

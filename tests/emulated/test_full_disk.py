@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from primeslurm.records.events.nodes import FileSystemFault, NodeLost
 from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.records import events
 from tests.support.emulation import Deployment
+from tests.support.slurm import require_slurm
 from tests.support.waiting import wait_until
 
 SILENT_S = 20
@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("un
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Yield a cluster whose runs are in a small separate file system."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     found = Deployment(tmp_path_factory.mktemp("full"))
     site = found.cluster.spec.site_file
     site.write_text(yaml.safe_dump(yaml.safe_load(site.read_text()) | {"node_silent_s": SILENT_S}))

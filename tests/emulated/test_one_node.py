@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from primeslurm.run.records import events, rows
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints
+from tests.support.slurm import require_slurm
 from tests.support.unmeasured import unmeasured
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
@@ -38,8 +38,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Yield a cluster with one node with 8 fake GPUs."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     with tempfile.TemporaryDirectory(prefix="one") as directory:
         spec = ClusterSpec(
             "one", Path(directory, "c"), Path(directory, "runs"), nodes=1, cpus_per_node=16, control_nodes=0

@@ -45,10 +45,10 @@ def start(port: int) -> Iterator[Start]:
     """Return a function that starts a rank of a world of three. Rank 0 trains until it is interrupted."""
     processes: list[subprocess.Popen[str]] = []
 
-    def begin(rank: int, patience_s: float = 30) -> subprocess.Popen[str]:
+    def begin(rank: int, timeout_s: float = 600) -> subprocess.Popen[str]:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": "3"}
-        argv = ["-c", LEADER, str(patience_s)] if rank == 0 else ["-m", "primeslurm.testbed.emulated.trainer"]
+        argv = ["-c", LEADER, str(timeout_s)] if rank == 0 else ["-m", "primeslurm.testbed.emulated.trainer"]
         processes.append(subprocess.Popen([sys.executable, *argv], env=env, stdout=subprocess.PIPE, text=True))
         return processes[-1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,11 +30,6 @@ PROGRAMS = ("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld",
 NODES = {f"gpu-0{number}": f"127.0.1.10{number}" for number in (1, 2, 3)}
 GRACE_S = 40
 """GraceTime of the QOS that can be preempted [s]."""
-
-
-def missing_programs() -> list[str]:
-    """Return the names of missing programs."""
-    return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 class AccountingCluster:
