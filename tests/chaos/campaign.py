@@ -9,22 +9,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.runner import Chaos, Outcome, Result, Say, say_nothing
-from tests.chaos.scene import Scene
+from tests.chaos.faulty_deployment import FaultyDeployment
+from tests.chaos.runner import Chaos, Log, Outcome, Result, log_nothing
 from tests.chaos.schedule import Round
 
 TOGETHER = "two at once"
 """The row of rounds with overlapping faults."""
 
 
-def run_all(scene: Scene, seed: int, rounds: list[Round], steps: int, say: Say = say_nothing) -> Iterable[Result]:
+def run_all(
+    deployment: FaultyDeployment, seed: int, rounds: list[Round], steps: int, log: Log = log_nothing
+) -> Iterable[Result]:
     """Inject all rounds, in runs of `steps` steps one after another. Yield each run that has ended."""
     rounds = list(rounds)
     while rounds:
-        say(f"a run of {steps} steps; {sum(map(len, rounds))} faults are left")
-        result = Chaos(scene, seed, steps, say).suffer(rounds)
+        log(f"a run of {steps} steps; {sum(map(len, rounds))} faults are left")
+        result = Chaos(deployment, seed, steps, log).run(rounds)
         for problem in result.problems:
-            say(f"PROBLEM {problem}")
+            log(f"PROBLEM {problem}")
         yield result
 
 
@@ -84,7 +86,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def keep_failed(scene: Scene, result: Result, directory: Path | None) -> None:
+def keep_failed(deployment: FaultyDeployment, result: Result, directory: Path | None) -> None:
     """Copy a run with problems for later inspection."""
     if result.problems and directory is not None:
-        scene.keep(directory)
+        deployment.keep(directory)

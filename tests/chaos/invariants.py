@@ -58,32 +58,32 @@ def committed_steps_lost(found: Sequence[Segment], damaged: Mapping[int, int] = 
 
     `damaged` maps an attempt to the step whose checkpoint was damaged after it.
     """
-    problems, known, left = [], {0}, dict(damaged)
+    problems, committed, left = [], {0}, dict(damaged)
     for segment in found:
-        known -= {left.pop(attempt) for attempt in damaged if attempt < segment.attempt and attempt in left}
-        if segment.loaded < max(known):
-            newest = f"{max(known)} was committed"
-            problems.append(f"attempt {segment.attempt} went on from step {segment.loaded}, but {newest}")
-        known |= {segment.loaded, *segment.committed}
+        committed -= {left.pop(attempt) for attempt in damaged if attempt < segment.attempt and attempt in left}
+        if segment.loaded < max(committed):
+            newest = f"step {max(committed)} was committed"
+            problems.append(f"attempt {segment.attempt} resumed from step {segment.loaded}, but {newest}")
+        committed |= {segment.loaded, *segment.committed}
     return problems
 
 
-def line_that_counts(found: Sequence[Segment]) -> list[int]:
+def final_steps(found: Sequence[Segment]) -> list[int]:
     """Return the trained steps that no later start has undone, in order."""
-    line: list[int] = []
+    steps: list[int] = []
     for segment in found:
-        line = [step for step in line if step <= segment.loaded] + segment.trained
-    return line
+        steps = [step for step in steps if step <= segment.loaded] + segment.trained
+    return steps
 
 
 def trained_once(found: Sequence[Segment], steps: int, *, records_lost: bool) -> list[str]:
-    """Check that each step of the final line was trained once.
+    """Check that each step that counts was trained once.
 
     With `records_lost` events may be missing, because the disk did not accept them.
     """
-    line = line_that_counts(found)
-    problems = [f"step {step} was trained {count} times" for step, count in Counter(line).items() if count > 1]
-    missing = sorted(set(range(1, steps + 1)).difference(line))
+    trained = final_steps(found)
+    problems = [f"step {step} was trained {count} times" for step, count in Counter(trained).items() if count > 1]
+    missing = sorted(set(range(1, steps + 1)).difference(trained))
     if missing and not records_lost:
         problems.append(f"no event says that these steps were trained: {missing}")
     return problems
@@ -161,7 +161,9 @@ def fates(
             answer.trained += group.rollouts
         elif group.gone_at_step is None:
             answer.spooled += group.rollouts
-        elif any(_undoes(start, group) for start in resumed) or any(_trained_in_vain(start, group) for start in behind):
+        elif any(_undoes(start, group) for start in resumed) or any(
+            _restored_without(start, group) for start in behind
+        ):
             answer.undone += group.rollouts
         # A policy existed when it sampled, even if the records are a step behind.
         elif group.opened < max(group.gone_at_step, group.newest) + DROPPED_AHEAD - 1 - max_off_policy_steps:
@@ -180,7 +182,7 @@ def _undoes(start: tuple[float, int], group: SeenGroup) -> bool:
     return began >= group.seen_at and group.newest > step
 
 
-def _trained_in_vain(start: tuple[float, int], group: SeenGroup) -> bool:
+def _restored_without(start: tuple[float, int], group: SeenGroup) -> bool:
     began, step = start
     return began >= group.gone_at and group.gone_at_step is not None and group.gone_at_step > step
 
@@ -193,8 +195,8 @@ def _resumed(found: Iterable[Segment]) -> list[tuple[float, int]]:
     return [(segment.began, segment.loaded) for segment in first.values()]
 
 
-def left_over(run: RunDirectory, tmp: Path, excused: Collection[str] = ()) -> list[str]:
-    """Return processes and files that the run has left on this machine.
+def leftovers(run: RunDirectory, tmp: Path, excused: Collection[str] = ()) -> list[str]:
+    """Return files and sockets that the run has left on this machine.
 
     Args:
         run: a run whose processes have ended.
@@ -202,7 +204,7 @@ def left_over(run: RunDirectory, tmp: Path, excused: Collection[str] = ()) -> li
         excused: parts of names of files that nobody could have removed.
     """
     found = [path for path in sorted(tmp.iterdir()) if not any(part in path.name for part in excused)]
-    problems = [f"{path} is left over" for path in found]
-    problems += [f"{path} is left over" for path in Path("/dev/shm").iterdir() if run.run_id in path.name]
+    problems = [f"{path} was left behind" for path in found]
+    problems += [f"{path} was left behind" for path in Path("/dev/shm").iterdir() if run.run_id in path.name]
     sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if run.run_id in line]
-    return problems + [f"socket {name} is left over" for name in sockets]
+    return problems + [f"socket {name} was left behind" for name in sockets]

@@ -52,7 +52,7 @@ def test_run_of_two_attempts_violates_nothing(run: RunDirectory) -> None:
     commit(run, 4, {3: ["c"], 4: ["d"]})
     found = invariants.segments(run)
     assert invariants.committed_steps_lost(found) == []
-    assert invariants.line_that_counts(found) == [1, 2, 3, 4]
+    assert invariants.final_steps(found) == [1, 2, 3, 4]
     assert invariants.trained_once(found, 4, records_lost=False) == []
     assert invariants.checkpoints_whole(run, found, 4) == []
     given = invariants.batches(run)
@@ -63,7 +63,7 @@ def test_lost_committed_steps_are_reported(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2), CheckpointCommitted(2))
     attempt(run, 2, CheckpointLoaded(0), *trained(1, 2))
     assert invariants.committed_steps_lost(invariants.segments(run)) == [
-        "attempt 2 went on from step 0, but 2 was committed"
+        "attempt 2 resumed from step 0, but step 2 was committed"
     ]
 
 
@@ -163,13 +163,13 @@ def test_leftover_files_are_reported(run: RunDirectory, tmp_path: Path) -> None:
     write_json(run.path / "lock.json", {"run_id": "r-left-over"})
     tmp = tmp_path / "tmp"
     tmp.mkdir()
-    assert invariants.left_over(run, tmp) == []
+    assert invariants.leftovers(run, tmp) == []
     (tmp / "something").touch()
-    assert invariants.left_over(run, tmp, ["some"]) == []
+    assert invariants.leftovers(run, tmp, ["some"]) == []
     with socket.socket(socket.AF_UNIX) as lock:
         lock.bind("\0r-left-over")
-        problems = invariants.left_over(run, tmp)
-    assert problems == [f"{tmp}/something is left over", "socket @r-left-over is left over"]
+        problems = invariants.leftovers(run, tmp)
+    assert problems == [f"{tmp}/something was left behind", "socket @r-left-over was left behind"]
 
 
 def test_open_ports_are_reported(run: RunDirectory) -> None:

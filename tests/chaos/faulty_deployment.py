@@ -1,4 +1,4 @@
-"""The scene of faults: an emulated run with every role on an embedded cluster, and its processes as targets."""
+"""The deployment that gets the faults: an emulated run with every role, whose processes are the targets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Agent:
     pid: int
 
 
-class Scene(Deployment):
+class FaultyDeployment(Deployment):
     """A deployment with its own directory of temporary files, which shows what a run leaves behind."""
 
     def __init__(self, directory: Path) -> None:
