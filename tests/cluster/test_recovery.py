@@ -238,7 +238,10 @@ def test_node_that_fails_preflight_is_excluded(cluster: Cluster, start: Callable
     job.finish()
 
 
-@pytest.mark.parametrize(("replicas", "spares"), [(1, 1), (2, 0)], ids=["spare", "no-spare"])
+@pytest.mark.parametrize(
+    ("replicas", "spares"),
+    [pytest.param(1, 1, id="spare"), pytest.param(2, 0, id="no-spare", marks=pytest.mark.campaign)],
+)
 def test_a_node_where_no_agent_can_be_started(
     replicas: int, spares: int, cluster: Cluster, start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -301,7 +304,7 @@ def test_another_agent_requeues_a_job_without_a_head(cluster: Cluster, start: Ca
     assert last is not None and last.outcome == "completed"
 
 
-@pytest.mark.parametrize("victim", ["trainer", "head"])
+@pytest.mark.parametrize("victim", ["head", pytest.param("trainer", marks=pytest.mark.campaign)])
 def test_attempt_is_requeued_after_the_controller_returns(
     victim: str, cluster: Cluster, start: Callable[..., Job]
 ) -> None:

@@ -60,6 +60,8 @@ class Fault:
     """Whether uncommitted steps are trained again within the attempt."""
     options: tuple[str, ...] = ()
     """Options of `submit`, for a fault that needs its own run."""
+    campaign: bool = False
+    """Whether it takes too long for every commit."""
 
 
 @dataclass(frozen=True)
@@ -413,6 +415,7 @@ FAULTS = (
         ends_attempt=True,
         repair=_revive_nodes,
         options=("--set", "deployment.spares.train=0"),
+        campaign=True,
     ),
     Fault(
         "node down, control's spare gone",

@@ -62,7 +62,10 @@ def test_stranger_at_every_port_learns_and_stops_nothing(deployment: Deployment)
     assert (after.attempt, lives(after)) == (before.attempt, lives(before)), "something was started again"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=fault.name, marks=[pytest.mark.campaign] if fault.campaign else []) for fault in FAULTS],
+)
 def test_fault(deployment: Deployment, fault: Fault, record_property: Callable[[str, object], None]) -> None:
     cost = suffer(deployment, fault)
     # `python -m benchmarks fault_table` records these
