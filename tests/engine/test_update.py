@@ -98,21 +98,18 @@ async def test_current_version_is_not_applied_again(engine: Server, client: Conn
 
 
 async def test_a_refused_policy_closes_the_gate_and_a_good_one_reopens_it(
-    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path], tmp_path: Path
+    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
 ) -> None:
     control = client(engine)
     await control.apply(policy(3), timeout_s=600)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(EngineUpdateError, match="MANIFEST"):
-        await control.apply(PolicyVersion(5, str(empty)), timeout_s=600)
+    with pytest.raises(EngineUpdateError, match="version 3"):
+        await control.apply(PolicyVersion(5, policy(3).path), timeout_s=600)
     status = await control.status()
     assert status.version is None and status.paused and engine.status_code("/health") == 503
 
     await control.apply(policy(4), timeout_s=600)
     assert engine.status_code("/health") == 200
-    answer = generate(engine.url, PROMPT, 8, salt="recovered")
-    check_sampled_by(policies[4], PROMPT, answer)
+    check_sampled_by(policies[4], PROMPT, generate(engine.url, PROMPT, 8, salt="recovered"))
 
 
 def _without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
@@ -150,17 +147,6 @@ async def test_unfitting_policy_is_refused_without_effect(
         await control.apply(policy(version), timeout_s=600)
         answer = generate(engine.url, PROMPT, 8, salt=f"{damage.__name__}:{version}")
         check_sampled_by(policies[version], PROMPT, answer)
-
-
-async def test_policy_of_another_version_is_refused(
-    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
-) -> None:
-    control = client(engine)
-    mislabelled = PolicyVersion(6, policy(3).path)
-    with pytest.raises(EngineUpdateError):
-        await control.apply(mislabelled, timeout_s=600)
-    await control.apply(policy(3), timeout_s=600)
-    assert engine.status_code("/health") == 200
 
 
 async def test_new_cache_salt_reuses_no_cache(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
