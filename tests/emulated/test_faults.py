@@ -10,7 +10,7 @@ import pytest
 
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire.transport import secret
-from tests.emulated.faults import FAULTS, Fault, suffer
+from tests.emulated.faults import FAULTS, Fault, measure_cost
 from tests.support.emulation import Deployment
 from tests.support.port_messages import FLOOD, MESSAGES, Response, half_open, ports_of, role, send_all
 from tests.support.slurm import require_slurm
@@ -67,7 +67,7 @@ def test_stranger_at_every_port_learns_and_stops_nothing(deployment: Deployment)
     [pytest.param(fault, id=fault.name, marks=[pytest.mark.campaign] if fault.campaign else []) for fault in FAULTS],
 )
 def test_fault(deployment: Deployment, fault: Fault, record_property: Callable[[str, object], None]) -> None:
-    cost = suffer(deployment, fault)
+    cost = measure_cost(deployment, fault)
     # `python -m benchmarks fault_table` records these
     record_property("cost", json.dumps(cost.row() | {"load_1m": round(os.getloadavg()[0], 1)}))
     assert fault.ends_attempt is None or fault.ends_attempt == (cost.new_attempts > 0), cost
