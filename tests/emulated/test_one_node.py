@@ -111,7 +111,7 @@ def test_local_run_in_an_allocation_uses_its_gpus(cluster: Cluster) -> None:
         too_much = (sys.executable, "-m", "primeslurm", "plan", RECIPES / "qwen3_8b_single_node.yaml", "--local")
         refused = command(cluster, *allocation, *step, *too_much)
         assert refused.returncode == 2
-        assert "the roles ask for at least 8 GPUs, and nodes of partition local have 2" in refused.stderr
+        assert "the roles need at least 8 GPUs, but nodes of partition local have 2" in refused.stderr
         outside = command(cluster, *allocation, *too_much)
         assert outside.returncode == 2 and "its Slurm allocation is node one-n001" in outside.stderr
     finally:
