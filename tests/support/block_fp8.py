@@ -47,6 +47,6 @@ def operands(device: str) -> tuple[Quantized, Quantized, Quantized, Quantized]:
     )
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the relative error in the Frobenius norm."""
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((result.double() - exact).norm() / exact.norm())

@@ -18,9 +18,9 @@ def kill_node(cluster: Cluster, name: str) -> None:
     daemon.send(signal.SIGKILL)
     tasks = _tasks(cluster, name)
     parents = {_parent(pid) for pid in tasks}
-    found = sorted(tasks, key=_depth, reverse=True)
-    found += [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"]
-    processes = [process for pid in found if (process := OsProcess.of("job", pid))]
+    victims = sorted(tasks, key=_depth, reverse=True)
+    victims += [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"]
+    processes = [process for pid in victims if (process := OsProcess.of("job", pid))]
     # Kill them all at once. Otherwise an srun or a step daemon would see the first death and end the others.
     # Children first: when a parent dies, the kernel wakes its stopped children with SIGHUP.
     for process in processes:
@@ -72,15 +72,15 @@ def _revive(cluster: Cluster, name: str, *argv: str) -> None:
 
 
 def _tasks(cluster: Cluster, name: str) -> list[int]:
-    wanted = {f"SLURM_CONF={cluster.spec.slurm_conf}".encode(), f"SLURMD_NODENAME={name}".encode()}
-    found = []
+    variables = {f"SLURM_CONF={cluster.spec.slurm_conf}".encode(), f"SLURMD_NODENAME={name}".encode()}
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted <= set((path / "environ").read_bytes().split(b"\0")):
-                found.append(int(path.name))
+            if variables <= set((path / "environ").read_bytes().split(b"\0")):
+                pids.append(int(path.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def _parent(pid: int) -> int | None:

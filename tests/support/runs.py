@@ -113,11 +113,11 @@ def check_learning(run: RunDirectory, steps: int) -> None:
 
 def trained_steps(run: RunDirectory) -> list[tuple[int, int]]:
     """Return (attempt, step) of every optimizer step, in order of time."""
-    found = []
+    trained = []
     for attempt in run.attempts():
         steps = (e for e in attempt_events(attempt) if isinstance(e, StepTrained) and e.process == "trainer-rank-0")
-        found += [(attempt.number, event.step) for event in steps]
-    return found
+        trained += [(attempt.number, event.step) for event in steps]
+    return trained
 
 
 def events_of(run: RunDirectory, kind: type[E]) -> list[E]:
