@@ -29,7 +29,7 @@ NO_RANDOM_ADDRESSES = 0x0040000
 
 def processes_naming(directory: Path) -> list[str]:
     """Return command lines of other processes whose command line or environment names a directory."""
-    found = []
+    lines = []
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
             continue
@@ -38,8 +38,8 @@ def processes_naming(directory: Path) -> list[str]:
         except OSError:
             continue
         if str(directory).encode() in text:
-            found.append(f"{process.name} {text[:200]!r}")
-    return found
+            lines.append(f"{process.name} {text[:200]!r}")
+    return lines
 
 
 def test_everything_is_up(cluster: Cluster) -> None:

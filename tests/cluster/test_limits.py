@@ -95,9 +95,9 @@ def test_job_that_cannot_start_is_refused_with_all_problems(
 ) -> None:
     place(limited, tmp_path, partition, kind, **recipe)
     result = primeslurm("check", "r.yaml", "--site", "site.yaml", cwd=tmp_path)
-    found = errors(result)
-    assert result.code == 2 and len(found) == len(expected), result.err
-    for text, beginning in zip(found, expected, strict=True):
+    problems = errors(result)
+    assert result.code == 2 and len(problems) == len(expected), result.err
+    for text, beginning in zip(problems, expected, strict=True):
         assert text.startswith(beginning)
     refused = primeslurm("submit", "r.yaml", "--site", "site.yaml", cwd=tmp_path)
     assert refused.code == 2 and expected[-1].partition(" =")[0] in refused.err
@@ -113,7 +113,7 @@ def test_sbatch_tests_the_job_first(limited: Cluster, tmp_path: Path) -> None:
 
 
 def until(run: Run, condition: Callable[[list[Obstacle]], bool]) -> list[Obstacle]:
-    return wait_until(lambda: found if condition(found := run.status().obstacles) else None)
+    return wait_until(lambda: obstacles if condition(obstacles := run.status().obstacles) else None)
 
 
 def test_pending_job_reports_the_reason_of_each_component(limited: Cluster, tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ def test_pending_job_reports_the_reason_of_each_component(limited: Cluster, tmp_
     command(limited, "scontrol", "update", "partitionname=debug", "maxtime=5")
     for component in limited.client.job(str(status.job_id)).components:  # type: ignore[union-attr]
         command(limited, "scontrol", "release", component.job_id)
-    (limit,) = until(run, lambda found: [each.reason for each in found] == ["PartitionTimeLimit"])
+    (limit,) = until(run, lambda obstacles: [each.reason for each in obstacles] == ["PartitionTimeLimit"])
     assert (limit.component, limit.never) == ("train, inference", True)
     assert "train, inference: PartitionTimeLimit" in run.status().reason
     shown = primeslurm("status", "waits", "--runs", "runs", cwd=tmp_path)
     assert "error: train, inference cannot start: asks for more time than its partition allows" in shown.out
-    told = json.loads(primeslurm("status", "waits", "--runs", "runs", "--json", cwd=tmp_path).out)
-    assert [each["reason"] for each in told["obstacles"]] == ["PartitionTimeLimit"]
+    answer = json.loads(primeslurm("status", "waits", "--runs", "runs", "--json", cwd=tmp_path).out)
+    assert [each["reason"] for each in answer["obstacles"]] == ["PartitionTimeLimit"]
     doctor = primeslurm("doctor", "waits", "--runs", "runs", "--json", cwd=tmp_path)
     first = json.loads(doctor.out)["first"]
     assert doctor.code == 1 and first["failure"]["component"] == "component train, inference"
@@ -161,7 +161,7 @@ def test_job_waiting_for_maintenance_names_the_reservation(limited: Cluster, tmp
         submitted = primeslurm("submit", "r.yaml", "--emulate", "--site", "site.yaml", cwd=tmp_path)
         assert submitted.code == 0, submitted.err
         run = find_run("waits", tmp_path / "runs")
-        (closed,) = until(run, lambda found: any("maintenance" in each.reason for each in found))
+        (closed,) = until(run, lambda obstacles: any("maintenance" in each.reason for each in obstacles))
         assert closed.component == "train, inference" and not closed.never
         assert closed.text.startswith(f"cannot end before maintenance maint1 of {compress(nodes)}, from 20")
         assert run.cancel()

@@ -49,12 +49,12 @@ class Sbatch:
         """Return the components of a job, from squeue."""
         argv = ["squeue", "--json"]  # with --json squeue ignores --jobs
         done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, check=True)
-        found = [dict(row) for row in json.loads(done.stdout)["jobs"]]
-        mine = [row for row in found if job in (str(row["job_id"]), str(row["het_job_id"]))]
+        rows = [dict(row) for row in json.loads(done.stdout)["jobs"]]
+        mine = [row for row in rows if job in (str(row["job_id"]), str(row["het_job_id"]))]
         return sorted(mine, key=lambda row: int(row["job_id"]))
 
     def wait_until_done(self, job: str) -> None:
-        wait_until(lambda: (found := self._client.job(job)) is None or not found.active, lambda: self._client.job(job))
+        wait_until(lambda: (state := self._client.job(job)) is None or not state.active, lambda: self._client.job(job))
 
     def cancel_all(self) -> None:
         for job in self._jobs:
@@ -63,9 +63,9 @@ class Sbatch:
 
 @pytest.fixture
 def sbatch(cluster: Cluster, tmp_path: Path) -> Iterator[Sbatch]:
-    found = Sbatch(cluster, tmp_path)
-    yield found
-    found.cancel_all()
+    commands = Sbatch(cluster, tmp_path)
+    yield commands
+    commands.cancel_all()
 
 
 @pytest.mark.parametrize("comment", COMMENTS)

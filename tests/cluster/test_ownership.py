@@ -82,7 +82,11 @@ def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> Non
     (loser,) = [process for process in both if process.poll() is not None]
     (winner,) = [process for process in both if process is not loser]
     assert loser.wait() == 2
-    assert loser.stderr is not None and "nothing to resume, " in (said := loser.stderr.read()) and "attempt 2" in said
+    assert (
+        loser.stderr is not None
+        and "nothing to resume, " in (message := loser.stderr.read())
+        and "attempt 2" in message
+    )
     wait_until((tmp_path / "taken").exists)
     winner.kill()
     winner.communicate()
@@ -103,11 +107,11 @@ def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> Non
     second = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
     def ended() -> bool:
-        found = cluster.client.job(second)
-        return found is not None and not found.active
+        state = cluster.client.job(second)
+        return state is not None and not state.active
 
     wait_until(ended)
-    assert (found := cluster.client.job(second)) is not None and (found.state, found.exit_code) == ("FAILED", 4)
+    assert (state := cluster.client.job(second)) is not None and (state.state, state.exit_code) == ("FAILED", 4)
     output = run.directory.job_output(second).read_text()
     assert f"belongs to slurm job {job_id} (attempt 2" in output and "ends without touching it" in output
     assert run.status().phase == "running" and run.status().job_id == job_id

@@ -268,8 +268,8 @@ def test_a_node_where_no_agent_can_be_started(
     assert last is not None and last.outcome == "completed"
     assert [attempt.number for attempt in job.run.attempts()] == ([1] if spares else [1, 2])
     assert {entry.node for entry in BadNodeLedger(job.run.path.parent).entries(time.time())} == {lost}
-    found = diagnose(job.run, job.run.attempt(1), lambda _: None)
-    failure = found.recovered[0] if spares else found.first and found.first.failure
+    diagnosis = diagnose(job.run, job.run.attempt(1), lambda _: None)
+    failure = diagnosis.recovered[0] if spares else diagnosis.first and diagnosis.first.failure
     assert failure is not None and (failure.component, failure.node) == (f"node {lost}", lost)
 
 
@@ -365,18 +365,18 @@ def test_job_avoids_only_as_many_nodes_as_can_be_spared(
     argv = ("sbatch", "--parsable", "--hold", "--partition=gpu", "--nodes=2", "--output=/dev/null", "--wrap=true")
     job_id = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
-    def told() -> str:
+    def excluded_nodes() -> str:
         shown = subprocess.run(("scontrol", "show", "job", job_id), check=True, capture_output=True, text=True).stdout
         (value,) = re.findall(r"ExcNodeList=(\S*)", shown)
         return str(value)
 
     try:
         exclude_bad_nodes(plan, job_id)
-        assert expand(told()) == names[: len(names) - 2]
+        assert expand(excluded_nodes()) == names[: len(names) - 2]
         assert [entry.node for entry in excluded(Path(plan.run_dir))] == names[: len(names) - 2]
         for name in names:
             ledger.forget(name)
         exclude_bad_nodes(plan, job_id)
-        assert told() == "(null)" and excluded(Path(plan.run_dir)) == []
+        assert excluded_nodes() == "(null)" and excluded(Path(plan.run_dir)) == []
     finally:
         cluster.client.cancel(job_id)

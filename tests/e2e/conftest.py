@@ -42,7 +42,7 @@ def model() -> Path:
 def demo(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     """Yield an embedded cluster of four GPU nodes."""
     require_slurm()
-    found = Demo(ROOT, tmp_path_factory.mktemp("e2e"))
-    found.up()
-    yield found
-    found.down()
+    made = Demo(ROOT, tmp_path_factory.mktemp("e2e"))
+    made.up()
+    yield made
+    made.down()

@@ -129,8 +129,8 @@ async def test_emulated_engine_answers_as_a_teacher(start: Start) -> None:
     server = start()
     await client(server).apply(PolicyVersion(0, "/models/tiny"), 60)
     teacher = Teacher(lambda: [f"{server.url}/v1"], httpx.AsyncClient(headers=secret.header()))
-    found = await teacher.logprobs(list(range(5, 300)))
-    assert found.shape == (295,) and found[0] == 0 and (found[1:] < 0).all()
+    logprobs = await teacher.logprobs(list(range(5, 300)))
+    assert logprobs.shape == (295,) and logprobs[0] == 0 and (logprobs[1:] < 0).all()
     assert metric(server.url, "vllm:generation_tokens_total") == 1, (
         "a prefill, and the one token that has to be asked for"
     )
@@ -204,8 +204,8 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
     try:
         router.wait("/liveness")
         port = int(router.url.rpartition(":")[2])
-        known = Addresses(hosts={"router-0": HOST}, ports={"router-0": {"http": port}})
-        write_json(tmp_path / addresses.FILE, msgspec.to_builtins(known))
+        published = Addresses(hosts={"router-0": HOST}, ports={"router-0": {"http": port}})
+        write_json(tmp_path / addresses.FILE, msgspec.to_builtins(published))
         environment = EmulatedEnvironment(made, AddressBook(tmp_path))
         jobs = [Job(f"job-{i}", "g", "reverse-text", 0, 0, "router-0", "run.1:0") for i in range(3)]
         done = await asyncio.gather(*map(environment.rollout, jobs))

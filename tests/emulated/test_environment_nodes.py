@@ -31,9 +31,9 @@ SMALLER = (
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Yield a cluster with as many nodes as the run needs."""
     require_slurm()
-    found = Deployment(tmp_path_factory.mktemp("environments"), gpu_nodes=4, control_nodes=5)
-    yield found
-    found.down()
+    made = Deployment(tmp_path_factory.mktemp("environments"), gpu_nodes=4, control_nodes=5)
+    yield made
+    made.down()
 
 
 def test_lost_environment_node_costs_only_rollouts_in_flight(deployment: Deployment) -> None:
@@ -71,5 +71,5 @@ def test_lost_environment_node_costs_only_rollouts_in_flight(deployment: Deploym
     assert max(row["staleness/max"] for row in trained) <= 8
     assert [set(event.processes) for event in events(run) if isinstance(event, ProcessesMoved)] == [theirs]
     assert {entry.node for entry in BadNodeLedger(deployment.runs).entries(time.time())} == {lost}, "it alone is blamed"
-    found = diagnose(run, run.attempt(1), lambda _: None)
-    assert [failure.component for failure in found.recovered] == [f"node {lost}"] and found.first is None
+    diagnosis = diagnose(run, run.attempt(1), lambda _: None)
+    assert [failure.component for failure in diagnosis.recovered] == [f"node {lost}"] and diagnosis.first is None

@@ -104,10 +104,10 @@ def test_local_run_in_an_allocation_uses_its_gpus(cluster: Cluster) -> None:
     try:
         done = command(cluster, *allocation, *step, *program, cluster.spec.directory, f"max_steps={STEPS}", *SMALL)
         assert done.returncode == 0, done.stdout + done.stderr
-        said = json.loads(done.stdout)
-        assert said["site"] == [2, min(4, len(os.sched_getaffinity(0)))]
-        assert said["gpus"] == {"trainer-rank-0": "1", "engine-r0-0": "2"}
-        assert (said["phase"], said["steps"] >= STEPS) == ("completed", True)
+        answer = json.loads(done.stdout)
+        assert answer["site"] == [2, min(4, len(os.sched_getaffinity(0)))]
+        assert answer["gpus"] == {"trainer-rank-0": "1", "engine-r0-0": "2"}
+        assert (answer["phase"], answer["steps"] >= STEPS) == ("completed", True)
         too_much = (sys.executable, "-m", "primeslurm", "plan", RECIPES / "qwen3_8b_single_node.yaml", "--local")
         refused = command(cluster, *allocation, *step, *too_much)
         assert refused.returncode == 2

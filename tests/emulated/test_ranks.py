@@ -88,18 +88,18 @@ def stranger(port: int, says: bytes) -> socket.socket:
     """Connect as soon as rank 0 listens, and send something."""
     while True:
         try:
-            found = socket.create_connection(("127.0.0.1", port), timeout=60)
+            connection = socket.create_connection(("127.0.0.1", port), timeout=60)
         except ConnectionRefusedError:
             time.sleep(0.02)
             continue
-        found.sendall(says)
-        return found
+        connection.sendall(says)
+        return connection
 
 
 def test_connection_without_the_secret_is_not_a_rank(start: Start, port: int) -> None:
     leader = start(0)
-    said = (b"", emulated.ARRIVED, bytes(64), MESSAGES["garbage"], b"")
-    strangers = [stranger(port, says) for says in said]
+    messages = (b"", emulated.ARRIVED, bytes(64), MESSAGES["garbage"], b"")
+    strangers = [stranger(port, says) for says in messages]
     strangers[-1].close()
     others = [start(1), start(2)]
     assert leader.stdout is not None and leader.stdout.readline() == "joined\n"

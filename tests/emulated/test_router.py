@@ -121,18 +121,18 @@ def routed(directory: Path, roles: Sequence[str]) -> Routed:
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     """Yield two engines that prefill and decode."""
-    found = routed(tmp_path_factory.mktemp("alike"), ("engine", "engine"))
-    yield found
-    for server in (found.router, *found.engines):
+    made = routed(tmp_path_factory.mktemp("alike"), ("engine", "engine"))
+    yield made
+    for server in (made.router, *made.engines):
         server.kill()
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     """Yield a prefill engine and two decode engines."""
-    found = routed(tmp_path_factory.mktemp("apart"), ("prefill", "decode", "decode"))
-    yield found
-    for server in (found.router, *found.engines):
+    made = routed(tmp_path_factory.mktemp("apart"), ("prefill", "decode", "decode"))
+    yield made
+    for server in (made.router, *made.engines):
         server.kill()
 
 
@@ -184,27 +184,27 @@ def test_router_refuses_strangers(shape: str, request: pytest.FixtureRequest) ->
 @pytest.mark.parametrize("shape", ["alike", "apart"])
 def test_lost_workers_of_a_router_are_restored(shape: str, request: pytest.FixtureRequest) -> None:
     it: Routed = request.getfixturevalue(shape)
-    told = len(it.events())
+    count = len(it.events())
     for engine in it.engines[1:]:
         with contextlib.suppress(httpx.TransportError):  # the supervisor may restart the router after the first request
             removed = it.ask("POST", f"/remove_worker?url={engine.url}", headers=secret.header())
             assert removed.status_code == 200
-    wait_until(lambda: len(it.events()) > told)
+    wait_until(lambda: len(it.events()) > count)
     wait_until(lambda: it.workers == it.all)
     wait_until(lambda: isinstance(it.events()[-1], RouterComplete))
     assert len(tokens(generate(it.router.url, PROMPT, 2))) == 2
-    lost = [event for event in it.events()[told:] if isinstance(event, RouterIncomplete)]
+    lost = [event for event in it.events()[count:] if isinstance(event, RouterIncomplete)]
     assert lost and set().union(*(event.missing for event in lost)) <= set(it.all)
     assert all(event.planned == len(it.engines) and event.process == "router-0" for event in lost)
 
 
 def test_worker_outside_the_plan_is_removed(alike: Routed) -> None:
-    told = len(alike.events())
+    count = len(alike.events())
     foreign = alike.engines[0].url.replace(HOST, "localhost")
     added = alike.ask("POST", f"/add_worker?url={foreign}", headers=secret.header())
     assert added.status_code == 200, added.text
-    wait_until(lambda: len(alike.events()) >= told + 2)
-    assert alike.events()[told].foreign == [foreign] and alike.workers == alike.all
+    wait_until(lambda: len(alike.events()) >= count + 2)
+    assert alike.events()[count].foreign == [foreign] and alike.workers == alike.all
 
 
 def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
@@ -220,12 +220,12 @@ def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
 
 
 def test_router_process_does_not_expose_the_secret(apart: Routed) -> None:
-    own = secret.own()
-    tokens_ = {own, secret.generate_token(own)}
+    run_secret = secret.own()
+    tokens_ = {run_secret, secret.generate_token(run_secret)}
     child = apart.child()
     for shown in (child.cmdline(), child.environ().values(), psutil.Process(apart.router.pid).cmdline()):
         assert not any(token in word for word in shown for token in tokens_)
-    assert own not in apart.router.log.read_text()
+    assert run_secret not in apart.router.log.read_text()
 
 
 def test_router_and_supervisor_end_together(tmp_path: Path) -> None:
@@ -257,15 +257,15 @@ def test_invalid_tokens_at_the_endpoint_do_not_restart_the_router(alike: Routed,
         for number in range(2 * REMEMBERED_BYTES // 300_000):
             assert client.get(f"http://{HOST}:{alike.health}{path}", headers=wrong(number)).status_code == status
     # The supervisor has checked again once it has restored what is missing now.
-    told = len(alike.events())
+    count = len(alike.events())
     assert alike.ask("POST", f"/remove_worker?url={alike.all[0]}", headers=secret.header()).status_code == 200
-    wait_until(lambda: len(alike.events()) > told and alike.workers == alike.all)
+    wait_until(lambda: len(alike.events()) > count and alike.workers == alike.all)
     assert alike.child().pid == before
 
 
 def test_router_restarts_after_many_invalid_tokens(alike: Routed) -> None:
     """The router caches every token, and the supervisor counts them."""
-    before, told = alike.child().pid, len(alike.restarts())
+    before, count = alike.child().pid, len(alike.restarts())
     with httpx.Client(timeout=60) as client:
         for number in range(2 * REMEMBERED_BYTES // 300_000):
             try:
@@ -275,5 +275,5 @@ def test_router_restarts_after_many_invalid_tokens(alike: Routed) -> None:
             assert answer.status_code == 401
     wait_until(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
     wait_until(lambda: alike.workers == alike.all)
-    (event,) = alike.restarts()[told:]
+    (event,) = alike.restarts()[count:]
     assert event.process == "router-0" and "MiB of invalid tokens" in event.reason

@@ -46,10 +46,12 @@ def test_registering_twice_changes_nothing() -> None:
 def test_engine_caches_compiled_code_in_the_planned_directory(tmp_path: Path) -> None:
     """vLLM loads these modules when it parses arguments, before it knows its cache directory."""
     code = "from vllm import envs, plugins; plugins.load_general_plugins(); print(envs.VLLM_CACHE_ROOT)"
-    own = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
+    variables = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
     run = [sys.executable, "-c", code]
-    found = subprocess.check_output(run, env=own | {compiled_code.VARIABLE: str(tmp_path)}, text=True, timeout=600)
-    assert Path(found.split()[-1]).is_relative_to(tmp_path)
+    output = subprocess.check_output(
+        run, env=variables | {compiled_code.VARIABLE: str(tmp_path)}, text=True, timeout=600
+    )
+    assert Path(output.split()[-1]).is_relative_to(tmp_path)
 
 
 def test_patch_refuses_a_changed_vllm() -> None:

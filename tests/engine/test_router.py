@@ -91,8 +91,8 @@ async def test_prefill_and_decode_engines_answer_as_one(
 
     path = publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2)
     policy = PolicyVersion(2, str(path))
-    kept = await update_while_kv_is_kept([prefill], [decode], router, client, policy, prompts[0][::-1])
-    assert spans(kept) == [(2, 0, 8)] and kv_given_up([prefill]) == 0
+    completion = await update_while_kv_is_kept([prefill], [decode], router, client, policy, prompts[0][::-1])
+    assert spans(completion) == [(2, 0, 8)] and kv_given_up([prefill]) == 0
 
     port = int(decode.url.rpartition(":")[2])
     decode.kill()

@@ -86,13 +86,13 @@ async def test_every_rank_serves_during_policy_updates(
 @needs_second_user
 async def test_stranger_cannot_join_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
     """torch's stores serve every client, at all addresses, and know who the ranks are."""
-    found = [port for number, server in enumerate(ranks) for port in ports_of(server, f"engine-{number}")]
-    assert {port.host for port in found} == {HOST}
-    answers = [Response(*each) for each in attempted(lambda: send_all(found)).value]
+    ports = [port for number, server in enumerate(ranks) for port in ports_of(server, f"engine-{number}")]
+    assert {port.host for port in ports} == {HOST}
+    answers = [Response(*each) for each in attempted(lambda: send_all(ports)).value]
     stores = [
         answer.port for answer in answers if answer.message == "a store's client" and answer.description == "8 bytes"
     ]
-    assert len(answers) == len(found) * len(MESSAGES) and stores == []
+    assert len(answers) == len(ports) * len(MESSAGES) and stores == []
     target = make_model(tmp_path / "target", seed=10)
     policy = PolicyVersion(2, str(publish(target, tmp_path, 2)))
     await asyncio.gather(*(client(rank).apply(policy, 600) for rank in ranks))
@@ -130,8 +130,8 @@ async def test_prefill_ranks_transfer_kv_to_any_decode_rank(
             check_sampled_by(model, prompt, answer, tolerance=1e-3)
         assert all(metric(server.url, "vllm:nixl_bytes_transferred_count") > 0 for server in decode)
         policy = PolicyVersion(1, str(publish(make_model(tmp_path / "newer", seed=2), tmp_path, 1)))
-        kept = await update_while_kv_is_kept(prefill, decode, router, client, policy, prompt[::-1])
-        assert spans(kept) == [(1, 0, 8)] and kv_given_up(prefill) == 0
+        completion = await update_while_kv_is_kept(prefill, decode, router, client, policy, prompt[::-1])
+        assert spans(completion) == [(1, 0, 8)] and kv_given_up(prefill) == 0
     finally:
         for server in (*prefill, *decode):
             server.stop()
