@@ -55,13 +55,13 @@ def main(words: list[str]) -> None:
             for result in run_all(deployment, options.seed, rounds, options.steps, to_stderr):
                 results.append(result)
                 keep_failed(deployment, result, options.keep)
-                found = head | summary(results)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                report = head | summary(results)
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
         finally:
             deployment.end()
             deployment.down()
-    print(markdown(found["kinds"]))
-    sys.exit(1 if found["problems"] else 0)
+    print(markdown(report["kinds"]))
+    sys.exit(1 if report["problems"] else 0)
 
 
 if __name__ == "__main__":

@@ -44,14 +44,14 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind,
-            "rounds": len(found),
-            "median_s": statistics.median(outcome.seconds for outcome in found),
-            "worst_s": max(outcome.seconds for outcome in found),
-            "median_without_step_s": statistics.median(outcome.longest_step_s for outcome in found),
-            "new_attempts": sum(outcome.new_attempts for outcome in found),
-            "over_goal": sum(outcome.seconds > outcome.goal_s for outcome in found),
+            "rounds": len(rounds),
+            "median_s": statistics.median(outcome.seconds for outcome in rounds),
+            "worst_s": max(outcome.seconds for outcome in rounds),
+            "median_without_step_s": statistics.median(outcome.longest_step_s for outcome in rounds),
+            "new_attempts": sum(outcome.new_attempts for outcome in rounds),
+            "over_goal": sum(outcome.seconds > outcome.goal_s for outcome in rounds),
         }
-        for kind, found in sorted(by_kind.items())
+        for kind, rounds in sorted(by_kind.items())
     ]
 
 

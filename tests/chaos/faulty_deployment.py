@@ -98,11 +98,11 @@ class FaultyDeployment(Deployment):
     def living(self, *roles: str) -> list[tuple[ProcessStatus, OsProcess]]:
         """Return the running processes of these roles, by name."""
         status = self.look()
-        found = []
+        living = []
         for process in sorted(status.processes if status else [], key=lambda process: process.name):
-            if process.role in roles and process.pid and (own := self._of_job(process.pid)):
-                found.append((process, own))
-        return found
+            if process.role in roles and process.pid and (os_process := self._of_job(process.pid)):
+                living.append((process, os_process))
+        return living
 
     def agents(self) -> list[tuple[Agent, OsProcess]]:
         """Return the running agents, by rank."""
@@ -110,17 +110,17 @@ class FaultyDeployment(Deployment):
             reports = self.run.latest().heartbeats()
         except (PrimeslurmError, ValueError):
             return []
-        found = []
+        running = []
         for report in sorted(reports, key=lambda report: report.rank):
-            if not report.ended and (own := self._of_job(report.agent_pid)):
-                found.append((Agent(report.rank, report.name, report.agent_pid), own))
-        return found
+            if not report.ended and (os_process := self._of_job(report.agent_pid)):
+                running.append((Agent(report.rank, report.name, report.agent_pid), os_process))
+        return running
 
     def roles_on(self, agent: Agent) -> set[str]:
         """Return the roles on an agent's node, including `head`."""
         status = self.look()
-        found = {process.role for process in (status.processes if status else []) if process.node == agent.node}
-        return found | ({"head"} if agent.rank == HEAD else set())
+        roles = {process.role for process in (status.processes if status else []) if process.node == agent.node}
+        return roles | ({"head"} if agent.rank == HEAD else set())
 
     def daemon(self, name: str) -> OsProcess | None:
         """Return a Slurm daemon; None if it is not running."""
@@ -130,12 +130,12 @@ class FaultyDeployment(Deployment):
         """Return the process if it belongs to a job of this cluster, because pids are reused and shared with other
         processes.
         """
-        own = OsProcess.of("job", pid)
-        if own is None:
+        process = OsProcess.of("job", pid)
+        if process is None:
             return None
         # vllm-router overwrites its environment with its title, but its parent is an agent, which does not
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return own if self._is_of_job(pid) or self._is_of_job(parent) else None
+        return process if self._is_of_job(pid) or self._is_of_job(parent) else None
 
     def _is_of_job(self, pid: int) -> bool:
         try:

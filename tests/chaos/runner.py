@@ -236,18 +236,18 @@ class Chaos:
 
     def _check(self, seen: list[SeenGroup]) -> None:
         run, result, steps, lossy = self.deployment.run, self.result, self.result.steps, self._records_lost
-        found = invariants.segments(run)
-        lost = invariants.committed_steps_lost(found, self._damaged)
+        segments = invariants.segments(run)
+        lost = invariants.committed_steps_lost(segments, self._damaged)
         result.attempts = len(run.attempts())
         result.committed_steps_lost = len(lost)
         result.problems += lost
         if any(problem.startswith("the run") for problem in result.problems):
             return  # a run that has not completed violates the other invariants anyway
         given = invariants.batches(run)
-        result.fates = invariants.fates(seen, given, found, MAX_OFF_POLICY_STEPS, self._damaged)
+        result.fates = invariants.fates(seen, given, segments, MAX_OFF_POLICY_STEPS, self._damaged)
         result.problems += [
-            *invariants.trained_once(found, steps, records_lost=lossy),
-            *invariants.checkpoints_whole(run, found, steps),
+            *invariants.trained_once(segments, steps, records_lost=lossy),
+            *invariants.checkpoints_whole(run, segments, steps),
             *invariants.groups_once(given, steps),
             *invariants.metrics_once(run, steps, records_lost=lossy),
             *result.fates.problems,

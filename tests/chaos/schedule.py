@@ -41,9 +41,9 @@ def schedule(seed: int, faults: int, kinds: Sequence[str], overlap: float) -> li
         names += rng.sample(list(kinds), len(kinds))
     rounds: list[Round] = []
     for name in names[:faults]:
-        own, joins, after_s = rng.getrandbits(32), rng.random() < overlap, round(rng.uniform(0.0, 10.0), 1)
+        seed_of_fault, joins, after_s = rng.getrandbits(32), rng.random() < overlap, round(rng.uniform(0.0, 10.0), 1)
         if joins and rounds and len(rounds[-1]) == 1:
-            rounds[-1] = (*rounds[-1], Fault(name, own, after_s))
+            rounds[-1] = (*rounds[-1], Fault(name, seed_of_fault, after_s))
         else:
-            rounds.append((Fault(name, own),))
+            rounds.append((Fault(name, seed_of_fault),))
     return rounds

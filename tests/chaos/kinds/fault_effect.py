@@ -82,11 +82,11 @@ class Kind:
     """Reason why it is disabled."""
 
 
-def one_of(rng: Random, found: list[T]) -> T:
+def one_of(rng: Random, targets: list[T]) -> T:
     """Choose one. Raise NoTargetError if there is none."""
-    if not found:
+    if not targets:
         raise NoTargetError
-    return rng.choice(found)
+    return rng.choice(targets)
 
 
 def goal_of(*roles: str) -> float:

@@ -91,7 +91,7 @@ def _between_attempts(
     """Kill a trainer rank, and damage files after the attempt has ended and before the next one begins."""
 
     def inject(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
-        process, own = one_of(rng, deployment.living("trainer"))
+        process, os_process = one_of(rng, deployment.living("trainer"))
         attempt = deployment.run.latest()
         effect = FaultEffect(f"after {process.name} was killed", goal_s=goal_of("trainer"))
 
@@ -102,7 +102,7 @@ def _between_attempts(
             return status.attempt > attempt.number
 
         effect.noticed, effect.lasts_s = noticed, 3600.0  # the damage happens then, and is not repaired
-        own.send(signal.SIGKILL)
+        os_process.send(signal.SIGKILL)
         return effect
 
     return inject

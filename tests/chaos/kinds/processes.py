@@ -17,15 +17,15 @@ STOPPED_S = (3.0, 20.0)
 
 def _kill(*roles: str) -> Callable[[FaultyDeployment, Random], FaultEffect]:
     def inject(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
-        process, own = one_of(rng, deployment.living(*roles))
+        process, os_process = one_of(rng, deployment.living(*roles))
         attempt = deployment.run.latest().number
 
         def noticed(status: RunStatus) -> bool:
             """Return whether it was restarted or given up, or a new attempt has begun."""
             now = next((p for p in status.processes if p.name == process.name), None)
-            return status.attempt > attempt or (now is not None and (now.pid != own.pid or now.state == "LOST"))
+            return status.attempt > attempt or (now is not None and (now.pid != os_process.pid or now.state == "LOST"))
 
-        own.send(signal.SIGKILL)
+        os_process.send(signal.SIGKILL)
         return FaultEffect(f"{process.name} on {process.node}", noticed, goal_s=goal_of(process.role))
 
     return inject
@@ -33,30 +33,30 @@ def _kill(*roles: str) -> Callable[[FaultyDeployment, Random], FaultEffect]:
 
 def _stop(*roles: str) -> Callable[[FaultyDeployment, Random], FaultEffect]:
     def inject(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
-        process, own = one_of(rng, deployment.living(*roles))
-        effect = stopped(own, f"{process.name} on {process.node}", rng)
+        process, os_process = one_of(rng, deployment.living(*roles))
+        effect = stopped(os_process, f"{process.name} on {process.node}", rng)
         effect.goal_s = goal_of(process.role)
         return effect
 
     return inject
 
 
-def stopped(own: OsProcess, who: str, rng: Random, *nodes: str) -> FaultEffect:
+def stopped(os_process: OsProcess, who: str, rng: Random, *nodes: str) -> FaultEffect:
     """Stop a process for some seconds."""
     seconds = round(rng.uniform(*STOPPED_S), 1)
-    own.send(signal.SIGSTOP)
+    os_process.send(signal.SIGSTOP)
     return FaultEffect(
         f"{who} for {seconds} s",
         lasts_s=seconds,
-        repair=lambda: own.send(signal.SIGCONT),
+        repair=lambda: os_process.send(signal.SIGCONT),
         nodes=frozenset(nodes),
     )
 
 
 def _kill_agent(deployment: FaultyDeployment, rng: Random, *, head: bool) -> FaultEffect:
-    agent, own = one_of(rng, [found for found in deployment.agents() if (found[0].rank == HEAD) == head])
+    agent, os_process = one_of(rng, [pair for pair in deployment.agents() if (pair[0].rank == HEAD) == head])
     attempt = deployment.run.latest().number
-    own.send(signal.SIGKILL)
+    os_process.send(signal.SIGKILL)
     return FaultEffect(
         f"agent {agent.rank} on {agent.node}",
         lambda status: status.attempt > attempt or agent.node in deployment.lost_nodes(),
@@ -66,8 +66,8 @@ def _kill_agent(deployment: FaultyDeployment, rng: Random, *, head: bool) -> Fau
 
 
 def _stop_agent(deployment: FaultyDeployment, rng: Random, *, head: bool) -> FaultEffect:
-    agent, own = one_of(rng, [found for found in deployment.agents() if (found[0].rank == HEAD) == head])
-    effect = stopped(own, f"agent {agent.rank} on {agent.node}", rng, agent.node)
+    agent, os_process = one_of(rng, [pair for pair in deployment.agents() if (pair[0].rank == HEAD) == head])
+    effect = stopped(os_process, f"agent {agent.rank} on {agent.node}", rng, agent.node)
     effect.goal_s = goal_of(*deployment.roles_on(agent))
     return effect
 

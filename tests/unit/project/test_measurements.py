@@ -30,13 +30,13 @@ def test_a_table_has_rows_and_names_its_origin(table: Row) -> None:
 
 def test_every_path_of_the_tables_leads_to_a_value() -> None:
     """Tables share column sets, so a path may be missing from one table but not from all."""
-    found, named = set(), set()
+    filled, named = set(), set()
     for table in TABLES:
         paths = {path for text in table["columns"].values() for _, path, _, _ in string.Formatter().parse(text) if path}
         named |= paths
         rows = list(measurements.rows_of(table))
-        found |= {path for path in paths if any(measurements.value_at(row, path) is not None for row in rows)}
-    assert named == found
+        filled |= {path for path in paths if any(measurements.value_at(row, path) is not None for row in rows)}
+    assert named == filled
 
 
 def test_pages_say_where_recorded_numbers_are_from() -> None:

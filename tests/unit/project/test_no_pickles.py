@@ -26,18 +26,18 @@ LOADS_CHECKPOINTS = {"trainer/checkpoints/checkpoint.py", "trainer/checkpoints/e
 
 def findings(tree: ast.AST) -> set[str]:
     """Return the names of imported modules and called functions."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").partition(".")[0])
+            names.add((node.module or "").partition(".")[0])
         elif isinstance(node, ast.Call):
-            found.add(
+            names.add(
                 ast.unparse(node.func)
                 + next((SAFE[word] for word in map(ast.unparse, node.keywords) if word in SAFE), "")
             )
-    return found
+    return names
 
 
 def test_no_module_unpickles() -> None:

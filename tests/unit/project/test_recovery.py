@@ -20,8 +20,8 @@ def test_engine_has_recovered_when_it_serves() -> None:
     ]
     happened = sorted([*steps, *faults], key=lambda event: event.time)
     assert engine_recovery(happened, "engine-r1-0", 100.2) is None
-    found = engine_recovery([*happened, EngineUpdated("engine-r1-0", 7, time=109.2)], "engine-r1-0", 100.2)
-    assert found == {
+    recovery = engine_recovery([*happened, EngineUpdated("engine-r1-0", 7, time=109.2)], "engine-r1-0", 100.2)
+    assert recovery == {
         **{"exit_seen": 0.3, "started": 0.8, "serves": 9.0},
         **{"steps_meanwhile": 2, "longest_without_step": 5.2, "step_before": 2.0},
     }

@@ -35,12 +35,12 @@ def test_shared_gpus_are_planned_as_separate_ones(tmp_path: Path, monkeypatch: p
     program.write_text('#!/bin/sh\necho "$*"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = shared_gpu.shared_gpus(tmp_path / "made", tmp_path / "runs", [0, 1, 0])
+    shared = shared_gpu.shared_gpus(tmp_path / "made", tmp_path / "runs", [0, 1, 0])
     argv = ["nvidia-smi", "--query-gpu=index", "--id=0,1,0"]
-    said = subprocess.run(argv, env={**os.environ, **found.env}, capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines() == [f"--id={gpu} --query-gpu=index" for gpu in (0, 1, 0)]
-    assert found.env["CUDA_VISIBLE_DEVICES"] == "0,1,0"
-    site = load_site(found.site)
+    output = subprocess.run(argv, env={**os.environ, **shared.env}, capture_output=True, text=True, check=True)
+    assert output.stdout.splitlines() == [f"--id={gpu} --query-gpu=index" for gpu in (0, 1, 0)]
+    assert shared.env["CUDA_VISIBLE_DEVICES"] == "0,1,0"
+    site = load_site(shared.site)
     monkeypatch.setattr(shared_gpu, "nccl_version", lambda: (2, 30))
     assert shared_gpu.shared_settings() == {}
     monkeypatch.setattr(shared_gpu, "nccl_version", lambda: (2, 29))
@@ -63,9 +63,9 @@ def test_a_report_takes_the_slowest_engine_of_each_update() -> None:
             for load in (0.2 * version, 0.1)
         ),
     ]
-    found = report(steps, happened)
-    assert found["steps"] == 4 and found["mismatch_kl"] == {"median": 2.5e-4, "max": 9e-4}
-    assert found["update_seconds"] == {"publish": 0.5, "transfer": 0.3, "load": 0.7, "pause": 0.8}
+    summary = report(steps, happened)
+    assert summary["steps"] == 4 and summary["mismatch_kl"] == {"median": 2.5e-4, "max": 9e-4}
+    assert summary["update_seconds"] == {"publish": 0.5, "transfer": 0.3, "load": 0.7, "pause": 0.8}
     assert report([], []) == {
         "steps": 0,
         "mismatch_kl": {"median": None, "max": None},

@@ -26,9 +26,9 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(SLEEP, start_new_session=True) as found:
-        yield found
-        found.kill()
+    with subprocess.Popen(SLEEP, start_new_session=True) as started:
+        yield started
+        started.kill()
 
 
 def test_a_server_is_ended(process: subprocess.Popen[bytes]) -> None:

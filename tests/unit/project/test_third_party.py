@@ -136,8 +136,8 @@ def test_a_build_lets_uv_install_a_missing_pip(programs: tuple[str, ...], code: 
     argv = ["env", f"PATH={tmp_path}:/usr/bin:/bin", "bash", "-e", str(bash)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
-    told = f"uv was told: pip install --quiet --python {tmp_path}/python3 pip"
-    assert told in done.stdout if programs else "x: python3 has no pip" in done.stderr
+    expected = f"uv was told: pip install --quiet --python {tmp_path}/python3 pip"
+    assert expected in done.stdout if programs else "x: python3 has no pip" in done.stderr
 
 
 class Sources:
