@@ -53,7 +53,6 @@ ON_CPU = not torch.cuda.is_available()
 
 
 def _replace(owner: Any, name: str, value: Any) -> Any:
-    """Replace an existing attribute, and return its old value."""
     if not hasattr(owner, name):
         where = owner.__name__ if isinstance(owner, ModuleType | type) else repr(owner)
         raise RuntimeError(f"{where}.{name} does not exist: this version of torch or torchtitan is not supported")
@@ -108,13 +107,9 @@ def all_to_all(
     receive: list[int] | None = None,
     send: list[int] | None = None,
 ) -> torch.Tensor:
-    """Exchange rows with all ranks of a group, in rank order. Differentiable.
+    """Exchange rows [sum(send), ...] with all ranks of a group, in rank order. Differentiable.
 
-    Args:
-        tensor: Rows to send [sum(send), ...].
-        group: The process group, or its name.
-        receive: Number of rows from each rank. Without `receive` and `send`, all counts are equal.
-        send: Number of rows to each rank.
+    `receive` and `send` are the numbers of rows from and to each rank. None: all are equal.
     """
     return _waited(collectives.all_to_all_single(tensor, receive, send, group))
 
@@ -193,13 +188,11 @@ class AnyDtypeExperts(GroupedExperts):
         return self._grouped_mm(A=x_RD, B_t=self.local(name, x_RD.dtype).transpose(-2, -1), offs=offsets)
 
     def local(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's experts of parameter `name`, cast to a dtype."""
         parameter = getattr(self, name)
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
 
 
 def local_region(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the region of a distributed tensor that this rank holds."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
@@ -212,10 +205,7 @@ def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def swap(
     model_config: Any, base: Any, replacement: Any, where: Callable[[str, Any], bool] = lambda name, config: True
 ) -> None:
-    """Replace each `base.Config` in a model config by `replacement.Config` with the same values.
-
-    Only those for which `where`, called with the module name and the config, returns True.
-    """
+    """Replace each `base.Config` for which `where(name, config)` is true by a `replacement.Config` of equal values."""
     for name, config, parent, attribute in list(model_config.traverse(base.Config)):
         if type(config) is not base.Config or not where(name, config):
             continue
@@ -229,10 +219,7 @@ def swap(
 def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mapping[str, str]) -> None:
     """Declare parameters that were added to a built torchtitan module.
 
-    Args:
-        module: The module.
-        initial: Initializer of each new parameter.
-        like: Existing parameter whose sharding each new parameter shares.
+    `initial` has their initializers, and `like` the existing parameter whose sharding each of them shares.
     """
     module._param_init = {**module._param_init, **initial}
     if module._sharding_config is not None:
@@ -242,7 +229,6 @@ def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mappin
 
 
 def set_deepep_sms(count: int) -> None:
-    """Set the number of streaming multiprocessors that DeepEP's kernels use. DeepEP must be installed."""
     from torchtitan.distributed.deepep import deepep
 
     _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)

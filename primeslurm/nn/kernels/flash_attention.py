@@ -25,9 +25,8 @@ log = logging.getLogger(__name__)
 def best(wanted: Callable[[], str | None], register: Callable[[str], Any]) -> str | None:
     """Return the name of an implementation in torch's registry. None means FlashAttention 2 of torch.
 
-    Args:
-        wanted: Returns the best implementation for this GPU: None, "FA3" (Hopper) or "FA4" (later GPUs).
-        register: Registers FlashAttention 4 from the module of a name.
+    `wanted` returns the best one for this GPU: None, "FA3" (Hopper) or "FA4" (later). `register` registers
+    FlashAttention 4.
     """
     if wanted() is None:
         return None

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+# Maximum number of heads per program. More would not fit into its registers.
 MAX_HEADS = 64
-"""Maximum number of heads per program. More would not fit into its registers."""
 _CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((64, 8, 1), (32, 8, 2), (32, 8, 1), (64, 8, 2), (32, 4, 1), (16, 8, 2))
@@ -25,7 +25,7 @@ _CONFIGS = [
 def forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, rank: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1] in float32."""
+    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1] float32."""
     queries, heads, size = query.shape
     out = query.new_empty(queries, heads, rank)
     normaliser = query.new_empty(queries, heads, 1, dtype=torch.float32)
@@ -47,7 +47,6 @@ def forward(
 
 
 def block_heads(heads: int) -> int:
-    """Return the number of heads per program."""
     return min(MAX_HEADS, max(16, triton.next_power_of_2(heads)))
 
 

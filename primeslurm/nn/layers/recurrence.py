@@ -43,7 +43,6 @@ def chunks(positions: torch.Tensor, size: int) -> Chunks:
 
 
 def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Split [B, L, ...] into [B, C, size, ...], padded with zeros."""
     missing = -values.shape[1] % size
     padded = torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)
     return padded.unflatten(1, (-1, size))

@@ -1,8 +1,7 @@
 """Offload of saved activations to host memory until the backward pass.
 
-Copies overlap with computation on their own streams: to the host while the next layer computes, and back while the
-backward pass is at the layer after. Only tensors that activation checkpointing saves are offloaded; with `full` these
-are the layers' inputs.
+Copies overlap with computation on their own streams. Only tensors that activation checkpointing saves are offloaded;
+with `full` these are the layers' inputs.
 """
 
 from __future__ import annotations

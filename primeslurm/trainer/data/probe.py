@@ -20,12 +20,12 @@ from primeslurm.chat.turn_ends import no_end
 from primeslurm.wire.batches import inline_images
 from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
+# Lines within the first PARSED_BYTES bytes of the file are parsed. After them, only the rendered sample is read.
 PARSED_BYTES = 256 << 20
-"""Lines within the first PARSED_BYTES bytes of the file are parsed. After them, only the rendered sample is read."""
+# Number of lines rendered from the start of the file, and again spread over the whole file
 SAMPLE_LINES = 32
-"""Number of lines rendered from the start of the file, and again spread over the whole file."""
+# The check stops after this time [s]. The trainer reads the whole file and reports any other bad line.
 TIME_LIMIT_S = 30.0
-"""The check stops after this time [s]. The trainer reads the whole file and reports any other bad line."""
 
 
 def main() -> None:
@@ -54,12 +54,7 @@ def check(request: DataRequest) -> DataAnswer:
 
 
 class _Scan:
-    """A scan of the lines of a data file.
-
-    Args:
-        request: Names the file and the model.
-        text: Renders a line as training text.
-    """
+    """A scan of the lines of the data file of a request, some of which are rendered as training text."""
 
     def __init__(self, request: DataRequest, text: TrainingText) -> None:
         self._request, self._text, self._path = request, text, Path(request.path)

@@ -26,19 +26,15 @@ from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Batch, Row, stack
 
+# Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
+# weights are broken.
 MAX_SKIPPED = 3
-"""Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
-weights are broken."""
 
 log = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """The policy with its loss, optimizer and learning rate schedule.
-
-    Args:
-        reader: Image reader. None for text-only training.
-    """
+    """The policy with its loss, optimizer and learning rate schedule. `reader` is None for text-only training."""
 
     def __init__(
         self,
@@ -63,12 +59,9 @@ class TrainStep:
         """Train one step on this rank's rows of a batch. A collective; all ranks must have the same number of rows.
 
         Returns metrics of the whole batch, the same on every rank. If the gradient is not finite, all ranks leave the
-        weights unchanged. The step still counts, and the metric `skipped` is 1.
-
-        Raises:
-            FloatingPointError: The gradient was not finite in MAX_SKIPPED consecutive steps.
-            RankError: A rank cannot read an image.
-            ValueError: The batch has images but there is no image reader, or its rows are sharded for other ranks.
+        weights unchanged. The step still counts, and the metric `skipped` is 1. Raises FloatingPointError after
+        MAX_SKIPPED such steps in a row, RankError for unreadable images, and ValueError if the rows are for other ranks
+        or no reader is there.
         """
         batch = batch.cp_shard(self.policy.cp_rank, self.policy.cp_world)
         tokens = max(1, batch.info.loss_tokens)
@@ -179,12 +172,9 @@ class TrainStep:
 
 
 def reduce_after(model: torch.nn.Module, *, last: bool, stays_gathered: bool) -> None:
-    """Set whether FSDP reduces gradients over ranks after the next micro batch. If not, they accumulate in float32.
+    """Set whether FSDP reduces gradients after the next micro batch, as for the `last` one. If not, they accumulate.
 
-    Args:
-        last: Whether the next micro batch is the last one of the step. Gradients are reduced only then.
-        stays_gathered: Whether weights stay gathered between forward and backward pass. They then stay gathered until
-            the last micro batch.
+    If `stays_gathered`, weights stay gathered until the last micro batch.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

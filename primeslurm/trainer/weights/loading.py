@@ -33,10 +33,10 @@ from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
+# Bytes per read. The dequantized values take four times as much.
 CHUNK_BYTES = 8 << 20
-"""Bytes per read. The dequantized values take four times as much."""
+# Shorter runs of wanted bytes are not read one by one: the bytes between them are read, too
 MIN_RUN_BYTES = 64 << 10
-"""Shorter runs of wanted bytes are not read one by one: the bytes between them are read, too."""
 Region = tuple[slice, ...]
 
 
@@ -160,7 +160,6 @@ class Loader:
         read.target.copy_(_values(read, raw, scales, 0))
 
     def _scales(self, read: ShardRead, row: int, rows: int) -> torch.Tensor:
-        """Read the FP8 scales of some rows [blocks of rows, blocks of columns]."""
         name = read.name + FP8_SCALE
         first, last, width = row // FP8_BLOCK, -(-(row + rows) // FP8_BLOCK), self._files.places[name].shape[1]
         return self._open.part(name, first * width, (last - first) * width).view(-1, width)
@@ -240,11 +239,7 @@ def _group_of_dimension(tensor: DTensor, dimension: int) -> Any:
 
 
 def row_slices(place: TensorLocation, region: Region, whole_rows: bool = False) -> Iterator[RowSlice]:
-    """List the reads for a region of a tensor. Each has at least one row, and otherwise at most CHUNK_BYTES.
-
-    Args:
-        whole_rows: Whether to read whole rows of the first dimension.
-    """
+    """List the reads for a region: of one row (all of the first dimension if `whole_rows`), or up to CHUNK_BYTES."""
     shape, width = place.shape, place.torch_dtype.itemsize
     if not shape:
         yield RowSlice((), 0, 1)

@@ -22,8 +22,8 @@ from primeslurm.trainer.policy.policy_model import PolicyModel
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
 _STACKS = f"experts.{GATE_UP}", f"experts.{DOWN}"
+# A [..., in, rank] and B [..., out, rank]
 Factors = tuple[torch.Tensor, torch.Tensor]
-"""A [..., in, rank] and B [..., out, rank]."""
 
 
 def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -18,10 +18,9 @@ from torchtitan.models.common.moe import GroupedExperts
 from primeslurm.models import capabilities
 from primeslurm.nn.kernels.fp8.backend import Emulated
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantize, quantize_groups, quantize_groups_transposed
-from primeslurm.nn.kernels.fp8.quantized_cache import QuantizedCache
 from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.fp8 import adapt
+from primeslurm.trainer.components.matrix_products import adapt
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
@@ -327,7 +326,7 @@ def test_shared_inputs_are_quantized_once(recomputed: bool, monkeypatch: pytest.
 
 
 def test_cache_recomputes_for_changed_values() -> None:
-    last, calls = QuantizedCache[float](), []
+    last, calls = fp8.QuantizedCache[float](), []
 
     def of(tensor: torch.Tensor, beside: object = None) -> float:
         return last.of(tensor, lambda t: calls.append(1) or float(t.sum()), beside)
@@ -345,7 +344,7 @@ def test_cache_recomputes_for_changed_values() -> None:
 
 
 def test_cache_does_not_keep_its_source_alive() -> None:
-    last, source = QuantizedCache[int](), torch.ones(4)
+    last, source = fp8.QuantizedCache[int](), torch.ones(4)
     storage = StorageWeakRef(source.untyped_storage())
     last.of(source, len)
     del source
@@ -353,7 +352,7 @@ def test_cache_does_not_keep_its_source_alive() -> None:
 
 
 def test_cached_result_is_freed_after_its_source() -> None:
-    last, other = QuantizedCache[torch.Tensor](), QuantizedCache[int]()
+    last, other = fp8.QuantizedCache[torch.Tensor](), fp8.QuantizedCache[int]()
     source, asked = torch.ones(4), torch.ones(5)
     result = StorageWeakRef(last.of(source, torch.neg).untyped_storage())
     other.of(asked, len)

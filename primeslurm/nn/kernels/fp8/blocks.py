@@ -42,7 +42,6 @@ class Quantized:
     block: tuple[int, int]
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the dequantized values."""
         rows, columns = self.data.shape[-2:]
         scales = self.scales.to(dtype).repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
         return self.data.to(dtype) * scales[..., :rows, :columns]
@@ -93,7 +92,6 @@ class Groups:
         return result if len(result) == len(self.places) else result.index_select(0, self.places)
 
     def padded(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Copy [rows, k] to [padded rows, k], with zeros as padding."""
         result = matrix.new_zeros(len(self.owners), matrix.shape[1])
         result[self.places] = matrix
         return result
@@ -131,7 +129,6 @@ def _as_viewed(quantized: Quantized, matrix: torch.Tensor) -> Quantized:
 
 
 def scales_of(amax: torch.Tensor) -> torch.Tensor:
-    """Return the float32 scales of blocks from their amax."""
     # Division by a Python number would become a product with its reciprocal on GPUs, which rounds differently.
     return amax.clamp(min=SMALLEST_AMAX) / amax.new_full((), LARGEST)
 

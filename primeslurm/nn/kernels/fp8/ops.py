@@ -29,16 +29,13 @@ _Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [..., k] by weight [n, k]. Returns [..., n]. k and n are multiples of BLOCK."""
+    """Compute `layers.fp8.linear_product`. k and n are multiples of BLOCK."""
     result: torch.Tensor = _linear(rows.flatten(0, -2), weight)
     return result.view(*rows.shape[:-1], -1)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [rows, k] by their group's weight [groups, n, k]. Returns [rows, n]. k, n: multiples of BLOCK.
-
-    Each group ends at its offset, and the last one at the last row.
-    """
+    """Compute `layers.fp8.grouped_product`. k and n are multiples of BLOCK."""
     result: torch.Tensor = _grouped(rows, weight, *_layout(offsets, rows.shape[0]))
     return result
 
@@ -93,7 +90,6 @@ def _(offsets: torch.Tensor, rows: int) -> _Layout:
 
 
 def _max_padded_rows(rows: int, groups: int) -> int:
-    """Return the maximum number of padded rows, for any sizes of the groups."""
     return (rows // BLOCK + groups) * BLOCK
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.per_expert_products import one_by_one
+from primeslurm.trainer.components.matrix_products import one_by_one
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, write
