@@ -22,6 +22,9 @@ from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.base.phase_timer import PhaseTimer
+from primeslurm.trainer.components import lora
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights.export import cast
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from scripts.models import tiny_model
@@ -143,6 +146,13 @@ def make_batch(
 
 def make_timer(directory: Path) -> PhaseTimer:
     return PhaseTimer(Journal(directory, "test"), record=False)
+
+
+def exported(policy: PolicyModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a policy by Hugging Face name. A collective."""
+    state = policy.model.state_dict()
+    state = state if policy.lora is None else lora.merge(state, policy.lora)
+    return policy.adapter.to_hf({name: cast(name, lora.whole(tensor), dtype) for name, tensor in state.items()})
 
 
 @pytest.fixture(scope="session")

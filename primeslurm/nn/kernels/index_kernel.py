@@ -1,8 +1,7 @@
 """Scores of DSA's indexer on NVIDIA GPUs, summed over heads before they are stored.
 
 A score is the sum over heads of weight * relu(query . key) (DeepSeek-V3.2-Exp report, equation 1), of queries and keys
-as `index_rounding` rounds them. Hopper GPUs use DeepGEMM's kernel, as vLLM's engines do. Others use a Triton kernel, in
-which each program computes one tile of queries x keys. Tiles without visible keys are only filled with -inf.
+as `index_rounding` rounds them. Hopper GPUs use DeepGEMM's kernel, as vLLM's engines do. Others use a Triton kernel.
 """
 
 from __future__ import annotations

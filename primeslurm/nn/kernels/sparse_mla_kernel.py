@@ -1,9 +1,7 @@
 """Triton kernels for attention over selected keys on NVIDIA GPUs, without storing gathered keys.
 
-A program computes one query with up to 64 heads. It loads the selected keys in blocks, each from its place, and keeps a
-running softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1). `sparse_mla_backward` has the backward pass.
-
-Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
+A program computes one query with up to 64 heads, with a running softmax (FlashAttention-2, arXiv 2307.08691, algorithm
+1). Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
 [queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, at least 32 and 16.
 """
 

@@ -2,11 +2,7 @@
 
 Master weights stay float32. FSDP gathers copies in the compute dtype, which are quantized at each use. Exported
 policies are quantized from the compute dtype, too (`trainer.weights.export.Encoding`), so that trainer and engines
-multiply by the same numbers. Until the first update, engines that loaded an FP8 checkpoint use its scales, which differ
-from the trainer's by the rounding of the compute dtype.
-
-`tensor_names.in_fp8` selects the layers. The kernels need multiples of 128, so other matrices are padded with zeros,
-which does not change scales.
+multiply by the same numbers. Until the first update, engines that loaded an FP8 checkpoint use its scales.
 """
 
 from __future__ import annotations
@@ -183,7 +179,7 @@ def _grouped_times(rows: Quantized, weight: Quantized, groups: Groups, dtype: to
 
 
 def _padded(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Pad dimensions -1 or -2 with zeros to a multiple of BLOCK."""
+    # The kernels need multiples of BLOCK. Padding dimensions -1 or -2 with zeros does not change scales.
     columns, rows = (-tensor.shape[dim] % BLOCK if dim in dims else 0 for dim in (-1, -2))
     return F.pad(tensor, (0, columns, 0, rows)) if columns or rows else tensor
 

@@ -1,8 +1,4 @@
-"""A decoder with grouped-query attention, with the variations that families need.
-
-Attention may be gated, use a sliding window, normalize queries and keys per head or over all heads, or go without
-rotary embeddings. A block may normalize the outputs of its two halves as well as their inputs.
-"""
+"""A decoder with grouped-query attention, with the variations that families need in attention and norms."""
 
 from __future__ import annotations
 

@@ -49,12 +49,9 @@ def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def decays(total: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Return the share of position s's contribution that is left at position l, [..., l, s]; 0 outside `pairs`.
-
-    `total` [..., l] are sums of log decays from the start of the chunk.
-    """
-    # The diagonal does not depend on decays. Left in, its large gradients would cancel except for rounding errors, and
-    # those exceed the gradients of strong decays.
+    """Return the share [..., l, s] of position s's contribution that is left at l; 0 outside `pairs`."""
+    # `total` [..., l] are sums of log decays from the start of the chunk. The diagonal does not depend on decays. Its
+    # large gradients would cancel except for rounding errors, which exceed the gradients of strong decays.
     passed = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril(-1)
     return passed.masked_fill(~pairs, -torch.inf).exp()
 

@@ -65,15 +65,6 @@ def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[lis
         beside = []
 
 
-def export(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield whole tensors by Hugging Face name, one layer at a time, on every rank. A collective.
-
-    For small models only, because each rank gathers whole layers including experts.
-    """
-    for state in _layers(policy, dtype):
-        yield policy.adapter.to_hf({name: lora.whole(tensor) for name, tensor in state.items()})
-
-
 def by_layer(names: Iterable[str]) -> list[list[str]]:
     """Group the names of a state dict by layer. Names outside of layers come first."""
     layers: dict[int, list[str]] = {}

@@ -21,20 +21,16 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
-from primeslurm.trainer.weights.export import Encoding, export, published
+from primeslurm.trainer.weights.export import Encoding, published
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
-from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
+from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer
 from tests.trainer.families import CASES, Case, write
 
 RELEASED = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2")
 """Families that are released in FP8."""
 BY_NAME = {case.name: case for case in CASES}
-
-
-def exported(policy: PolicyModel) -> dict[str, torch.Tensor]:
-    return {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
 
 
 def loads_in_fp8(case: Case) -> bool:
@@ -261,6 +257,6 @@ def test_router_bias_is_published_exactly(family: str, impl: str, world: World, 
     path = write(BY_NAME[family], tmp_path)
     policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16", "impl": impl}), world)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    published = {key: tensor for layer in export(policy, torch.bfloat16) for key, tensor in layer.items()}
+    published = exported(policy, torch.bfloat16)
     assert torch.equal(published[name], load_file(path / "model.safetensors")[name])
     assert {tensor.dtype for key, tensor in published.items() if key != name} == {torch.bfloat16}

@@ -22,9 +22,8 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weights.export import export
 from primeslurm.wire.stored import checkpoints
-from tests.trainer.conftest import make_batch, make_recipe, make_timer
+from tests.trainer.conftest import exported, make_batch, make_recipe, make_timer
 
 
 class Disk:
@@ -71,8 +70,7 @@ class Run:
             self.saver.after(step, self.train_step, self.timer)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        layers = export(self.train_step.policy, torch.float32)
-        return {name: tensor.clone() for layer in layers for name, tensor in layer.items()}
+        return {name: tensor.clone() for name, tensor in exported(self.train_step.policy).items()}
 
 
 def test_training_continues_during_a_checkpoint(moe_model: Path, world: World, disk: Disk, tmp_path: Path) -> None:

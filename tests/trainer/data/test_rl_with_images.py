@@ -26,12 +26,11 @@ from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, from
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weights.export import export
 from primeslurm.wire.batches.batch import Batch
 from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import batch_of
-from tests.trainer.conftest import SEQ_LEN, make_recipe, make_timer
+from tests.trainer.conftest import SEQ_LEN, exported, make_recipe, make_timer
 from tests.trainer.families import IMAGES, reference_of
 from tests.trainer.image_rows import MERGE, case_of, write_vision_model
 
@@ -210,9 +209,7 @@ def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tm
     assert (found[by_engine] - own.detach()[engine.argsort()]).abs().max() < 5e-6
     assert torch.equal(targets.logprobs[by_engine], engine.sort().values)
 
-    before, after = load_file(model / "model.safetensors"), {}
-    for tensors in export(train_step.policy, torch.float32):
-        after |= tensors
+    before, after = load_file(model / "model.safetensors"), exported(train_step.policy)
     gradients = released(reference)
     assert set(after) == set(before)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())

@@ -14,8 +14,7 @@ from primeslurm.plan.checks import model_files
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weights.export import export
-from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.conftest import SEQ_LEN, exported, make_recipe
 from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write
 
 FIRST = 40
@@ -43,9 +42,9 @@ def test_logits_and_checkpoint_round_trip(case: Case, world: World, tmp_path: Pa
     assert (packed - alone).abs().max() < case.tolerance
 
     original = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    exported = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
-    assert set(exported) == set(original)
-    for name, tensor in exported.items():
+    tensors = exported(policy)
+    assert set(tensors) == set(original)
+    for name, tensor in tensors.items():
         assert torch.equal(tensor, original[name]), name
 
 

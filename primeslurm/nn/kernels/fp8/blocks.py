@@ -2,9 +2,7 @@
 
 The scheme is that of DeepSeek-V3: e4m3 values with one float32 scale per block. Rows (activations and gradients) have
 blocks of 1 x 128, weights of 128 x 128. A weight gradient is a sum over tokens, so its operands are transposed: a row
-is one feature, and a block has 128 of its tokens. Scales are amax / 448. They are not rounded to powers of two (UE8M0),
-which would lose precision without any gain on SM90. Values are multiplied by the reciprocal of their scale, as vLLM
-does when it quantizes weights.
+is one feature, and a block has 128 of its tokens.
 """
 
 from __future__ import annotations
@@ -105,10 +103,8 @@ class Groups:
 
 
 def quantize(matrix: torch.Tensor, block: tuple[int, int]) -> Quantized:
-    """Quantize a matrix [..., n, k], or a transposed view of one, in ROWS or BLOCKS.
-
-    For a placeholder of a quantized weight, or its transposed view, return the quantized weight itself.
-    """
+    """Quantize a matrix [..., n, k], or a transposed view of one, in ROWS or BLOCKS."""
+    # The placeholder of a quantized weight stands for the weight itself.
     if block == BLOCKS and (quantized := placeholder_tensor.lookup(matrix)) is not None:
         return _as_viewed(quantized, matrix)
     if matrix.is_cuda:
@@ -117,6 +113,8 @@ def quantize(matrix: torch.Tensor, block: tuple[int, int]) -> Quantized:
     rows, columns = matrix.shape[-2:]
     filled = F.pad(matrix.contiguous().float(), (0, -columns % block[1], 0, -rows % block[0]))
     blocks = filled.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    # Scales are not rounded to powers of two (UE8M0), which would lose precision without any gain on SM90. Values are
+    # multiplied by the reciprocal of their scale, as vLLM does when it quantizes weights.
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
     data = (blocks * scales.reciprocal()).view_as(filled)[..., :rows, :columns].to(torch.float8_e4m3fn)
     return Quantized(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)

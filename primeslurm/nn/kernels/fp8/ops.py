@@ -1,9 +1,7 @@
 """FP8 products of compiled layers, as custom operators that torch.compile does not trace.
 
 Eager layers cache quantized inputs by tensor identity. Compiled code cannot, because it reuses the memory of dead
-tensors without a new version. So each operator quantizes its inputs. The layout of groups, which waits for the device,
-is an operator of its own, so that torch.compile merges equal calls. The shapes of all results follow from the shapes of
-the arguments, independent of the routing of tokens.
+tensors without a new version. So each operator quantizes its inputs.
 """
 
 from __future__ import annotations
@@ -66,6 +64,8 @@ def _(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("primeslurm::fp8_groups", mutates_args=())
 def _layout(offsets: torch.Tensor, rows: int) -> _Layout:
     """Return the fields of `Groups`: sizes in host memory, and sources and owners padded to a fixed length."""
+    # It waits for the device, so it is an operator of its own: torch.compile merges equal calls. The padded lengths do
+    # not depend on the routing of tokens, so that compiled code knows all shapes.
     groups = Groups.of.__wrapped__(Groups, offsets)
     filling = (0, _max_padded_rows(rows, len(offsets)) - len(groups.owners))
     return (
