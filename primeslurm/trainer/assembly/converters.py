@@ -16,7 +16,6 @@ from primeslurm.trainer.distributed import deepep, token_permutation
 
 
 def replace_modules(draft: ModelDraft) -> None:
-    """Replace the modules of torchtitan that do not work on this machine or in this dtype."""
     compat.replace_modules(draft.config)
 
 

@@ -306,7 +306,6 @@ class _MemoryFile(io.RawIOBase):
 
 
 def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], counter: ByteCounter) -> None:
-    """Wait for threads, and send a heartbeat whenever they have moved bytes."""
     seen, pending = counter.bytes, set(work)
     while pending:
         pending = wait(pending, timeout=1.0).not_done

@@ -54,7 +54,6 @@ def nodes_short_of_memory(reports: Iterable[Report]) -> list[str]:
 
 
 def tensor_bytes(state: Any) -> int:
-    """Return the bytes of this rank's shards of all tensors in a nested state dict."""
     if isinstance(state, Mapping):
         return sum(tensor_bytes(value) for value in state.values())
     if isinstance(state, DTensor):

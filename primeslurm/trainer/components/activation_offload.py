@@ -63,7 +63,6 @@ class ActivationOffload:
         self._layer: _Layer | None = None
 
     def install(self, model: Any) -> None:
-        """Wrap the forward pass of each layer in `model.layers`."""
         layers = list(model.layers.values())
         for index, layer in enumerate(layers):
             layer.forward = self._around(layer, layer.forward, first=index == 0)
@@ -137,6 +136,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _storages(module: torch.nn.Module) -> set[int]:
-    """Return the storages of a layer's parameters and buffers, as FSDP has just gathered them."""
     tensors = [*module.parameters(), *module.buffers()]
     return {_storage(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors}

@@ -43,7 +43,6 @@ class _Stack:
         return shard
 
     def local(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of per-block values [experts, n / 128, k / 128]."""
         return of_blocks.narrow(*self._local_slice)
 
     def extend(self) -> None:

@@ -53,7 +53,6 @@ class Targets:
     """Cross-entropy weight of observed tokens; 0 for sampled tokens. None: all tokens were sampled."""
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
-        """Return the targets with `change` applied to every tensor."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "documents"}
         changed = {name: change(value) for name, value in values.items() if value is not None}
         return replace(self, documents=replace(self.documents, index=change(self.documents.index)), **changed)
@@ -119,7 +118,6 @@ def _function(config: Loss) -> LossFunction:
 
 
 def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tensor]:
-    """Return metrics of the difference between the trainer and the policy that sampled."""
     # With d = log p_trainer - log p_engine and r = exp(d):
     #
     # - off_policy_kl = r - d - 1, an estimate of KL(sampling policy || trainer) that is never negative (k3 of Schulman,

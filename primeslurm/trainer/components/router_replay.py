@@ -55,7 +55,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def convert(draft: ModelDraft) -> None:
-    """Replace the routers of a model if the recipe enables replay. Raises ValueError if it has none."""
+    """Replace the routers if the recipe enables replay. Raises ValueError if there are none."""
     if not draft.recipe.trainer.router_replay:
         return
     compat.swap(draft.config, TokenChoiceTopKRouter, ReplayRouter)

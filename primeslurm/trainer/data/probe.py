@@ -34,7 +34,6 @@ def main() -> None:
 
 
 def check(request: DataRequest) -> DataAnswer:
-    """Parse the lines of the data and render a sample of them."""
     from transformers import AutoTokenizer
 
     try:
@@ -86,7 +85,6 @@ class _Scan:
             self._text.parts(record)
 
     def warnings(self) -> list[Violation]:
-        """Warn of data or a model that will not train as expected."""
         request, template, warnings = self._request, self._text.template, []
         if unlisted := self._text.ends.unlisted():
             why = f"turns end with {' or '.join(unlisted)}, and engines that serve this model do not stop there"
@@ -113,7 +111,6 @@ def _has_thoughts(messages: list[ChatMessage], every: bool) -> bool:
 
 
 def _notes(text: TrainingText, converses: bool) -> list[Violation]:
-    """Note the token that ends a turn."""
     answer, call = text.ends.answer, text.ends.call
     if answer is None:
         return []

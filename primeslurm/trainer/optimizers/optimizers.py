@@ -48,7 +48,6 @@ def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype, host_st
 def _parts(
     config: Optimizer, model: torch.nn.Module, trained: list[Named], dtype: torch.dtype
 ) -> list[tuple[partial[Any], list[Named]]]:
-    """Return constructors of optimizers, with the parameters for each."""
     lr, decay = config.lr, config.weight_decay
     adamw = partial(torch.optim.AdamW, lr=lr, weight_decay=decay, betas=config.betas, eps=config.eps, fused=True)
     if config.type == "adamw":

@@ -118,7 +118,6 @@ class PolicyModel:
             return (*self.model(**inputs), trained)
 
     def shard(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a tensor [rows, seq_len, ...]."""
         return self.shared.shard(tensor) if self.shared else tensor
 
     def _inputs(

@@ -88,7 +88,6 @@ class Publisher:
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
-        """Return whether `version` is published and undamaged."""
         directory = filesystem.version_dir(self._run_dir, version)
         return bool(self._world.decide(int(self._world.is_main and not filesystem.damage(directory))))
 

@@ -50,7 +50,6 @@ class Conversion:
     """Names of weights in FP8 blocks."""
 
     def names(self) -> dict[str, list[str]]:
-        """Return the weights of each file, in stored order."""
         by_file: dict[str, list[str]] = {}
         for name, place in sorted(self.files.places.items(), key=lambda item: item[1].offset):
             if name.removesuffix(FP8_SCALE) not in self.fp8 or name in self.fp8:

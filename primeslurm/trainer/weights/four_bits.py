@@ -49,7 +49,6 @@ class FourBits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the model's weight."""
         return (*self.rows[:-1], self.columns, self.rows[-1]) if self.transposed else (*self.rows, self.columns)
 
 

@@ -153,7 +153,6 @@ class Loader:
 
     @torch.no_grad()
     def _exchange_rows(self, read: ShardRead, local: torch.Tensor, scales: torch.Tensor | None) -> None:
-        """Gather all rows of a shared matrix, and store this rank's columns."""
         gathered = local.new_empty(len(local) * dist.get_world_size(read.group))
         dist.all_gather_single(gathered, local, group=read.group)
         raw = gathered.view(read.place.torch_dtype).view(-1, read.place.shape[1])[read.region]
@@ -165,7 +164,6 @@ class Loader:
         return self._open.part(name, first * width, (last - first) * width).view(-1, width)
 
     def _four_bit_scales(self, codes: FourBits, row: int, rows: int) -> torch.Tensor:
-        """Read the scales of some rows [rows, groups], counted over the whole stack."""
         groups = codes.scales.shape[-1]
         return self._open.at(codes.scales, row * groups, rows * groups).view(rows, groups)
 
@@ -185,7 +183,6 @@ class Loader:
 
     @torch.no_grad()
     def _exchange_codes(self, read: ShardRead, codes: FourBits, rows: RowSlice, local: torch.Tensor) -> None:
-        """Gather all rows of a four-bit slice, and store this rank's columns."""
         gathered = local.new_empty(len(local) * dist.get_world_size(read.group), local.shape[1])
         dist.all_gather_single(gathered, local, group=read.group)
         shape, width = read.place.shape, read.place.shape[-1]
