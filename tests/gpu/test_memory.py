@@ -41,7 +41,9 @@ def measure(model: Path, directory: Path, **trainer: Any) -> dict[str, Any]:
     """Return peak memory, seconds per step and losses of one process."""
     directory.mkdir()
     config = {"path": str(model), "dtype": "bfloat16"}
-    recipe = make_recipe(model, model=config, seq_len=SEQ_LEN, trainer={"optimizer": {"lr": 1e-6}, **trainer})
+    recipe = make_recipe(
+        model, model=config, max_steps=9, seq_len=SEQ_LEN, trainer={"optimizer": {"lr": 1e-6}, **trainer}
+    )
     path = directory / "recipe.json"
     path.write_text(recipe.model_dump_json(by_alias=True))
     (output,) = finish(start_fresh_ranks(1, "tests.gpu.memory_rank", str(path)))

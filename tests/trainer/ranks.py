@@ -11,7 +11,6 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.base.phase_timer import PhaseTimer
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.policy.train_step import TrainStep
@@ -24,7 +23,7 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
     import torch
 
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     timer = PhaseTimer(Journal(out, f"rank-{world.rank}"), record=False)
     metrics = []
     for step in range(1, recipe.max_steps + 1):

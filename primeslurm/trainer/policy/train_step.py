@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.nn.layers.vision import VisionInput
-from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import micro_batch_rows
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import LossFunction, Targets
+from primeslurm.trainer.components.loss import LossFunction, Targets, cross_entropy, from_recipe
 from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
@@ -34,25 +35,27 @@ log = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """The policy with its loss, optimizer and learning rate schedule. `reader` is None for text-only training."""
+    """The policy with the recipe's loss (or `loss`), optimizer and learning rate schedule.
+
+    `reader` is None for text-only training.
+    """
 
     def __init__(
         self,
         policy: PolicyModel,
-        optimizer: Optimizer,
-        max_steps: int,
-        loss: LossFunction,
+        recipe: Recipe,
         world: World,
         reader: ImageReader | None = None,
+        loss: LossFunction | None = None,
     ) -> None:
         self.policy = policy
-        self._config = optimizer
-        self._loss = loss
+        self._config = config = recipe.trainer.optimizer
+        self._loss = loss or (from_recipe(recipe.trainer.loss) if recipe.task == "rl" else cross_entropy)
         self._world = world
         self._reader = reader
         self._compilations = CompilationMetrics(policy.compiled, world)
-        self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype, policy.host_states)
-        self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
+        self.optimizer = optimizers.build(config, policy.model, policy.dtype, policy.host_states)
+        self.scheduler = optimizers.schedule(config, recipe.max_steps, self.optimizer)
         self._skipped_in_a_row = 0
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:

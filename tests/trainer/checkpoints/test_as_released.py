@@ -16,7 +16,6 @@ from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints import export as checkpoint_export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
@@ -104,7 +103,7 @@ def test_exported_checkpoint_matches_published_fp8_policy(world: World, tmp_path
     run, out = tmp_path / "run", tmp_path / "out"
     recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     timer = make_timer(run)
     train_step.train(make_batch(1), timer)
     path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
@@ -131,7 +130,7 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
         source, model=model, trainer={"fp8": True, "optimizer": {"lr": 1e-3}}, checkpoint={"interval": 1}
     )
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     publisher = Publisher(policy, tmp_path, published(recipe, policy.stored_fp8), 2, world)
 
     def of_engines(version: int) -> dict[str, torch.Tensor]:

@@ -19,7 +19,6 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
@@ -56,11 +55,9 @@ class Run:
 
     def __init__(self, directory: Path, model: Path, world: World, attempt: int = 1) -> None:
         recipe = make_recipe(
-            model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 2, "asynchronous": True}
+            model, max_steps=9, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 2, "asynchronous": True}
         )
-        self.train_step = TrainStep(
-            build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
-        )
+        self.train_step = TrainStep(build(recipe, world), recipe, world)
         self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None, pause_s=0.01)
         self.timer: PhaseTimer = make_timer(directory)
 

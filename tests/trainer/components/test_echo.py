@@ -38,7 +38,7 @@ def test_observed_tokens_are_trained(dense_model: Path, world: World, tmp_path: 
         trained = row.positions[1:] > 0  # a document's first token never is
         expected += float((row.echo_weights[1:] * nll)[trained].sum())
 
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
+    train_step = TrainStep(policy, recipe, world, loss=from_recipe(DppoLoss()))
     metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     assert metrics["echo_loss"] == pytest.approx(expected / plain.info.loss_tokens, rel=1e-4)
     assert metrics["entropy"] > 1, "of sampled tokens alone"
@@ -59,7 +59,7 @@ def test_teacher_logprobs_are_aligned_with_their_tokens(dense_model: Path, world
         rows.append(replace(row, ref_logprobs=np.where(row.mask, own - np.float32(np.log(2)), 0).astype(np.float32)))
         ratios.append(np.exp(own - row.logprobs)[row.mask & (row.positions > 0)])
     loss = from_recipe(DppoLoss(ref_kl=0.5))
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world)
+    train_step = TrainStep(policy, recipe, world, loss=loss)
     metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     expected = np.concatenate(ratios).sum() * (0.5 - 1 + np.log(2)) / plain.info.loss_tokens
     assert metrics["ref_kl"] == pytest.approx(expected, rel=1e-3)

@@ -14,7 +14,6 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints import export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
@@ -28,7 +27,7 @@ def test_glm5_training_keeps_indexers_and_biases_unchanged(world: World, tmp_pat
 
     def train_step() -> TrainStep:
         policy = build(recipe, world)
-        return TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+        return TrainStep(policy, recipe, world)
 
     saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
     timer = PhaseTimer(Journal(tmp_path, "trainer"), record=False)

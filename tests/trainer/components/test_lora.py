@@ -22,7 +22,6 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
@@ -42,9 +41,7 @@ def recipe_of(model: Path, **options: Any) -> Recipe:
 
 
 def learner_of(recipe: Recipe, world: World) -> TrainStep:
-    return TrainStep(
-        build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
-    )
+    return TrainStep(build(recipe, world), recipe, world)
 
 
 def train(train_step: TrainStep, directory: Path, *steps: int) -> list[float]:

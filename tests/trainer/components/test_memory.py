@@ -10,7 +10,6 @@ import torch
 
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import activation_offload
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer
@@ -22,7 +21,7 @@ def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
     """Return losses, gradient norms and final weights of two steps of two micro batches."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 2 * SEQ_LEN, **trainer})
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     metrics = [train_step.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
     return [m[name] for m in metrics for name in ("loss", "grad_norm")], exported(policy)
 

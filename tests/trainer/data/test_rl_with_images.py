@@ -167,7 +167,7 @@ def recipe_of(model: Path) -> Recipe:
 def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> TrainStep:
     policy = build(recipe, world)
     reader = ImageReader(policy.source, IMAGES["image_token_id"])
-    return TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, reader)
+    return TrainStep(policy, recipe, world, reader, loss=loss)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])

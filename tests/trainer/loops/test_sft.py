@@ -17,7 +17,6 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import cross_entropy
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
@@ -52,7 +51,7 @@ def train(
     """Run SFT in this process. Return metrics.jsonl."""
     assert recipe.sft is not None
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
+    train_step = TrainStep(policy, recipe, world, reader)
     publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
