@@ -25,11 +25,10 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
 from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.families import BY_NAME, CASES, Case, write
 
 RELEASED = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2")
 """Families that are released in FP8."""
-BY_NAME = {case.name: case for case in CASES}
 
 
 def loads_in_fp8(case: Case) -> bool:

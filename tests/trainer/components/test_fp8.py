@@ -27,7 +27,7 @@ from primeslurm.trainer.policy.policy_model import PolicyModel
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.families import BY_NAME, CASES, Case, write
 
 # Half a unit in the last place of e4m3's three mantissa bits; below its smallest normal number, of that number's.
 RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10
@@ -270,7 +270,7 @@ def test_absorbed_weight_is_rounded_with_straight_through_gradient() -> None:
 
 
 def test_only_weights_stored_in_fp8_compute_in_fp8(world: World, tmp_path: Path) -> None:
-    policy = build(make_recipe(write(next(case for case in CASES if case.name == "qwen3"), tmp_path)), world)
+    policy = build(make_recipe(write(BY_NAME["qwen3"], tmp_path)), world)
     adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
     names = [name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)]
     assert names == ["layers.0.feed_forward.w3"]

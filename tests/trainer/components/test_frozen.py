@@ -18,11 +18,11 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import make_batch, make_recipe
-from tests.trainer.families import CASES, write
+from tests.trainer.families import BY_NAME, write
 
 
 def test_glm5_training_keeps_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
-    path = write(next(case for case in CASES if case.name == "glm_moe_dsa"), tmp_path / "model")
+    path = write(BY_NAME["glm_moe_dsa"], tmp_path / "model")
     recipe = make_recipe(path)
 
     def train_step() -> TrainStep:

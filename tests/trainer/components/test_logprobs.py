@@ -12,7 +12,7 @@ from primeslurm.trainer.components.logprobs import token_logprobs
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
-from tests.trainer.families import CASES, write
+from tests.trainer.families import BY_NAME, write
 
 ROWS, LENGTH, DIM, VOCABULARY = 2, 30, 8, 17
 
@@ -55,7 +55,7 @@ def test_no_trained_token_gives_no_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3_moe"])
 def test_step_with_chunks_matches_step_without(name: str, world: World, tmp_path: Path) -> None:
-    model = write(next(case for case in CASES if case.name == name), tmp_path / "model")
+    model = write(BY_NAME[name], tmp_path / "model")
     metrics = []
     for chunk in (None, 13):
         trainer = {"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}

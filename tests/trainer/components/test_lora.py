@@ -29,7 +29,7 @@ from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe
-from tests.trainer.families import CASES, Case, reference_of, write
+from tests.trainer.families import BY_NAME, CASES, Case, reference_of, write
 
 ADAPTED = [case for case in CASES if capabilities(case.config().model_type, "auto").lora]
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -137,7 +137,7 @@ def test_adapter_is_saved_in_peft_format(moe_model: Path, world: World, tmp_path
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
 def test_stacked_experts_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == name)
+    case = BY_NAME[name]
     model = write(case, tmp_path / "model")
     train_step = learner_of(recipe_of(model, save_adapter=True), world)
     train(train_step, tmp_path, 1)

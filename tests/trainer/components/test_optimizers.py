@@ -23,7 +23,7 @@ from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.optimizers.muon import Muon, orthogonalize
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case
+from tests.trainer.families import BY_NAME, CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case
 from tests.trainer.optimizer_ranks import TYPES, resume, train
 
 STEPS = 3
@@ -133,7 +133,7 @@ def test_muon_trains_exactly_the_matrices_of_layers(world: World) -> None:
 
 
 def test_muon_trains_adapters(world: World) -> None:
-    case = next(case for case in CASES if case.name == "qwen3_moe")
+    case = BY_NAME["qwen3_moe"]
     ours, others = muons(case, world, lora={"rank": 8})
     assert not others and all(name.endswith(("_lora_a", "_lora_b")) for name in ours)
     assert {name.split(".")[2] for name in ours} == {"attention", "moe"}

@@ -31,8 +31,8 @@ from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import batch_of
 from tests.trainer.conftest import SEQ_LEN, exported, make_recipe, make_timer
-from tests.trainer.families import IMAGES, reference_of
-from tests.trainer.image_rows import MERGE, case_of, write_vision_model
+from tests.trainer.families import BY_NAME, IMAGES, reference_of
+from tests.trainer.image_rows import MERGE, write_vision_model
 
 LR, TEMPERATURE, TRUST = 0.5, 0.8, 2e-3
 Size = tuple[int, int]
@@ -174,7 +174,7 @@ def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> TrainStep:
 def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
     model = write_vision_model(name, tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(model)
-    reference = reference_of(case_of(name)).from_pretrained(model, dtype=torch.float32)
+    reference = reference_of(BY_NAME[name]).from_pretrained(model, dtype=torch.float32)
     seen = [make(number, parts, processor) for number, parts in enumerate(ROLLOUTS)]
     logprobs = [reference_logprobs(reference, one) for one in seen]
     seen = as_engines_sampled(seen, logprobs)

@@ -15,7 +15,16 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, exported, make_recipe
-from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write
+from tests.trainer.families import (
+    BY_NAME,
+    CASES,
+    GENERIC_CASES,
+    OTHER_VISION_CASE,
+    VISION_CASES,
+    Case,
+    reference_of,
+    write,
+)
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -51,7 +60,7 @@ def test_logits_and_checkpoint_round_trip(case: Case, world: World, tmp_path: Pa
 @pytest.mark.parametrize("change", ["missing", "unknown"])
 @pytest.mark.parametrize("name", ["glm4_moe", "mixtral"])
 def test_missing_and_unknown_tensors_are_refused(name: str, change: str, world: World, tmp_path: Path) -> None:
-    path = write(next(case for case in (*CASES, *GENERIC_CASES) if case.name == name), tmp_path)
+    path = write(BY_NAME[name], tmp_path)
     tensors = load_file(path / "model.safetensors")
     expert = next(tensor for tensor in sorted(tensors) if ".experts.3." in tensor)
     if change == "missing":

@@ -20,7 +20,7 @@ from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, MLA_YARN, YARN
+from tests.trainer.families import BY_NAME, MLA_YARN, YARN
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -106,7 +106,7 @@ def test_missing_model_is_named(world: World) -> None:
     ],
 )
 def test_unsupported_features_are_named(family: str, change: dict[str, Any], message: str) -> None:
-    config = next(case for case in CASES if case.name == family).config()
+    config = BY_NAME[family].config()
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(ValueError, match=f"{message}.*is not supported for {family}"):
@@ -114,7 +114,7 @@ def test_unsupported_features_are_named(family: str, change: dict[str, Any], mes
 
 
 def test_sinks_always_use_flex_attention() -> None:
-    config = next(case for case in CASES if case.name == "gpt_oss").config()
+    config = BY_NAME["gpt_oss"].config()
     for layer in model_builder.spec(config, SEQ_LEN, "varlen").model.layers:
         assert isinstance(layer.attention.inner_attention, compat.titan_attention.FlexAttention.Config)
 

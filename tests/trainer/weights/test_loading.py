@@ -19,7 +19,7 @@ from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 from tests.trainer.as_released import quantize
 from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.families import CASES, write
+from tests.trainer.families import BY_NAME, write
 from tests.trainer.four_bits import int4, mxfp4
 
 
@@ -97,7 +97,7 @@ def test_row_slices_cover_the_region_once(whole_rows: bool, monkeypatch: pytest.
 
 
 def test_loaded_weights_are_not_initialized(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in CASES if case.name == "qwen3_moe")
+    case = BY_NAME["qwen3_moe"]
     path = write(case, tmp_path)
 
     def refuse(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
