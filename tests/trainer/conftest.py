@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
@@ -27,6 +28,7 @@ from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weights.export import cast
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
+from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model
 from tests.support.faulty_storage import storage_time  # noqa: F401 - for all tests
 from tests.support.forks import TRAINER, Forked, server
@@ -153,6 +155,14 @@ def exported(policy: PolicyModel, dtype: torch.dtype = torch.float32) -> dict[st
     state = policy.model.state_dict()
     state = state if policy.lora is None else lora.merge(state, policy.lora)
     return policy.adapter.to_hf({name: cast(name, lora.whole(tensor), dtype) for name, tensor in state.items()})
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def published(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
+    return tensors(filesystem.version_dir(run_dir, version))
 
 
 @pytest.fixture(scope="session")

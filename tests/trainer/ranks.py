@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
-from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
-from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from tests.trainer.conftest import make_batch
+from tests.trainer.conftest import make_batch, make_timer
 
 
 def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
@@ -24,7 +22,7 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
 
     policy = build(recipe, world)
     train_step = TrainStep(policy, recipe, world)
-    timer = PhaseTimer(Journal(out, f"rank-{world.rank}"), record=False)
+    timer = make_timer(out)
     metrics = []
     for step in range(1, recipe.max_steps + 1):
         routed = recipe.trainer.router_replay

@@ -23,8 +23,8 @@ from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, published
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
-from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer
+from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, to_fp8
+from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer, tensors
 from tests.trainer.families import BY_NAME, CASES, Case, write
 
 RELEASED = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2")

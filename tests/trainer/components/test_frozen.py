@@ -9,15 +9,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from primeslurm.recipe.sections.trainer import Checkpoint
-from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints import export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
-from tests.trainer.conftest import make_batch, make_recipe
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
 from tests.trainer.families import BY_NAME, write
 
 
@@ -30,7 +28,7 @@ def test_glm5_training_keeps_indexers_and_biases_unchanged(world: World, tmp_pat
         return TrainStep(policy, recipe, world)
 
     saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
-    timer = PhaseTimer(Journal(tmp_path, "trainer"), record=False)
+    timer = make_timer(tmp_path)
     mine = train_step()
     before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
     mine.train(make_batch(1), timer)

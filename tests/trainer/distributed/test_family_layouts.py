@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from primeslurm.models import capabilities
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import stack_experts
-from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
+from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks, tensors
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 from tests.trainer.ranks import train
 
@@ -63,11 +62,7 @@ def test_two_ranks_match_one(
     expected = train(recipe(directory / "model", case, 1), tmp_path, world)[0]
     for name in COMPARED:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    theirs, ours = (_tensors(filesystem.version_dir(run, 1)) for run in (directory, tmp_path))
+    theirs, ours = (tensors(filesystem.version_dir(run, 1)) for run in (directory, tmp_path))
     assert set(theirs) == set(ours)
     for name, tensor in theirs.items():
         torch.testing.assert_close(tensor, ours[name], atol=5e-4, rtol=1e-3, msg=name)
-
-
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model
 from tests.trainer import families
-from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.conftest import finish, make_recipe, published, start_ranks
 from tests.trainer.families import write
 from tests.trainer.ranks import train
 
@@ -28,13 +26,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "glm5": ({"fp8": True}, {"ep": 2, "cp": 2, "activation_checkpointing": "full"}),
 }
-
-
-def published(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in filesystem.version_dir(directory, STEPS).glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def test_two_ranks_match_one(world: World, tmp_path: Path) -> None:
@@ -60,7 +51,7 @@ def test_two_ranks_match_one(world: World, tmp_path: Path) -> None:
     for mine, one in adapters:
         for name in ("loss", "entropy", "grad_norm"):
             assert mine[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-    tensors, ones = published(tmp_path / "lora"), published(tmp_path / "lora-one")
+    tensors, ones = published(tmp_path / "lora", STEPS), published(tmp_path / "lora-one", STEPS)
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, ones[name], atol=5e-4, rtol=1e-3, msg=name)
     # Rows are scaled one by one, so they do not care who computes them. Weight gradients sum over blocks of 128 tokens,

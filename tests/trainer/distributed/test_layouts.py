@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.conftest import finish, make_recipe, published, start_ranks
 from tests.trainer.ranks import train
 from tests.trainer.reduced_bytes import MICRO_BATCHES, WAYS
 
@@ -39,17 +37,12 @@ def recipe_for(model: Path, loss: dict[str, Any] | None = None, **parallelism: A
     return make_recipe(model, max_steps=STEPS, trainer=trainer)
 
 
-def published(directory: Path) -> dict[str, torch.Tensor]:
-    files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 @pytest.fixture(scope="module")
 def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     found = []
     for loss in (None, SEQUENCES):
         directory = tmp_path_factory.mktemp("one")
-        found.append((train(recipe_for(moe_model, loss), directory, world), published(directory)))
+        found.append((train(recipe_for(moe_model, loss), directory, world), published(directory, STEPS)))
     assert all(0 < metrics["masked_fraction"] < 1 for metrics in found[1][0])
     return found
 
@@ -75,7 +68,7 @@ def test_two_ranks_match_one(
     for number, (expected, weights) in enumerate(one_rank):
         metrics = [mine[number * STEPS : (number + 1) * STEPS] for mine in lines]
         compare(metrics, expected)
-        tensors = published(tmp_path / str(number))
+        tensors = published(tmp_path / str(number), STEPS)
         assert set(tensors) == set(weights)
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, weights[name], atol=5e-4, rtol=1e-3, msg=name)
@@ -105,7 +98,7 @@ def test_reducing_gradients_once_per_step_saves_collectives(
         metrics = [mine[number * STEPS : (number + 1) * STEPS] for mine in lines]
         compare(metrics, one_rank[0][0])
         begun.append(metrics[0][-1]["collectives"])
-        for name, tensor in published(tmp_path / str(number)).items():
+        for name, tensor in published(tmp_path / str(number), STEPS).items():
             torch.testing.assert_close(tensor, one_rank[0][1][name], atol=5e-4, rtol=1e-3, msg=name)
     parts = 4
     assert begun[0] - begun[1] == parts, "reduced once instead of twice"

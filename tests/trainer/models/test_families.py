@@ -14,7 +14,7 @@ from primeslurm.plan.checks import model_files
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.distributed.world import World
-from tests.trainer.conftest import SEQ_LEN, exported, make_recipe
+from tests.trainer.conftest import SEQ_LEN, exported, make_recipe, tensors
 from tests.trainer.families import (
     BY_NAME,
     CASES,
@@ -50,10 +50,10 @@ def test_logits_and_checkpoint_round_trip(case: Case, world: World, tmp_path: Pa
     assert alone.abs().max() > 0.5
     assert (packed - alone).abs().max() < case.tolerance
 
-    original = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    tensors = exported(policy)
-    assert set(tensors) == set(original)
-    for name, tensor in tensors.items():
+    original = tensors(path)
+    found = exported(policy)
+    assert set(found) == set(original)
+    for name, tensor in found.items():
         assert torch.equal(tensor, original[name]), name
 
 

@@ -19,7 +19,7 @@ from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.conftest import SEQ_LEN, make_recipe, tensors
 from tests.trainer.families import BY_NAME, MLA_YARN, YARN
 
 FIRST = 40
@@ -62,9 +62,8 @@ def test_bfloat16_is_published_as_such(moe_model: Path, world: World, tmp_path: 
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.float32}, "masters stay float32"
     path = Publisher(policy, tmp_path, Encoding(torch.bfloat16), 3, world).publish(1)
     original = load_file(moe_model / "model.safetensors")
-    for file in path.glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            assert torch.equal(tensor, original[name].bfloat16()), name
+    for name, tensor in tensors(path).items():
+        assert torch.equal(tensor, original[name].bfloat16()), name
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
 
 

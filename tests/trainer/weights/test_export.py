@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from primeslurm.trainer.assembly.build import build
@@ -17,11 +16,7 @@ from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.cli import primeslurm
-from tests.trainer.conftest import make_batch, make_recipe, make_timer
-
-
-def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+from tests.trainer.conftest import make_batch, make_recipe, make_timer, tensors
 
 
 def test_export_matches_published_weights(moe_model: Path, world: World, tmp_path: Path) -> None:
