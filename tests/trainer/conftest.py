@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -88,6 +89,11 @@ def finish(ranks: Sequence[Forked | subprocess.Popen[str]], code: int = 0) -> li
         printed = [output.result() for output in outputs]
     assert [rank.returncode for rank in ranks] == [code] * len(ranks), "\n".join(printed)
     return printed
+
+
+def printed(output: str, word: str) -> list[Any]:
+    """Return the JSON values that a rank printed after a word."""
+    return [json.loads(line.removeprefix(word)) for line in output.splitlines() if line.startswith(f"{word} ")]
 
 
 def trainer_command(recipe: Path, run_dir: Path, attempt: int, orchestrator: str | None = None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import stack_experts
-from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks, tensors
+from tests.trainer.conftest import SEQ_LEN, make_recipe, tensors
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
-from tests.trainer.ranks import train
+from tests.trainer.ranks import train, train_on_ranks
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 
@@ -41,17 +40,13 @@ def recipe(path: Path, case: Case, size: int) -> Recipe:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, float], Path]]:
     """Return by case: metrics of the step, model directory and published directory."""
     root = tmp_path_factory.mktemp("families")
-    arguments = []
+    runs = {}
     for case in SPLIT:
         path = write(case, root / case.name / "model")
         if case.name == "qwen3_5_moe":
             stack_experts(path)  # as it is released in bfloat16
-        (root / case.name / "recipe.json").write_text(recipe(path, case, 2).model_dump_json(by_alias=True))
-        arguments += [str(root / case.name / "recipe.json"), str(root / case.name)]
-    first, second = finish(start_ranks(2, "tests.trainer.ranks", *arguments))
-    metrics = [json.loads(line[8:]) for line in first.splitlines() if line.startswith("METRICS ")]
-    assert len(metrics) == second.count("METRICS ") == len(SPLIT)
-    return {case.name: (found, root / case.name) for case, found in zip(SPLIT, metrics, strict=True)}
+        runs[root / case.name] = recipe(path, case, 2)
+    return {out.name: (first[0], out) for out, (first, _) in zip(runs, train_on_ranks(2, runs), strict=True)}
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)

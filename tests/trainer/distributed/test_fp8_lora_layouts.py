@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 from primeslurm.trainer.distributed.world import World
 from scripts.models import tiny_model
 from tests.trainer import families
-from tests.trainer.conftest import finish, make_recipe, published, start_ranks
+from tests.trainer.conftest import make_recipe, published
 from tests.trainer.families import write
-from tests.trainer.ranks import train
+from tests.trainer.ranks import train, train_on_ranks
 
 STEPS = 2
 # trainer settings, and parallel layout
@@ -32,22 +31,17 @@ def test_two_ranks_match_one(world: World, tmp_path: Path) -> None:
     qwen, glm = tmp_path / "qwen", tmp_path / "glm"
     tiny_model.write_model(qwen, "qwen3_moe", hidden=128)
     write(families.BY_NAME["glm_moe_dsa-short"], glm)
-    arguments, expected = [], []
+    runs, expected = {}, []
     for name, (options, layout) in CASES.items():
         model = glm if name == "glm5" else qwen
-        for out in (tmp_path / name, tmp_path / f"{name}-one"):
-            out.mkdir()
+        (tmp_path / f"{name}-one").mkdir()
         trainer = {"optimizer": {"lr": 1e-3}, **options}
         recipe = make_recipe(model, max_steps=STEPS, trainer=trainer)
-        expected += train(recipe, tmp_path / f"{name}-one", world)
-        recipe = make_recipe(model, max_steps=STEPS, trainer={**trainer, "parallelism": layout})
-        path = tmp_path / f"{name}.json"
-        path.write_text(recipe.model_dump_json(by_alias=True))
-        arguments += [str(path), str(tmp_path / name)]
-    outputs = finish(start_ranks(2, "tests.trainer.ranks", *arguments))
-    metrics = [json.loads(line[8:]) for line in outputs[0].splitlines() if line.startswith("METRICS ")]
-    pairs = list(zip(metrics, expected, strict=True))
-    fp8, adapters, glm5 = (pairs[i : i + STEPS] for i in range(0, len(pairs), STEPS))
+        expected.append(train(recipe, tmp_path / f"{name}-one", world))
+        runs[tmp_path / name] = make_recipe(model, max_steps=STEPS, trainer={**trainer, "parallelism": layout})
+    fp8, adapters, glm5 = (
+        list(zip(metrics[0], one, strict=True)) for metrics, one in zip(train_on_ranks(2, runs), expected, strict=True)
+    )
     for mine, one in adapters:
         for name in ("loss", "entropy", "grad_norm"):
             assert mine[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name

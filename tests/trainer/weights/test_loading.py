@@ -18,7 +18,7 @@ from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 from tests.trainer.as_released import quantize
-from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.conftest import finish, make_recipe, printed, start_ranks
 from tests.trainer.families import BY_NAME, write
 from tests.trainer.four_bits import int4, mxfp4
 
@@ -49,7 +49,7 @@ def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
         assert set(found) == set(meant | four_bits)
         for name, tensor in (meant | four_bits).items():
             assert torch.equal(found[name], tensor.float()), name
-    counts = [json.loads(line[5:]) for out in outputs for line in out.splitlines() if line.startswith("READ ")]
+    counts = [counts for output in outputs for counts in printed(output, "READ")]
     # Runs of a few bytes are read with what lies between them: here stacks, split within each of their matrices.
     twice = ("stack.1", "mx.2", "mx.2's scales")
     elements = {name: tensor.numel() for name, tensor in meant.items()}
