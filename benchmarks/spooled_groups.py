@@ -23,8 +23,7 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.pipeline.progress import RunProgress
-from primeslurm.orchestrator.pipeline.recovery import recover
+from primeslurm.orchestrator.pipeline.progress import RunProgress, recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup, begin, digest_of
 from primeslurm.orchestrator.rollouts.spool import Spool, open_group
 from primeslurm.recipe import Recipe

@@ -44,11 +44,9 @@ class GateState:
     def __init__(self) -> None:
         self.incarnation = uuid.uuid4().hex
         self.version: int | None = None
-        self.asked_for = -1
-        """Newest version that a request needed since the orchestrator last confirmed one."""
+        self.asked_for = -1  # Newest version that a request needed since the orchestrator last confirmed one
         self.updating = False
-        self.updates = 0
-        """Number of weight updates begun. With 0 the engine has the weights that it loaded at start."""
+        self.updates = 0  # Number of weight updates begun. With 0 the engine has the weights that it loaded at start.
         self.initialized = False
         self.paused = False
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-WINDOW = 2**17
-"""Number of tasks that are shuffled together."""
+WINDOW = 2**17  # Number of tasks that are shuffled together
+# The same for an endless taskset. It is smaller, because the whole window is generated before the first task runs.
 ENDLESS_WINDOW = 1024
-"""The same for an endless taskset. It is smaller, because the whole window is generated before the first task runs."""
 
 
 def first_epoch(position: int, seed: int, window: int, tasks: int | None = None) -> int:

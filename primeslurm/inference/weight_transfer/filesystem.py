@@ -64,9 +64,8 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
 def policy_files(directory: Path, version: int) -> list[Path]:
     """Return the safetensors files of a published policy. Wait up to `SEEN_S` until this node sees all of them.
 
-    Raises:
-        PolicyError: there is no manifest, it has another version, or files are missing or truncated.
-        OSError: the directory cannot be read.
+    Raise PolicyError if there is no manifest, it has another version, or files are missing or truncated, and OSError if
+    the directory cannot be read.
     """
     failure: UnseenError | None = None
 

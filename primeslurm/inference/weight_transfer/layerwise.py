@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel, OAIAttention
 from vllm.platforms import current_platform
 
-from primeslurm.inference.guards import expect
+from primeslurm.inference.patches import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
 from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
@@ -60,11 +60,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Activate the new weights.
-
-        Raises:
-            PolicyError: the policy lacked parameters or experts.
-        """
+        """Activate the new weights. Raise PolicyError if the policy lacked parameters or experts."""
         missing = self._expected - self._loaded
         if missing:
             raise PolicyError(f"the policy lacks {len(missing)} parameters: {some(missing)}")
@@ -137,8 +133,7 @@ def some(names: set[str]) -> str:
 def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Convert block-scaled FP8 weights to `dtype`, and pass on all other tensors.
 
-    Raises:
-        PolicyError: a weight came without its scales, or scales without their weight.
+    Raise PolicyError if a weight came without its scales, or scales without their weight.
     """
     alone: dict[str, torch.Tensor] = {}  # weights and scales whose counterpart has not arrived yet
     for name, tensor in tensors:

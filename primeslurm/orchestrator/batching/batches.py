@@ -20,7 +20,7 @@ import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
 from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, quantum
-from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
+from primeslurm.orchestrator.dispatch.limits import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
@@ -218,10 +218,8 @@ def documents(
 ) -> list[Document]:
     """Return one document per sequence of a batch, of at most `seq_len` tokens, for training policy `version`.
 
-    Temperatures are by environment label; the others sample at the batch's own. See `averaged` for `average`.
-
-    Raises:
-        UsageError: The user's algorithm raised an error.
+    Temperatures are by environment label; the others sample at the batch's own. See `averaged` for `average`. Raise
+    UsageError if the user's algorithm raised an error.
     """
     cut = [group.cut(seq_len) for group in groups]
     # Without routed experts, because those of groups on disk are not there either: the same groups get the same credit.

@@ -178,9 +178,8 @@ class Common:
 def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[FrameSource]:
     """Encode the shard of the context-parallel rank in `info`: a header, and the bytes of the arrays.
 
-    Raises:
-        DamagedError: Routed experts have the length or shape of another sequence or model.
-        ValueError: Rows cannot be cut into equal pieces.
+    Raise DamagedError if routed experts have the length or shape of another sequence or model, and ValueError if rows
+    cannot be cut into equal pieces.
     """
     if odd := [row.length for row in rows if row.length % info.cp_world]:
         raise ValueError(f"{info.cp_world} ranks cannot share rows of {odd[0]} tokens")

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from statistics import median_high
 from types import MappingProxyType
 
-from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, Sample
+from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import Limit, ReplicaLoad
 
 # Growth of a limit, per engine and period.

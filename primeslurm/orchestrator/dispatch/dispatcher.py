@@ -22,8 +22,7 @@ from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForec
 from primeslurm.orchestrator.dispatch.continuations import Continuations
 from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
-from primeslurm.orchestrator.dispatch.limits import DispatchLimits, choose
-from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
+from primeslurm.orchestrator.dispatch.limits import DispatchLimits, ReplicaSlots, choose
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.wire.batches.rollout import Rollout
@@ -166,10 +165,8 @@ class Dispatcher:
     def finished(self, job: str, rollout: tuple[Rollout, ...]) -> RolloutGroup | None:
         """Add the rollout of a job, and return its group if that completed it.
 
-        The example stays unfinished until `rejected`, `add_ready` or `add_unscored` is called with the group.
-
-        Raises:
-            KeyError: The job is not in flight.
+        The example stays unfinished until `rejected`, `add_ready` or `add_unscored` is called with the group. Raise
+        KeyError if the job is not in flight.
         """
         group, index = self._end(job, "finished", finished=True)
         group.done[index] = rollout

@@ -14,15 +14,15 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_events import (
+from primeslurm.orchestrator.rollouts.worker_pool import (
     EnginesAnswered,
     JobLost,
     RolloutEnded,
     WorkerDied,
     WorkerEvent,
+    WorkerPool,
     WorkerUnusable,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
@@ -75,9 +75,8 @@ class EvaluationOrchestrator:
     async def run(self) -> None:
         """Run until the results are on disk.
 
-        Raises:
-            UnrecoverableError: all rollouts of an environment fail.
-            PrimeslurmError: no engine or no replica is left.
+        Raise UnrecoverableError if all rollouts of an environment fail, and PrimeslurmError if no engine or no replica
+        is left.
         """
         self._journal.write(OrchestratorUp(VERSION))
         try:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
-from primeslurm.orchestrator.evaluation.statistics import Sample, summarise
+from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader, Sample, summarise
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment

@@ -15,7 +15,7 @@ from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGr
 from primeslurm.orchestrator.pipeline.progress import ProgressFile, RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
-from primeslurm.orchestrator.teacher.scoring import Scoring
+from primeslurm.orchestrator.teacher import Scoring
 from primeslurm.orchestrator.telemetry.batch_metrics import oldest_age, reward_mean
 from primeslurm.records.events.training import BatchFormed
 from primeslurm.wire.decoding import DamagedError
@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 class BatchStage:
     """Input: finalized groups. Output: recorded batches, in `Batches`.
 
-    Args:
-        complete: Input queue of the finalize stage, for groups that the age limit completes early.
+    `complete`: input queue of the finalize stage, for groups that the age limit completes early.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_events import (
+from primeslurm.orchestrator.rollouts.worker_pool import (
     EnginesAnswered,
     JobLost,
     RolloutEnded,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.orchestrator.telemetry.engine_metrics import Sample
+from primeslurm.orchestrator.telemetry.engine_load import Sample
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.records.events.training import ReplicaLost
 from primeslurm.records.state import ReplicaLoad

@@ -18,8 +18,7 @@ from verifiers.v1.types import Request, Response, ToolCall
 
 from primeslurm.orchestrator.rendering.conversation_cache import CachingChatDialect, RolloutDialect
 
-NUMBERED = re.compile(r"call_\d+")
-"""Ids that verifiers gives to calls without one. They repeat in the next turn."""
+NUMBERED = re.compile(r"call_\d+")  # Ids that verifiers gives to calls without one. They repeat in the next turn.
 
 
 class TrainedDialect(RolloutDialect):
@@ -137,12 +136,12 @@ class TrainedOpenAIResponses(TrainedDialect, ResponsesDialect):  # type: ignore[
         return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in numbered]
 
 
+# For each dialect of verifiers, the one that replaces it in rollouts that are trained
 ROLLOUT_DIALECTS = {
     ChatDialect: CachingChatDialect,
     AnthropicDialect: TrainedAnthropicMessages,
     ResponsesDialect: TrainedOpenAIResponses,
 }
-"""For each dialect of verifiers, the one that replaces it in rollouts that are trained."""
 
 
 def _new(prefix: str) -> str:

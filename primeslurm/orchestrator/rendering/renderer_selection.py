@@ -49,8 +49,7 @@ class Rendering:
     """The selected renderer."""
 
     config: RendererConfig
-    no_tools: str = ""
-    """Why tools cannot be rendered; empty if they can."""
+    no_tools: str = ""  # Why tools cannot be rendered; empty if they can
 
 
 def select_renderer(

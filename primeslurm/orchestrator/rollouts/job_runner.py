@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from primeslurm.orchestrator.rollouts.flow_control import split_frames
 from primeslurm.orchestrator.rollouts.job_protocol import (
     AnswerCounts,
     Cancel,
@@ -30,7 +31,6 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     in_words,
     nearest,
 )
-from primeslurm.orchestrator.rollouts.message_chunks import split_frames
 from primeslurm.records.heartbeats import liveness
 from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.batches.rollout import Rollout

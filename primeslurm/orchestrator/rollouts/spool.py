@@ -72,8 +72,7 @@ class SpooledGroup(RolloutGroup):
     def experts_apart(self) -> tuple[RolloutGroup, list[StoredArray | None]]:
         """Read and check the whole file, but keep everything except routed experts, which are large.
 
-        Returns:
-            The group without routed experts, and for each sequence the place of its experts in the file, if any.
+        Return the group without routed experts, and for each sequence the place of its experts in the file, if any.
         """
         data = self._read()
         group, address = self._decoded(data), np.frombuffer(data, np.uint8).ctypes.data

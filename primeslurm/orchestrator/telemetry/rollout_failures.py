@@ -98,11 +98,7 @@ class RolloutFailures:
         record.kinds.clear()
 
     def failed(self, job: str, error: str, now: float, cause: Cause = "environment") -> str:
-        """Record a failed rollout.
-
-        Returns:
-            The label of its environment; empty if unknown.
-        """
+        """Record a failed rollout. Return the label of its environment; empty if unknown."""
         running, since = self._running.pop(job, (None, now))
         label = running.environment if running else ""
         record = self._environment(label, since)
@@ -147,8 +143,7 @@ class RolloutFailures:
     def hopeless(self, now: float, runs: Callable[[str], bool], served: Iterable[str]) -> Hopeless | None:
         """Return an environment whose rollouts will all fail, or None.
 
-        Args:
-            runs: Returns whether a job is in flight. Other jobs were cancelled or lost.
+        `runs`: returns whether a job is in flight. Other jobs were cancelled or lost.
         """
         self._prune(runs)
         live = set(served)

@@ -91,8 +91,7 @@ class TransferSessions:
     async def answer(self, request: OfferTransfer, wanting: Callable[[], int], hold_s: float) -> Answer:
         """Answer the trainer's offer.
 
-        Args:
-            hold_s: Longest time until the answer "wait". It must be shorter than the trainer's own timeout.
+        `hold_s`: longest time until the answer "wait". It must be shorter than the trainer's own timeout.
         """
         if request.version != self._version:
             self.expect(request.version)

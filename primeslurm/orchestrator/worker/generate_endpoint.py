@@ -295,12 +295,10 @@ _TAKEN = b"0"  # replaces the text of routed experts that was taken out of an an
 def _take_routed_experts(content: bytes) -> tuple[bytes, memoryview]:
     """Take the text of routed experts out of an answer, because a JSON parser would scan its 100 MB by character.
 
-    Base64 has neither quotes nor backslashes. The text ends at the quote where its own header says, or at the next
-    one. If the content is something else, the result is no JSON, or the text no base64, and decoding fails.
-
-    Returns:
-        The answer with _TAKEN in place of the text, and the text. The unchanged answer and an empty text unless there
-        is exactly one.
+    Base64 has neither quotes nor backslashes. The text ends at the quote where its own header says, or at the next one.
+    If the content is something else, the result is no JSON, or the text no base64, and decoding fails. Return the
+    answer with _TAKEN in place of the text, and the text; the unchanged answer and an empty text unless there is
+    exactly one.
     """
     key = content.find(_KEY)
     match = _BEFORE_TEXT.match(content, key) if key > 0 and content[key - 1 : key] != b"\\" else None

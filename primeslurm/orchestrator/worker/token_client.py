@@ -246,8 +246,7 @@ _attribute_encoded = graph._attribute_routed_experts
 def _attribute(trace: Trace, prefix: list[int], new: list[int], path_len: int, payload: Any) -> None:
     """Give each new message of a turn its rows, in place of `graph._attribute_routed_experts`.
 
-    Args:
-        new: Indices of the nodes that the turn added, the answer last.
+    `new`: indices of the nodes that the turn added, the answer last.
     """
     if not isinstance(payload, TurnRows):
         _attribute_encoded(trace, prefix, new, path_len, payload)

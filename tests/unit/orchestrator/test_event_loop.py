@@ -22,9 +22,9 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts import worker_pool
+from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, split_frames
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
-from primeslurm.orchestrator.rollouts.message_chunks import CHUNK_BYTES, split_frames
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.teacher import client
 from primeslurm.recipe import Recipe

@@ -16,8 +16,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.pipeline.progress import RunProgress
-from primeslurm.orchestrator.pipeline.recovery import recover
+from primeslurm.orchestrator.pipeline.progress import RunProgress, recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe

@@ -1,4 +1,4 @@
-"""One bubblewrap sandbox, and the socket to the program inside that starts others."""
+"""One bubblewrap sandbox, and the socket to the program inside that starts others (`sandbox_init`)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,43 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from primeslurm.orchestrator.environments.sandbox import limits, sandbox_init
 from primeslurm.orchestrator.environments.sandbox.bwrap_args import FILES, bwrap_args
 from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import PortForwarder, SandboxGoneError
-from primeslurm.orchestrator.environments.sandbox.protocol import (
-    ProgramExited,
-    RequestAnswered,
-    SandboxAnswer,
-    SandboxReady,
-)
-from primeslurm.wire.decoding import DamagedError, decode_json
+from primeslurm.wire.decoding import Count, DamagedError, decode_json
 
 _START_TIMEOUT_S = 60
 _ANSWER_TIMEOUT_S = 30
 # A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them.
 _JOIN_GROUPS = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
+
+
+class SandboxReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+    """The sandbox accepts requests."""
+
+
+class ProgramExited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exited"):
+    """A program of the sandbox has ended."""
+
+    pid: Count
+    # Exit code, or minus the number of the signal that ended the program
+    code: Annotated[int, msgspec.Meta(ge=-255, le=255)]
+
+
+class RequestAnswered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="answered"):
+    """A request was carried out or failed. A requested socket is attached to this message."""
+
+    id: Count  # Number of the request
+    pid: Count | None = None  # Process that a spawn request started, as numbered in the sandbox
+    error: str = ""  # Why the request failed; empty on success
+
+
+SandboxAnswer = SandboxReady | ProgramExited | RequestAnswered
 
 
 class SandboxProcess:
@@ -53,10 +72,8 @@ class SandboxProcess:
 
 class _Reply(NamedTuple):
     answer: RequestAnswered
-    fds: list[int]
-    """Descriptors that came with the answer."""
-    process: SandboxProcess | None
-    """The program that a spawn request started."""
+    fds: list[int]  # Descriptors that came with the answer
+    process: SandboxProcess | None  # The program that a spawn request started
 
 
 class Sandbox:
@@ -72,8 +89,7 @@ class Sandbox:
         self.allowed, self._visible, self._hidden = allowed, visible, hidden
         self._name = uuid.uuid4().hex[:12]
         self.group: ControlGroup | None = None
-        self.first_pid = 0
-        """The sandbox's first process, as numbered on the node. All others end with it."""
+        self.first_pid = 0  # The sandbox's first process, as numbered on the node. All others end with it.
         self.end_reason = ""
         self._bwrap: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
@@ -226,9 +242,8 @@ class Sandbox:
     ) -> SandboxProcess:
         """Start a program.
 
-        Raises:
-            SandboxGoneError: the sandbox has ended.
-            OSError: the program does not exist, or the limit of processes is reached.
+        Raise SandboxGoneError if the sandbox has ended, and OSError if the program does not exist, or the limit of
+        processes is reached.
         """
         # A file, because argv and env may be larger than a packet.
         spec = _memory_file(json.dumps({"argv": list(argv), "env": dict(env), "cwd": cwd}).encode())

@@ -150,17 +150,14 @@ def _same_in_worker(env: Mapping[str, str]) -> dict[str, str]:
 class _Derived(NamedTuple):
     """A value that contains secrets."""
 
-    secrets: tuple[str, ...]
-    """Names of the worker's variables in it."""
-    shell_word: str
-    """Shell syntax that yields the value in a shell that has these variables."""
+    secrets: tuple[str, ...]  # Names of the worker's variables in it
+    shell_word: str  # Shell syntax that yields the value in a shell that has these variables
 
 
 def _derived_from_secrets(env: Mapping[str, str]) -> dict[str, _Derived]:
     """Return the variables whose values contain secrets, except those that are equal in the worker.
 
-    Raises:
-        SandboxError: one has a name that a shell cannot export.
+    Raise SandboxError if one has a name that a shell cannot export.
     """
     secrets = {os.environ[name]: name for name in sorted(_secret_names) if os.environ.get(name)}
     if not secrets:
@@ -208,8 +205,7 @@ def hide_secrets(names: Iterable[str]) -> None:
 def use_directory(directory: Path) -> None:
     """Make apptainer use a directory instead of the home directory. The user's registry logins keep working.
 
-    Args:
-        directory: in the run directory, on a file system that all nodes of the run share.
+    `directory`: in the run directory, on a file system that all nodes of the run share.
     """
     configured = os.environ.get(CONFIG)
     home = Path(configured) if configured else Path.home() / ".apptainer"

@@ -20,8 +20,7 @@ class Usage:
     """Threads and memory of all processes of a sandbox."""
 
     threads: int
-    resident: int
-    """Resident memory [bytes]; a page that several processes share counts once for each."""
+    resident: int  # Resident memory [bytes]; a page that several processes share counts once for each
     pids: tuple[int, ...]
 
 
