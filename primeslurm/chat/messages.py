@@ -195,7 +195,6 @@ def _pop_thoughts(message: ChatMessage) -> str | None:
 
 
 def _pop_calls(message: ChatMessage, form: MessageForm) -> list[dict[str, Any]]:
-    """Remove the calls from a message and return them."""
     if message.pop("function_call", None):
         raise ConversationError("function_call is a field that OpenAI has removed", "`tool_calls`")
     calls = message.pop("tool_calls", None)

@@ -44,7 +44,6 @@ class EngineCoreWatchdog:
 
     @property
     def unresponsive(self) -> bool:
-        """Whether the core is unresponsive."""
         return self.unanswered_s > UNRESPONSIVE_S
 
     def check(self, scope: Scope, *, busy: bool) -> None:
@@ -66,7 +65,6 @@ class EngineCoreWatchdog:
 
     @property
     def message(self) -> str:
-        """Error message for clients."""
         return f"unresponsive: the engine core has not answered its HTTP server for {self.unanswered_s:.0f} s"
 
     async def _probe(self, scope: Scope) -> None:

@@ -60,7 +60,6 @@ class GateState:
         return ""
 
     def observe(self, path: str, body: bytes, ok: bool) -> None:
-        """Update the state after a control request."""
         if path in _UPDATE_STEPS:
             self._observe_update(path, ok)
         if ok and path in _VERSION_FIELDS:

@@ -151,12 +151,9 @@ class Teacher:
 
 
 def _logprobs_in(content: bytes, token_ids: Sequence[int]) -> Float32:
-    """Decode an answer about a prompt of these tokens.
-
-    It takes 0.1 s for 131,072 tokens, so it runs in a thread. Entries are decoded one by one, because decoding all at
-    once would hold the interpreter's lock. Raise LookupError if a token has no log-probability, and ValueError if the
-    answer is invalid, or has another number of tokens.
-    """
+    """Decode an answer about a prompt of these tokens. Raise LookupError or ValueError if it does not fit them."""
+    # This takes 0.1 s for 131,072 tokens, so it runs in a thread. Entries are decoded one by one, because decoding all
+    # at once would hold the interpreter's lock.
     entries = decode_json(content, _Answer).choices[0].prompt_logprobs
     values = [0.0, *(_logprob_in(entry, token) for token, entry in zip(token_ids[1:], entries[1:], strict=True))]
     if not all(abs(value) <= LARGEST_LOGPROB for value in values):
@@ -256,11 +253,9 @@ class Scoring:
             await self._teacher.close()
 
     def take_metrics(self) -> Row:
-        """Return the metrics since the last call.
-
-        teacher/seconds is the sum over all requests. teacher/unasked_tokens are sampled tokens that did not fit into
-        requests; for them the teacher's log-probabilities are taken to equal the policy's.
-        """
+        """Return the metrics since the last call. teacher/seconds is the sum over all requests."""
+        # For sampled tokens that did not fit into requests (teacher/unasked_tokens), the teacher's log-probabilities
+        # are taken to equal the policy's.
         row = {
             "teacher/seconds": self._seconds,
             "teacher/tokens": float(self._tokens),
@@ -329,10 +324,7 @@ def scoring_of(
     on_scored: Callable[[RolloutGroup], None],
     on_damaged: Callable[[RolloutGroup, DamagedError], None],
 ) -> Scoring | None:
-    """Create the scoring of a recipe, and add the groups that wait already. Return None without a teacher.
-
-    Raise TeacherError if the variable of its key is not set.
-    """
+    """Create the scoring of a recipe, with the groups that wait already. None: the recipe has no teacher."""
     if recipe.teacher is None:
         return None
     # Each request needs room for one token more. Engines of the run accept no longer sequences for a hint.

@@ -38,7 +38,6 @@ class RouterHealthEndpoint:
         self.refused_bytes = 0  # Total length of invalid tokens. The router caches each of them without limit.
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
-        """Start to listen."""
         return await asyncio.start_server(self._connected, host, port, limit=MAX_HEAD_BYTES)
 
     async def status(self, path: str, token: bytes) -> int | None:

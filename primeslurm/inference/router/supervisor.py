@@ -75,7 +75,6 @@ def planned(argv: Sequence[str]) -> Workers:
 
 
 def compare(wanted: Workers, listed_urls: Iterable[str]) -> WorkerDifference:
-    """Compare the wanted workers with the URLs that a router lists."""
     # A router may list the data-parallel ranks of a server as `http://host:port@rank`.
     urls = {url.partition("@")[0].rstrip("/") for url in listed_urls}
     return WorkerDifference(tuple(sorted(wanted.urls - urls)), tuple(sorted(urls - wanted.urls)))

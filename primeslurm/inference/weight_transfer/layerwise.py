@@ -43,7 +43,6 @@ class LayerwiseTransferEngine(WeightTransferEngine):
     """
 
     def start_weight_update(self) -> None:
-        """Prepare the model for loading."""
         self._roll_back_partial_layers()
         first_names = {name for name, _ in self.model.named_parameters()}
         every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -54,7 +53,6 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         self._loaded: set[str] = set()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load tensors of the policy."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -90,10 +90,8 @@ class GroupFilter:
         self.counts: Counter[str] = Counter()
 
     def judge(self, group: RolloutGroup) -> FilterVerdict:
-        """Apply length penalties and filters. Reads every token and changes nothing, so a thread may call it.
-
-        Raise UsageError if the user's algorithm raised an error.
-        """
+        """Apply length penalties and filters. Raise UsageError if the user's algorithm raised an error."""
+        # This reads every token and changes nothing, so a thread may call it.
         group = apply_length_penalty(group, self._environments[group.environment])
         trained, counts = sift(group, self._filters[group.environment])
         rejected = FILTERED if trained is None else self._rejection(trained, counts)

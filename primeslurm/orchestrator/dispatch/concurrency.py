@@ -221,13 +221,11 @@ class ReplicaLimit:
 
     @property
     def slots(self) -> int:
-        """Return the limit."""
         # At least one: without any rollout, nothing would show that a slow replica has recovered.
         return max(1, int(self._cap * self._speed)) if self._cap else 0
 
     @property
     def limited_by(self) -> Limit:
-        """Return the bound that keeps the limit from growing."""
         return "slow" if self._speed < 1 and self._engines else self._limited_by
 
     def set_speed(self, speed: float) -> None:

@@ -368,7 +368,6 @@ class Dispatcher:
         self._forecast.step_done()
 
     def committed(self, names: Collection[str]) -> None:
-        """Forget the groups of committed steps, by id."""
         self._examples.forget_batch(names)
 
     def _has_unsaved(self, version: int) -> bool:
@@ -379,11 +378,7 @@ class Dispatcher:
     # jobs of an earlier orchestrator
 
     def adopt_job(self, job: Job, *, runs: bool) -> bool:
-        """Continue a job that an earlier orchestrator of this attempt dispatched. `runs`: it has not ended.
-
-        Returns False if the job is not needed: it is too old, its group is complete or was opened again, or its replica
-        is lost.
-        """
+        """Continue a job of an earlier orchestrator of this attempt, if it is needed. `runs`: it has not ended."""
         if job.id in self._adopted or job.sender in ("", self.incarnation):
             return False
         if not job.cache_salt.startswith(f"{self._salt}:"):  # of another attempt

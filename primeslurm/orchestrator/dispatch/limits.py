@@ -38,11 +38,9 @@ class AgeLimit:
         return step - 1 - self.max_off_policy_steps
 
     def finishes_late(self, environment: str, example: int, name: str) -> bool:
-        """Tell whether a group's running rollouts continue when the group becomes too old.
-
-        They do with `carry`. They also do if the group continues another one, or if its example was returned before:
-        an example whose rollouts take longer than the limit would otherwise be sampled again forever.
-        """
+        """Tell whether a group's running rollouts continue when the group becomes too old."""
+        # An example whose rollouts take longer than the limit would be sampled again forever. So rollouts of a
+        # continuation, and of an example that was returned before, continue under every rule.
         is_continuation = name != group_id(environment, example)
         return self.staleness.rule == "carry" or is_continuation or self.was_returned((environment, example))
 

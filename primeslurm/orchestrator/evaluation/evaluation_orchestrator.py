@@ -73,11 +73,7 @@ class EvaluationOrchestrator:
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until the results are on disk.
-
-        Raise UnrecoverableError if all rollouts of an environment fail, and PrimeslurmError if no engine or no replica
-        is left.
-        """
+        """Run until the results are on disk. Raise PrimeslurmError if an environment or all replicas fail."""
         self._journal.write(OrchestratorUp(VERSION))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -171,7 +167,6 @@ class EvaluationOrchestrator:
                 self._policy.take_answers(answers)
 
     def _give_up_tasks(self, environment: str, guilty: Sequence[Job]) -> None:
-        """Give up tasks that kill their workers."""
         worker_deaths.keep(self._arguments.run_dir, self._deaths)
         for job in guilty:
             reason = self._deaths.reason(job)

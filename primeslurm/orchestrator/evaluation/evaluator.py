@@ -99,12 +99,7 @@ class Evaluator:
             self._start(header, [sample for sample in samples if sample.newest_version <= newest])
 
     def follow(self, version: int, tasks: Mapping[str, int]) -> list[str]:
-        """Start the evaluation that is due, and conclude the one that is complete. Return the jobs to cancel.
-
-        Args:
-            version: policy version that all engines have; -1 for none.
-            tasks: number of tasks of environments, by label.
-        """
+        """Start the evaluation that is due at a version (-1: none), or conclude it. Return the jobs to cancel."""
         cancelled: list[str] = []
         if self._run is None:
             self._start_due(version)

@@ -78,23 +78,13 @@ def estimate_mean(values: Sequence[float]) -> Estimated:
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """Estimate without bias the probability that at least one of k samples solves an example.
-
-    1 - C(samples - solved, k) / C(samples, k) (Chen et al., "Evaluating Large Language Models Trained on Code", 2021,
-    equation 1).
-    """
+    """Estimate without bias the probability that at least one of k samples solves an example."""
+    # Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1.
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
 
 def summarise(label: str, samples: Collection[Sample], passes: Sequence[int], solved_reward: float) -> LabelResult:
-    """Compute the results of one environment.
-
-    Args:
-        label: label of the environment.
-        samples: its samples, the same number for each example.
-        passes: the values of k for pass@k.
-        solved_reward: a sample with at least this reward has solved its example.
-    """
+    """Compute the results of one environment, whose examples have equally many samples. `passes`: values of k."""
     by_example: Mapping[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_example[sample.example].append(sample)

@@ -83,12 +83,9 @@ class BatchStage:
             self._complete.put_nowait(CompleteGroup(group))
 
     async def form(self, *, early: bool, deadline: float) -> bool:
-        """Form the next step's batch if there are enough groups. The caller holds the lock of `changed`.
-
-        Args:
-            early: The trainer still trains the step before.
-            deadline: Monotonic time at which loading groups from disk is interrupted.
-        """
+        """Form the next step's batch if there are enough groups. `early`: the trainer still trains the step before."""
+        # The caller holds the lock of `changed`. Loading groups from disk is interrupted at the deadline (monotonic
+        # time).
         # After a restart, groups are on disk only. A damaged one is noticed now, before the batch is recorded.
         while (group := self._next_on_disk(early)) is not None:
             await self._load(group)

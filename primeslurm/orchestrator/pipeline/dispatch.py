@@ -50,7 +50,6 @@ class DispatchStage:
             await self._workers.send(job)
 
     async def cancel(self) -> None:
-        """Cancel the jobs that later stages gave up."""
         await self._workers.cancel(self._feedback.take_cancelled())
 
     def drop_lost_replicas(self) -> None:

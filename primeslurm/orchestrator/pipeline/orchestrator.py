@@ -157,11 +157,7 @@ class OrchestratorPipeline:
         self._next_tick = -math.inf
 
     async def run(self) -> None:
-        """Run until the last step is committed and its policy is on the engines.
-
-        Raise StallError if nothing made progress for the recipe's stall timeout, and UnrecoverableError if an
-        environment cannot work.
-        """
+        """Run until the last step is committed and its policy is on the engines. Raise PrimeslurmError if it stalls."""
         self._journal.write(OrchestratorUp(self.progress.now.next_step, len(self.dispatcher.ready)))
         try:
             async with asyncio.TaskGroup() as group:
@@ -192,7 +188,6 @@ class OrchestratorPipeline:
         self._journal.write(OrchestratorDone(self.progress.now.done_step))
 
     async def _run_dispatch(self) -> None:
-        """Dispatch until the run is complete."""
         while not self._is_complete():
             liveness().enter("event loop")
             # First, so that no request is sent to an address that was given up.
@@ -297,14 +292,7 @@ def suspect(
     dispatcher: Dispatcher,
     trained_step: int | None,
 ) -> str:
-    """Return the suspect in words.
-
-    Args:
-        engines: State of each engine; one that is not current keeps rollouts from starting.
-        environments: Labels of the environments that have a worker.
-        dispatcher: The rollouts and groups in progress.
-        trained_step: The step that the trainer works on, if it has a batch.
-    """
+    """Return the suspect of a stall in words: what all others wait for. `environments`: those that have a worker."""
     late = {name: engine.state for name, engine in engines.items() if engine.state != "CURRENT"}
     if late:
         return "engines " + ", ".join(f"{name} ({state})" for name, state in late.items())

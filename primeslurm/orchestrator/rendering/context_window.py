@@ -41,10 +41,8 @@ def model_cards(model: str, max_len: int) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Let verifiers stop rollouts that overflow instead of failing them, and tell harnesses the context length.
-
-    verifiers offers no way to register either, so this patches two of its methods.
-    """
+    """Let verifiers stop rollouts that overflow instead of failing them, and tell harnesses the context length."""
+    # verifiers offers no way to register either, so this patches two of its methods.
     Rollout.fail = _fail
     InterceptionServer.handle_models = _handle_models
 

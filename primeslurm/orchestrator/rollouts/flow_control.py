@@ -41,12 +41,8 @@ def is_split(frames: Sequence[Frame]) -> bool:
 
 
 def join_frames(frames: list[Frame]) -> list[Frame]:
-    """Join the chunks of a message. Releases the interpreter's lock while it copies.
-
-    `frames`: the message as received. The list is emptied on the way, so that chunks are freed as they are copied.
-    Return the original frames. Frames of one chunk are not copied. Raise DamagedError if chunks do not add up to the
-    announced frames.
-    """
+    """Join the chunks of a message, and empty it. Raise DamagedError if chunks and announced frames differ."""
+    # The interpreter's lock is released during the copy. Chunks are freed as they are copied.
     if not is_split(frames):
         return frames
     lengths = decode_msgpack(frames[0][1:], list[Size])

@@ -139,11 +139,7 @@ class Spool:
         self.damaged: dict[str, str] = {}
 
     def put(self, group: RolloutGroup) -> bool:
-        """Write a group to disk.
-
-        Returns:
-            False if it is in memory only. It is then in `waiting` if the file system may accept it later.
-        """
+        """Write a group to disk. False: it is only in memory; in `waiting` if the disk may accept it later."""
         waited = self.waiting.pop(group.id, None)
         self.damaged.pop(group.id, None)
         try:

@@ -298,10 +298,7 @@ class WorkerPool:
         self._has_isolated = any(worker.isolated for worker in self._live.values())
 
     def _isolated_worker(self, job: Job, together: int) -> _Worker | None:
-        """Return a worker for a suspect's job: one that runs few enough suspects, and nothing else. None: wait.
-
-        At most half of an environment's workers, and at least one, are isolated at once.
-        """
+        """Return a worker for a suspect's job: one that runs few enough suspects, and nothing else. None: wait."""
         # If it is unknown what became of the worker that ran the task in isolation, wait: a task that hangs would take
         # one worker after another.
         if any(self._may_run(unresponsive, job) for unresponsive in self._unresponsive.values()):
@@ -411,11 +408,9 @@ class WorkerPool:
             self._events.append(WorkerDied(worker.environment, worker.number, guilty))
 
     def _learn_timeout(self, status: Status, now: float) -> None:
-        """If a worker's own code delayed its heartbeats, wait longer for workers of its environment from now on.
-
-        Otherwise its rollouts would be reassigned over and over, because the same code delays the next worker, too. A
-        worker that was stopped has computed nothing meanwhile.
-        """
+        """If a worker's own code delayed its heartbeats, wait longer for workers of its environment from now on."""
+        # Otherwise its rollouts would be reassigned over and over, because the same code delays the next worker, too. A
+        # worker that was stopped has computed nothing meanwhile.
         heard = self._reassigned.pop((status.environment, status.worker, status.incarnation), None)
         if heard is None or status.busy_s < BUSY_FRACTION * (gap_s := now - heard):
             return

@@ -161,10 +161,7 @@ class ProgressMonitor:
         self._journal.write(StepReported(step, row.get("reward/mean")))
 
     def step_metrics(self, counts: Counter[str], queues: Mapping[str, int], version: int | None) -> Row:
-        """Return the metrics since the last row.
-
-        `counts`: counters of the dispatcher since the start of the process.
-        """
+        """Return the metrics since the last row. `counts`: the dispatcher's counters since the start of the process."""
         now = self._clock()
         self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
         total, counts = counts.copy(), counts - self._counts_before

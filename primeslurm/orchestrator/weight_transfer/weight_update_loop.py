@@ -129,10 +129,7 @@ class WeightUpdateLoop:
             await self._advanced.wait_for(reached)
 
     def follow(self, urls: Mapping[str, str]) -> None:
-        """Stop waiting for answers from old addresses, and drop engines that were given up.
-
-        `urls`: current URLs by name. An engine that is missing was given up.
-        """
+        """Stop waiting for answers from old addresses, and drop engines without a URL, which were given up."""
         for name in self._engines:
             if urls.get(name) == self._urls.get(name):
                 continue
@@ -298,10 +295,7 @@ def weight_update_loop(
     before_update: Hook = _no_hook,
     after_update: Hook = _no_hook,
 ) -> WeightUpdateLoop:
-    """Create the loop for all engines of a run.
-
-    `sessions`: sessions with the trainer, which sends policies without a directory. None: there are none.
-    """
+    """Create the loop for all engines of a run. `sessions`: with a trainer that sends policies without a directory."""
     url = arguments.addresses.url
     trains_encoder = recipe.model.trains_encoder
     engines = {

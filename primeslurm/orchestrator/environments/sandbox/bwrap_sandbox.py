@@ -279,7 +279,6 @@ class Sandbox:
         return received
 
     def kill(self, why: str) -> None:
-        """Kill all processes of the sandbox."""
         self.end_reason = self.end_reason or why
         if self._bwrap is not None and self._bwrap.returncode is None:
             # --die-with-parent: the first process inside dies with bubblewrap, and the kernel kills its PID namespace.
@@ -287,7 +286,6 @@ class Sandbox:
                 self._bwrap.kill()
 
     async def stop(self) -> None:
-        """Kill the sandbox and remove its control groups."""
         self._forwarder.close()
         self.kill("it was stopped")
         if self._bwrap is not None:
