@@ -76,7 +76,8 @@ class LayerwiseTransferEngine(WeightTransferEngine):
 
         The matrices of all the worker's experts may come as one stack (see `HeldExperts.loadable`).
         """
-        if not self._loads_fp8():
+        # A model that was built from an FP8 checkpoint loads FP8 weights unconverted.
+        if not isinstance(self.vllm_config.quant_config, Fp8Config):
             tensors = dequantised(tensors, self.model_config.dtype)
         self._loaded |= self.model.load_weights(tensors)
 
@@ -85,10 +86,6 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         # For a multimodal model the top-level config takes precedence over the text model's.
         whole, text = self.model_config.hf_config, self.model_config.hf_text_config
         return bool(getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
-
-    def _loads_fp8(self) -> bool:
-        """Return whether the model was built from an FP8 checkpoint, so that it loads FP8 weights unconverted."""
-        return isinstance(self.vllm_config.quant_config, Fp8Config)
 
     def _roll_back_partial_layers(self) -> None:
         # After a failed update some layers are partly filled. vLLM would count the retry's tensors on top of the old

@@ -96,14 +96,6 @@ class Dispatcher:
         return len(self._jobs)
 
     @property
-    def routers(self) -> tuple[str, ...]:
-        return tuple(self.replicas.routers)
-
-    @property
-    def ready_rollouts(self) -> int:
-        return self.ready.rollouts
-
-    @property
     def queue_lengths(self) -> dict[str, int]:
         return {"ready_groups": len(self.ready), "open_groups": len(self.open), "inflight": self.inflight}
 
@@ -240,9 +232,6 @@ class Dispatcher:
         """Queue a group for a batch whose teacher log-probabilities have arrived. False if it was dropped meanwhile."""
         return self.unscored.pop(group.id, None) is not None and self.add_ready(group)
 
-    def replace_with_loaded(self, group: RolloutGroup, loaded: RolloutGroup) -> None:
-        self.ready.replace(group, loaded)
-
     def give_up_damaged(self, name: str) -> None:
         """Drop a complete group, in no batch yet, whose file is damaged. Its example is sampled again."""
         ready = [group for group in self.ready if group.id == name]
@@ -284,10 +273,10 @@ class Dispatcher:
 
     def _complete_early(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
         """Complete the groups at their last chance if that fills a batch. Returns them, and the jobs to cancel."""
-        if self.ready_rollouts + self.open.at(oldest) < self.limits.batch_size:
+        if self.ready.rollouts + self.open.at(oldest) < self.limits.batch_size:
             return [], []
         last = [group for group in self.open.values() if group.version == oldest and self._may_complete_early(group)]
-        if self.ready_rollouts + _done(last) < self.limits.batch_size:
+        if self.ready.rollouts + _done(last) < self.limits.batch_size:
             return [], []
         completed: list[RolloutGroup] = []
         cancelled: list[str] = []
@@ -317,7 +306,7 @@ class Dispatcher:
 
     def may_form_early(self) -> bool:
         """Tell whether the next step's batch may be formed before the trainer needs it."""
-        if self.ready_rollouts < self.limits.batch_size:
+        if self.ready.rollouts < self.limits.batch_size:
             return False
         oldest = self.age_limit.oldest_version(self.step)
         last_unscored = any(self.age_limit.is_last_chance(group, self.step) for group in self.unscored.values())
@@ -331,7 +320,7 @@ class Dispatcher:
 
     def next_batch(self) -> list[RolloutGroup]:
         """Return the groups that `take_batch` would take; empty if there are not enough."""
-        if self.ready_rollouts < self.limits.batch_size:
+        if self.ready.rollouts < self.limits.batch_size:
             return []
         self.ready.sort()
         # Groups at their last chance come first: prefer an oversized batch to dropping a group.

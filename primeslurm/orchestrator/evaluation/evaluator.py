@@ -80,7 +80,7 @@ class Evaluator:
         metrics: MetricsLog,
     ) -> None:
         self._recipe = recipe
-        self._routers = list(arguments.routers)
+        self.routers = list(arguments.routers)
         self._salt, self._incarnation = f"{arguments.run_id}.{arguments.attempt}", incarnation
         self._journal, self._metrics = journal, metrics
         self._archive = Archive(arguments.run_dir)
@@ -153,8 +153,8 @@ class Evaluator:
         self._journal.write(EvaluationSampleFailed(f"environment-{label}-{worker}", error[:1000]))
 
     def drop_router(self, router: str) -> list[str]:
-        if router in self._routers:
-            self._routers.remove(router)
+        if router in self.routers:
+            self.routers.remove(router)
         return self._run.drop_router(router) if self._run else []
 
     def settled(self, version: int) -> bool:
@@ -173,10 +173,6 @@ class Evaluator:
         running = [self._run.step] if self._run else []
         best = [self.best.step] if self.best else []
         return sorted({*best, *running, *self._schedule.owing(committed)})
-
-    @property
-    def routers(self) -> tuple[str, ...]:
-        return tuple(self._routers)
 
     @property
     def running(self) -> bool:
@@ -235,7 +231,7 @@ class Evaluator:
             header.version,
             environments,
             max_inflight=self._recipe.max_evaluation_inflight,
-            routers=self._routers,
+            routers=self.routers,
             salt=self._salt,
             incarnation=self._incarnation,
             start_timeout_s=timeout_s,

@@ -159,10 +159,10 @@ class BatchStage:
             if any(other is group for other in self._dispatcher.ready):  # not given up meanwhile
                 self.give_up_damaged(group, error)
         else:
-            self._dispatcher.replace_with_loaded(group, loaded)
+            self._dispatcher.ready.replace(group, loaded)
 
     def _notify(self) -> None:
-        if self._dispatcher.ready_rollouts < self._dispatcher.limits.batch_size:
+        if self._dispatcher.ready.rollouts < self._dispatcher.limits.batch_size:
             return
 
         async def notify() -> None:

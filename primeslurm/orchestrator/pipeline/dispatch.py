@@ -54,7 +54,7 @@ class DispatchStage:
 
     def drop_lost_replicas(self) -> None:
         """Move the rollouts of replicas that the head gave up to the others."""
-        for router in self._context.arguments.addresses.lost.intersection(self._dispatcher.routers):
+        for router in self._context.arguments.addresses.lost.intersection(self._dispatcher.replicas.routers):
             jobs = self._dispatcher.drop_router(router)
             if self._concurrency is not None:
                 self._concurrency.drop(router)

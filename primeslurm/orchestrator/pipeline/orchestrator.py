@@ -273,7 +273,7 @@ class OrchestratorPipeline:
             version=self._policy.current_version,
             inflight=dispatcher.inflight,
             ready_groups=len(dispatcher.ready),
-            ready_rollouts=dispatcher.ready_rollouts,
+            ready_rollouts=dispatcher.ready.rollouts,
             open_groups=len(dispatcher.open),
             unscored_groups=len(dispatcher.unscored),
             counts=dict(dispatcher.counts + self._filter.counts),
@@ -302,7 +302,7 @@ def suspect(
     if dispatcher.unscored:
         return f"teacher ({len(dispatcher.unscored)} groups wait for its log-probabilities)"
     if dispatcher.inflight:
-        return f"{dispatcher.inflight} rollouts in flight, through {', '.join(dispatcher.routers)}"
+        return f"{dispatcher.inflight} rollouts in flight, through {', '.join(dispatcher.replicas.routers)}"
     if trained_step is not None:
         return f"trainer (has the batch of step {trained_step})"
     return "trainer (requests nothing)"

@@ -22,7 +22,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, group_id
 from primeslurm.orchestrator.dispatch.curricula import Curricula
-from primeslurm.orchestrator.dispatch.examples import Draws, Examples, Position
+from primeslurm.orchestrator.dispatch.examples import Examples, Position
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
 from primeslurm.wire.decoding import DamagedError, decode_msgpack
@@ -205,7 +205,9 @@ def recover(
     return dispatcher, outdated
 
 
-def examples(recipe: Recipe, progress: RunProgress, draws: Draws, guilty: Collection[Position] = ()) -> Examples:
+def examples(
+    recipe: Recipe, progress: RunProgress, curricula: Curricula, guilty: Collection[Position] = ()
+) -> Examples:
     """Return the streams of examples at the position of a run's progress."""
     in_batches = {name for ids in progress.batches.values() for name in ids}
     return Examples(
@@ -213,7 +215,7 @@ def examples(recipe: Recipe, progress: RunProgress, draws: Draws, guilty: Collec
         cursors=progress.cursors,
         unfinished=progress.unfinished,
         taken=in_batches | {group_id(*position) for position in guilty},
-        draws=draws,
+        curricula=curricula,
         drawn=progress.drawn,
         returned=progress.returned,
     )

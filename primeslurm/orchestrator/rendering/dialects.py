@@ -39,7 +39,9 @@ class TrainedDialect(RolloutDialect):
         # The program sends the ids back, and the next turn's calls would have the same numbers.
         calls = response.message.tool_calls
         if calls:
-            calls = [call.model_copy(update={"id": _unique_id(call)}) for call in calls]
+            calls = [
+                call.model_copy(update={"id": _new("call")}) if NUMBERED.fullmatch(call.id) else call for call in calls
+            ]
         response.message = response.message.model_copy(update={"tool_calls": calls})
         response.raw = self.written(response)
 
@@ -146,10 +148,6 @@ ROLLOUT_DIALECTS = {
 
 def _new(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
-
-
-def _unique_id(call: ToolCall) -> str:
-    return _new("call") if NUMBERED.fullmatch(call.id) else call.id
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -100,23 +100,15 @@ class EnginesAnswered(NamedTuple):
 WorkerEvent = RolloutEnded | JobLost | WorkerUnusable | WorkerDied | EnginesAnswered
 
 
-class JobKeeper(Protocol):
-    """Decides which jobs and results the workers keep."""
+class JobKeeper:
+    """Decides which jobs and results the workers keep: by default none."""
 
     def adopt_job(self, job: Job, *, runs: bool) -> bool:
         """Adopt a job that an earlier orchestrator sent. `runs`: it has not ended. False: it is not needed."""
-
-    def holds_result(self, job: str) -> bool:
-        """Return whether a result is only in memory here, so that the worker must keep it."""
-
-
-class KeepNothing:
-    """A `JobKeeper` that adopts no job and keeps no result."""
-
-    def adopt_job(self, job: Job, *, runs: bool) -> bool:
         return False
 
     def holds_result(self, job: str) -> bool:
+        """Return whether a result is only in memory here, so that the worker must keep it."""
         return False
 
 
@@ -188,7 +180,7 @@ class WorkerPool:
         self._has_isolated = False  # whether a worker is, or may be, isolated
         # Workers that were given up without a heartbeat, by environment and number.
         self._unresponsive: dict[tuple[str, int], _Unresponsive] = {}
-        self._keeper = keeper or KeepNothing()
+        self._keeper = keeper or JobKeeper()
         self._events: list[WorkerEvent] = []  # events that `receive` and `expire` return next
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node

@@ -105,7 +105,7 @@ def test_loaded_group_replaces_the_spooled_one(tmp_path: Path) -> None:
         Spool(tmp_path / "rollouts").put(example(number))
     dispatcher, _, _ = recovered(tmp_path)
     head = [*dispatcher.ready][1]
-    dispatcher.replace_with_loaded(head, head.whole())
+    dispatcher.ready.replace(head, head.whole())
     assert [one.example for one in dispatcher.ready] == [0, 1, 2]
     assert [isinstance(one, SpooledGroup) for one in dispatcher.ready] == [True, False, True]
     assert np.array_equal([*dispatcher.ready][1].sequences[0].token_ids, example(1).sequences[0].token_ids)

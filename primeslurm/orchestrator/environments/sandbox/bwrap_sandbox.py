@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import functools
+import inspect
 import json
 import os
 import shutil
@@ -112,7 +112,7 @@ class Sandbox:
         worker_end, sandbox_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         info, info_write = os.pipe()
         files = {path: _memory_file(text.encode()) for path, text in FILES.items()}
-        program = [sys.executable, "-I", "-S", "-c", _init_source(), str(sandbox_end.fileno())]
+        program = [sys.executable, "-I", "-S", "-c", inspect.getsource(sandbox_init), str(sandbox_end.fileno())]
         program.append(json.dumps(self.allowed.rlimits(self.group)))
         procs_files = self.group.procs_files if self.group is not None else []
         bwrap = bwrap_args(self._visible, self._hidden, files, self.allowed.disk, self.allowed.open_network)
@@ -320,9 +320,3 @@ def _read_first_pid(info: int) -> int:
 def _close(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-@functools.cache
-def _init_source() -> str:
-    assert sandbox_init.__file__ is not None
-    return Path(sandbox_init.__file__).read_text()
