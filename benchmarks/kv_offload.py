@@ -33,7 +33,7 @@ import httpx
 
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.servers import Server, start_engine
-from primeslurm.orchestrator.telemetry import engine_metrics
+from primeslurm.orchestrator.telemetry import engine_load
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.plan.commands.command import Device
@@ -130,7 +130,7 @@ async def counters(server: Server) -> dict[str, float]:
     """Return the engine's counters: tokens, and bytes and seconds of transfers."""
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         text = (await client.get(f"{server.url}/metrics", timeout=30)).text
-    found = dict.fromkeys(engine_metrics.COUNTERS, 0.0) | engine_metrics.parse(text)
+    found = dict.fromkeys(engine_load.COUNTERS, 0.0) | engine_load.parse(text)
     for name in ("load_bytes", "load_time", "store_bytes", "store_time"):
         found[name] = sum(float(value) for kind, value in _TRANSFERRED.findall(text) if kind == name)
     return found

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from primeslurm.orchestrator.telemetry.engine_metrics import parse
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
+from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, parse, rounded
 from primeslurm.run.status.advice import Advice, Tunables, advise
 from primeslurm.testbed.emulated.scheduler import Request, Scheduler, exposition
 

@@ -21,7 +21,7 @@ from benchmarks.support.ports import free_port
 from primeslurm.base.files import write_json
 from primeslurm.inference.auth import Message
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
+from primeslurm.orchestrator.teacher import Teacher, TeacherError
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
     EngineDownError,

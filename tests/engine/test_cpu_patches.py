@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from primeslurm.base import compiled_code
-from primeslurm.inference import guards
+from primeslurm.inference.patches import expect
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.testbed.cpu_engine import patches
 from tests.engine.conftest import ConnectEngine, tiny_recipe
@@ -59,9 +59,9 @@ def test_patch_refuses_a_changed_vllm() -> None:
         def renamed_arguments(self, other: int) -> None: ...
 
     with pytest.raises(RuntimeError, match=r"Changed\.gone is missing"):
-        guards.expect(Changed, "gone", ())
+        expect(Changed, "gone", ())
     with pytest.raises(RuntimeError, match="no parameter layer"):
-        guards.expect(Changed, "renamed_arguments", ("layer",))
+        expect(Changed, "renamed_arguments", ("layer",))
 
 
 def test_patch_refuses_a_vllm_with_its_own_collectives() -> None:

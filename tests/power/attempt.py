@@ -37,7 +37,7 @@ from primeslurm.orchestrator.pipeline.progress import Change, ProgressFile
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.worker_events import RolloutEnded
+from primeslurm.orchestrator.rollouts.worker_pool import RolloutEnded
 from primeslurm.records.attempt import StartRecord, pickled_agent
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal

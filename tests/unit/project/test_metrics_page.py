@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WRITERS = (
     ("orchestrator/telemetry/batch_metrics.py", "", None),
     ("orchestrator/telemetry/progress_monitor.py", "", {"step_metrics"}),
-    ("orchestrator/teacher/scoring.py", "", {"take_metrics"}),
+    ("orchestrator/teacher.py", "", {"take_metrics"}),
     ("orchestrator/dispatch/dispatcher.py", "queue/", {"queue_lengths"}),
     ("orchestrator/dispatch/curricula.py", "", {"take_metrics"}),
     ("orchestrator/batching/group_filter.py", "env/*/", {"take_metrics"}),
