@@ -122,8 +122,7 @@ class JobState:
     def broken_up(self) -> bool:
         """Return whether the leading component is active although other components have ended."""
         # If a node fails and its component has a single node left, Slurm requeues that component alone. It never starts
-        # without
-        # the others.
+        # without the others.
         left = [component for component in self.components if component.state not in _ENDED]
         return self.active and len(left) < self.size
 

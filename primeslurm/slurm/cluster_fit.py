@@ -1,8 +1,7 @@
 """Check whether a cluster can ever run a Plan: compare its requests with what Slurm reports.
 
 Slurm often accepts a job that requests too much. The job then pends forever, for a reason that only squeue shows. Busy
-and
-reserved nodes are no problem: the job waits for them.
+and reserved nodes are no problem: the job waits for them.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ def ended_tasks(output: str) -> dict[str, str]:
 def kills(output: str) -> dict[str, str]:
     """Return nodes that failed or whose task was killed, and how, from the output of one start."""
     # srun kills all tasks if some cannot start. Those are started again, so they do not count. A node failure means
-    # that
-    # Slurm takes the node from the job.
+    # that Slurm takes the node from the job.
     _, _, last = output.rpartition(f"{AGAIN}\n")
     failed = {name: "node failure" for hostlist in _FAILURE.findall(last) for name in expand(hostlist)}
     return failed | {name: how for hostlist, how in _KILL.findall(last) for name in expand(hostlist)}

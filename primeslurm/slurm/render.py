@@ -1,10 +1,8 @@
 """Render the batch script of a Plan. The template only loops: decisions are made here or in plan/.
 
 `#SBATCH` lines use sbatch's own quoting. A component repeats the options of the first one, except those that Slurm
-passes
-on (dependency, mail ...). Components have different names: with `--dependency=singleton`, components of one name would
-wait
-for each other forever.
+passes on (dependency, mail ...). Components have different names: with `--dependency=singleton`, components of one name
+would wait for each other forever.
 """
 
 from __future__ import annotations

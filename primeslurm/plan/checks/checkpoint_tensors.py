@@ -1,8 +1,7 @@
 """Check that a model's checkpoint has the tensors that its config requires, from the headers of its files.
 
 torch is not needed, so the modules are unknown. Instead, layers are compared with each other: if all other layers of a
-kind
-have a tensor and one does not, it is missing.
+kind have a tensor and one does not, it is missing.
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ def _sandboxes(recipe: Recipe, nodes: EnvironmentNodes, memory: float) -> list[F
 def _sandbox_gb(runtime: Runtime | None) -> float:
     """Return the most memory of the node that one rollout may use [GB]."""
     # 0 if nothing limits it, or if it runs on a provider's machine. Without `runtime` it is unknown whether rollouts
-    # run a
-    # program at all.
+    # run a program at all.
     if runtime is None or runtime.type in PROVIDER_KEYS:
         return 0.0
     if not isinstance(runtime, SubprocessRuntime):

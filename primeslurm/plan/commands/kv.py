@@ -4,8 +4,7 @@
     any engine <--Mooncake--> memory (and disk) of every inference node of the run
 
 A decode engine gets the KV of its prompts from prefill engines, so it reads no other tier. It writes the KV that it
-decodes
-to a Mooncake store, where the prefill of the next turn of the conversation finds it.
+decodes to a Mooncake store, where the prefill of the next turn of the conversation finds it.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
     """Return the bytes of a gated delta net."""
     # Kept: the input, its projections, the float32 output of the recurrence, the gated output, and for each segment the
     # initial state and the ends of convolutions. Within a segment, autograd saves for each head 15 float32 copies of
-    # keys,
-    # 5.5 of values, 5 of the pairs of a chunk, and one state per chunk.
+    # keys, 5.5 of values, 5 of the pairs of a chunk, and one state per chunk.
     keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
     channels, state = 2 * keys + values, 4 * nets.value_heads * nets.key_dim * nets.value_dim
     projected = channels + values + 2 * nets.value_heads
@@ -97,8 +96,7 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
 def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
     """Return the bytes of a Mamba-2 layer."""
     # Kept: as in a gated delta net. Within a segment, autograd saves for each head nine float32 copies of values, two
-    # of the
-    # inputs and outputs of the state, two of the pairs of a chunk, and two states per chunk.
+    # of the inputs and outputs of the state, two of the pairs of a chunk, and two states per chunk.
     values = layers.heads * layers.head_dim
     channels, state = values + 2 * layers.groups * layers.state, 4 * values * layers.state
     projected = values + channels + layers.heads

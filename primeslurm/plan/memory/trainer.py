@@ -96,10 +96,8 @@ def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
     """Return the peak of one trainer GPU.
 
     Float32 masters, gradients and two AdamW moments are 16 bytes per parameter over the shard (Rajbhandari et al.,
-    ZeRO,
-    arXiv 1910.02054, stage 3). Optimizer offload moves all three to host memory, offload of the state only that. With
-    LoRA
-    the model is frozen: masters only.
+    ZeRO, arXiv 1910.02054, stage 3). Optimizer offload moves all three to host memory, offload of the state only that.
+    With LoRA the model is frozen: masters only.
     """
     total, trained = count(shape).total, trained_parameters(shape, layout.lora_parameters, layout.frozen_vision)
     masters, gradients, state = 4 * total, 4 * trained, layout.state_bytes * trained
@@ -178,8 +176,7 @@ def _state_buffers(shape: ModelShape, layout: TrainerLayout, trained: int) -> in
 def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
     """Return the bytes of gathered layers and their gradients."""
     # Two layers in the compute dtype, or all of them, and the gradients of one with a copy for the reduction. Blocks of
-    # a
-    # vision encoder are gathered while no layer is, so only an encoder that stays gathered counts.
+    # a vision encoder are gathered while no layer is, so only an encoder that stays gathered counts.
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + layout.gradient_bytes
     copies = 2 if layout.reshard else shape.layers
@@ -194,8 +191,7 @@ def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
 def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
     """Return the bytes that the forward pass keeps, and those of the layer that is recomputed."""
     # With offload, two layers are on the GPU, and the selected keys of all layers. Ranks that share rows also share the
-    # heads
-    # of recurrent layers.
+    # heads of recurrent layers.
     kinds = layers_of(shape, layout.dtype_bytes)
     kept = sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
     if layout.activation_offload:
@@ -208,8 +204,7 @@ def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
 def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
     """Return the bytes of images in addition to their tokens, if every token belongs to an image."""
     # The encoder runs before and after all layers of the language model, when their memory (`beside`) is free. Only
-    # what
-    # exceeds it counts. A frozen encoder keeps only its results.
+    # what exceeds it counts. A frozen encoder keeps only its results.
     if shape.vision is None or not layout.images:
         return 0
     each = images_of(shape.vision, layout.dtype_bytes)

@@ -29,12 +29,9 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     """Start a Plan's agents and return the job id: the pid of their controller.
 
     The controller outlives the caller, restarts the agents after a checkpoint, and ends an attempt at the recipe's time
-    limit.
-    Inside a Slurm allocation, the run ends with a checkpoint before the allocation does, and `resume` continues it.
-    Logs of the
-    controller and the agents are in `submitit/` of the run. The site's modules and prologue are for batch scripts and
-    do not
-    run here.
+    limit. Inside a Slurm allocation, the run ends with a checkpoint before the allocation does, and `resume` continues
+    it. Logs of the controller and the agents are in `submitit/` of the run. The site's modules and prologue are for
+    batch scripts and do not run here.
 
     Args:
         submission: unique word by which `find` finds the controller.
