@@ -99,7 +99,9 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
         on_gpus = f", {count(gpus, 'GPU')}" if plan.device == "cuda" else ""
         return {"nodes": f"this machine, as {count(plan.totals.nodes, 'node')}{on_gpus}"}
     # Slurm bills spare nodes like the others.
-    gpus += sum(group.spares * int(group.asked_gres.rsplit(":", 1)[-1]) for group in plan.groups if group.asked_gres)
+    gpus += sum(
+        group.spares * int(group.requested_gres.rsplit(":", 1)[-1]) for group in plan.groups if group.requested_gres
+    )
     if plan.device == "cuda":
         kinds = "/".join(sorted({row.memory.gpu.upper() for row in rows if row.memory}))
         with_gpus = sum(group.nodes for group in plan.groups if group.requested_gres)
