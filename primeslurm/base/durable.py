@@ -65,7 +65,6 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def make_anew(path: Path) -> None:
-    """Replace whatever is at `path` by an empty directory."""
     files.remove_tree(path)
     make_directory(path)
 
@@ -220,7 +219,6 @@ def retry_until_written(
 
 
 def warn(error: Exception) -> None:
-    """Log why the process waits for the file system."""
     log.warning("waiting for the file system: %s", error)
 
 

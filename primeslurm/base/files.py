@@ -366,7 +366,6 @@ def files_below(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def is_own_directory(path: Path) -> bool:
-    """Return whether a path is a directory and not a symbolic link to one."""
     try:
         return stat.S_ISDIR(retrying(path, path.lstat).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -392,7 +391,6 @@ def rename(source: Path, target: Path) -> None:
 
 
 def unlink(path: Path) -> None:
-    """Remove a file if it exists."""
     retrying(path, lambda: path.unlink(missing_ok=True))
 
 

@@ -125,18 +125,15 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
 
 
 def refuse(plan: Plan, *levels: str) -> None:
-    """Raise UsageError if the plan has findings of these levels."""
     if found := refusals(plan.findings, *levels):
         raise UsageError(found)
 
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
-    """Return findings of these levels as violations."""
     return [Violation(f.field, f.value, f.text, f.fix) for f in findings if f.level in levels]
 
 
 def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked", "warning"]) -> list[Finding]:
-    """Return violations as findings of this level."""
     return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
 
 
@@ -286,7 +283,6 @@ def _teacher_key(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _secrets(recipe: Recipe) -> tuple[str, ...]:
-    """Return the variables with secrets for programs of rollouts."""
     return tuple(name for each in recipe.all_environments if each.runtime is not None for name in each.runtime.secrets)
 
 

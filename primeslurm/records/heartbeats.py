@@ -75,7 +75,6 @@ class HeartbeatPage:
         self._last = Heartbeat()
 
     def read(self) -> Heartbeat:
-        """Return the last complete heartbeat."""
         number, step, limit_s, phase, again = _HEARTBEAT.unpack_from(self._page)
         if number == again:
             begun: int = _COLLECTIVES.unpack_from(self._page, _COLLECTIVES_AT)[0]

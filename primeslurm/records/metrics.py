@@ -93,7 +93,6 @@ class MetricsLog:
                 self._unwritten = b""
 
     def sync(self) -> None:
-        """Flush all rows to disk. Raises OSError."""
         self.flush()
         with self._lock:
             durable.sync_if_there(self._path)

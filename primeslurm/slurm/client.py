@@ -143,7 +143,6 @@ class SlurmClient:
         self._environment = {**clean(os.environ, slurm_conf), "SLURM_TIME_FORMAT": "standard"}
 
     def ping(self) -> bool:
-        """Return whether the controller answers."""
         try:
             return " UP" in self._run("scontrol", "ping")
         except ClusterError:
@@ -155,7 +154,6 @@ class SlurmClient:
         return parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"), nodes)
 
     def nodes(self) -> list[NodeState]:
-        """Return all nodes, each one once."""
         states: dict[str, NodeState] = {}
         for name, state, reason in self._nodes("%N|%t|%E"):
             states[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
@@ -326,7 +324,6 @@ class SlurmClient:
         }
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job with all its components."""
         self._run("scancel", job_id)
 
     def cancel_all(self) -> None:

@@ -27,7 +27,6 @@ _END = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how often Slurm has requeued this process's job."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 

@@ -104,7 +104,6 @@ def obstacles(
 
 
 def _counted(reason: str) -> set[Shared]:
-    """Return whose jobs a limit counts together."""
     if "PerUser" in reason or reason.startswith("AssocMax"):
         return {"user"}
     if reason.startswith("QOSGrp"):
@@ -138,7 +137,6 @@ def _temporary(reason: str, maintenance: Sequence[Reservation]) -> tuple[str, st
 
 
 def _joined(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
-    """Merge obstacles that several components share."""
     by_text: dict[tuple[str, str, str, bool], list[str]] = {}
     for each in obstacles:
         by_text.setdefault((each.reason, each.text, each.fix, each.never), []).append(each.component)

@@ -101,7 +101,6 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
 
 
 def _kv_field(recipe: Recipe, role: RoleMemory) -> str:
-    """Return the field that sets the size of a role's KV cache."""
     settings = {"prefill": recipe.inference.prefill, "decode": recipe.inference.decode}.get(role.role)
     return (
         f"inference.{role.role}.kv_cache_bytes" if settings and settings.kv_cache_bytes else "inference.kv_cache_bytes"

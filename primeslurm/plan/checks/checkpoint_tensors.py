@@ -108,7 +108,6 @@ def token_ids(directory: Path) -> dict[int, str]:
 
 
 def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
-    """Return why tokens have no row in the embedding, and the fix."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     rows = next((shape[0] for name, shape in shapes.items() if _is_embedding(name) and shape), text.get("vocab_size"))
@@ -127,7 +126,6 @@ def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes
 
 
 def _embedding_problems(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
-    """Return problems of the embedding and the head."""
     is_known_family = family_of(shape.model_type) is not None
     tied = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
     problems = []

@@ -32,7 +32,6 @@ def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> lis
 
 
 def _node(recipe: Recipe, nodes: EnvironmentNodes, request: ResourceRequest, workers: int) -> list[Finding]:
-    """Compare what the fullest node runs with its cores and memory."""
     most = -(-workers // nodes.nodes)
     cores = nodes.cpus or recipe.slurm.environments.cpus_per_task or request.kind.cpus
     findings = []
@@ -55,7 +54,6 @@ def _memory(recipe: Recipe, nodes: EnvironmentNodes, request: ResourceRequest) -
 
 
 def _sandboxes(recipe: Recipe, nodes: EnvironmentNodes, memory: float) -> list[Finding]:
-    """Compare the limits of the sandboxes of a node's rollouts with its memory."""
     evenly = -(-recipe.max_inflight // nodes.nodes)
     rollouts = min(evenly, nodes.max_rollouts_per_node or evenly)
     ratios = sum(environment.ratio for environment in recipe.environments)

@@ -65,7 +65,6 @@ class Interpreter:
 
     @property
     def here(self) -> bool:
-        """Return whether this machine has it."""
         return shutil.which(self.python) is not None
 
 

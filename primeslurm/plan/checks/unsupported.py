@@ -59,7 +59,6 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
 
 
 def _router_problems(recipe: Recipe) -> list[Finding]:
-    """Check the router of RL on images."""
     if recipe.model.vlm is None or recipe.task != "rl" or isinstance(recipe.inference.router, VllmRouter):
         return []
     text = f"rollouts with images were not tried behind {recipe.inference.router.type}"
@@ -91,7 +90,6 @@ def _seeing() -> list[str]:
 
 
 def _missing_capabilities(recipe: Recipe, model_type: str) -> list[Finding]:
-    """Check what the implementation of the recipe's model supports."""
     able = capabilities(model_type, recipe.model.impl)
     if able is None:
         text = f"the trainer has no implementation of its own for model type {model_type!r}"

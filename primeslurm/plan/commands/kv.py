@@ -77,7 +77,6 @@ def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> d
 
 
 def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
-    """Return the files that an engine's KV connectors read."""
     offload = recipe.inference.kv_offload
     if not isinstance(offload, MooncakeOffload):
         return {}

@@ -17,7 +17,6 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
-    """Return the command of the orchestrator, which runs on the head node."""
     argv: tuple[str, ...] = (
         "${python}",
         "-m",

@@ -30,7 +30,6 @@ def local_bytes(recipe: Recipe, saved: int, nodes: int) -> int:
 
 
 def in_memory(recipe: Recipe) -> bool:
-    """Return whether local copies take host memory."""
     return recipe.checkpoint.local is not None and PurePosixPath(recipe.checkpoint.local).is_relative_to(_MEMORY)
 
 

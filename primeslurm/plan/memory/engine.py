@@ -82,7 +82,6 @@ def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, uti
 
 
 def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Return the bytes of weights on one GPU."""
     # Tensor parallelism splits linear layers, except the down-projections of MLA and the indexer, which every rank
     # holds. Experts are split over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
     # routers, norms and vision encoder are never quantised. vLLM keeps a second, absorbed copy of MLA's up-projections.
@@ -169,7 +168,6 @@ def _activations(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def prompt_logit_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Return the bytes of prompt logits."""
     # Logits of one step still exist while the next ones are computed. With tensor parallelism, each rank has its own
     # shard, all gathered shards, and their concatenation.
     copies = 2 if layout.tp == 1 else 3 + 1 / layout.tp

@@ -88,7 +88,6 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
 
 
 def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayout:
-    """Return the layout of the trainer on `gpus` GPUs in total."""
     trainer = recipe.trainer
     p = trainer.parallelism
     return TrainerLayout(
@@ -254,7 +253,6 @@ def _line_rate(site: Site, request: ResourceRequest) -> float | None:
 def _update(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], shape: ModelShape
 ) -> list[Quantity]:
-    """Return the size of one policy, and the seconds until every engine has it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
     fp8 = recipe.inference.quantization == "fp8" or shape.fp8_blocks
     parameters = count(shape)
@@ -276,7 +274,6 @@ def _update(
 def _sending(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], common: float, experts: float
 ) -> list[Quantity]:
-    """Return the seconds of a weight update over the network."""
     # Trainer GPUs share the sending. Each engine GPU takes its own experts, and everything else.
     gbps = _line_rate(site, train)
     if gbps is None:
@@ -322,7 +319,6 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Quantity
 
 
 def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
-    """Return the tokens whose KV fits into host memory."""
     # Mooncake has one shared pool. With native offload, each engine has its own tier.
     offload = recipe.inference.kv_offload
     holders = [request for request in requests if request.role in ENGINE_ROLES]

@@ -89,7 +89,6 @@ def _read(
 
 
 def _stored(recipe: Recipe, shape: ModelShape | None, share: float) -> float:
-    """Return the bytes of a stored model with this share of its experts."""
     if shape is None:
         return 0.0
     parameters = count(shape)

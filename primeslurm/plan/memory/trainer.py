@@ -82,13 +82,11 @@ class TrainerMemory:
 
     @property
     def allocated(self) -> int:
-        """Return the peak of torch's allocations."""
         states = self.weights + self.gradients + self.optimizer
         return states + self.gathered + self.activations + self.images + self.logits
 
     @property
     def total(self) -> int:
-        """Return the peak with the CUDA context."""
         return self.allocated + CONTEXT_BYTES
 
 
@@ -159,7 +157,6 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def _unreduced(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
-    """Return the bytes of unsharded gradients: of all parameters except other ranks' experts."""
     if not layout.reduced_once:
         return 0
     experts = 0 if layout.lora_parameters else count(shape).experts
@@ -174,7 +171,6 @@ def _state_buffers(shape: ModelShape, layout: TrainerLayout, trained: int) -> in
 
 
 def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
-    """Return the bytes of gathered layers and their gradients."""
     # Two layers in the compute dtype, or all of them, and the gradients of one with a copy for the reduction. Blocks of
     # a vision encoder are gathered while no layer is, so only an encoder that stays gathered counts.
     frozen = bool(layout.lora_parameters)
@@ -217,7 +213,6 @@ def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
 
 
 def _waiting(shape: ModelShape, layout: TrainerLayout) -> int:
-    """Return the bytes of offloaded activations."""
     if not layout.activation_offload:
         return 0
     kinds = layers_of(shape, layout.dtype_bytes)

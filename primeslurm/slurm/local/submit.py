@@ -66,7 +66,6 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
 
 
 def _libraries(plan: Plan) -> dict[str, str]:
-    """Return LD_LIBRARY_PATH as the batch script would set it."""
     inherited = [path for path in [os.environ.get("LD_LIBRARY_PATH")] if path]
     paths = [*plan.library_path, *inherited]
     return {"LD_LIBRARY_PATH": ":".join(paths)} if paths else {}

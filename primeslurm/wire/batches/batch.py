@@ -53,7 +53,6 @@ class Row:
     images: tuple[ImageSpan, ...] = ()  # images of the whole row, in order
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays that are set, by name."""
         named = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "images"}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -104,7 +103,6 @@ class BatchInfo(msgspec.Struct, frozen=True):
 
     @property
     def shard(self) -> RankShard:
-        """Return the rank that the rows are for."""
         return RankShard(self.dp_rank, self.dp_world, self.cp_rank, self.cp_world)
 
 
@@ -188,7 +186,6 @@ def positions_of(documents: Sequence[int]) -> Int32:
 
 
 def _problem(header: _Header, arrays: Arrays) -> str:
-    """Return why arrays are not those of a batch, or ""."""
     info, tokens = header.info, arrays.get("token_ids")
     if not 0 <= info.dp_rank < info.dp_world:
         return f"data-parallel rank {info.dp_rank} of {info.dp_world}"

@@ -79,7 +79,6 @@ class Rollout:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays that are set, by name."""
         named = ((spec.name, getattr(self, spec.name)) for spec in fields(self) if spec.name != "info")
         return {name: array for name, array in named if array is not None}
 
@@ -111,7 +110,6 @@ class Rollout:
 
 
 def _problem(info: RolloutInfo, arrays: Arrays) -> str:
-    """Return why arrays are not those of a rollout, or ""."""
     if not (abs(info.reward) <= LARGEST_REWARD and abs(info.length_penalty) <= LARGEST_REWARD):
         return f"a reward of {info.reward} with a length penalty of {info.length_penalty}"
     length = len(arrays.get("token_ids", ()))

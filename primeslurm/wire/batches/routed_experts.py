@@ -110,7 +110,6 @@ def without_repeats(routed: RoutedExperts, layers: Sequence[int], count: int) ->
 
 
 def _decode_into(buffer: memoryview, first: bytes, rest: memoryview) -> None:
-    """Fill a buffer with `first` and the bytes of the base64 text `rest`."""
     blocks = (_decoded(rest[start : start + _DECODE_CHARS]) for start in range(0, len(rest), _DECODE_CHARS))
     end = 0
     for block in chain([first], blocks):

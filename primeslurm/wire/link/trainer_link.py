@@ -192,7 +192,6 @@ class TrainerLink:
         return min(2 * pause_s, MAX_REREAD_S)
 
     def _receive(self, request: GetBatch, frames: list[Any]) -> Batch:
-        """Receive the rest of a batch whose first chunk has arrived."""
         if not frames:
             raise DamagedError("a batch without a header")
         incoming = IncomingArrays(bytes(frames[0]), self._empty, LARGEST_BATCH)

@@ -73,7 +73,6 @@ def commit(directory: Path, step: int, attempt: int, described: Sequence[FileRec
 
 
 def clear(directory: Path) -> None:
-    """Replace a checkpoint's directory, which an earlier attempt may have filled, with an empty one."""
     if match := _NAME.match(directory.name):
         _forget_newest(directory.parents[1], int(match[1]))
     durable.remove(directory / COMMITTED)  # first: a half-deleted checkpoint must not look complete

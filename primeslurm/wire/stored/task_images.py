@@ -47,7 +47,6 @@ def task_directories(tasks: Path, names: Sequence[str] | None = None) -> list[Pa
 
 
 def read_task(directory: Path) -> dict[str, Any]:
-    """Read `task.toml`. Raise OSError if it cannot be read, ValueError if it is no TOML."""
     return tomllib.loads(files.read_text(directory / "task.toml"))
 
 
@@ -100,7 +99,6 @@ def image_name(images: Path, name: str, runtime: str) -> str:
 
 
 def built_image(images: Path, name: str, runtime: str) -> TaskImage | None:
-    """Return the image with the digest `name` that was built for a runtime, or None."""
     image = image_name(images, name, runtime)
     try:
         workdir = files.read_text(images / f"{name}.{runtime}").strip()
@@ -112,7 +110,6 @@ def built_image(images: Path, name: str, runtime: str) -> TaskImage | None:
 
 
 def note_built(images: Path, name: str, runtime: str, workdir: str) -> None:
-    """Mark an image as complete, so that `built_image` returns it."""
     files.unlink(images / f"{name}.{runtime}")
     write_atomic(images / f"{name}.{runtime}", f"{workdir}\n")
 

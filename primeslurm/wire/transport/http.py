@@ -138,7 +138,6 @@ async def post_while(
 
 
 def words(answer: httpx.Response) -> str:
-    """Return the beginning of an answer's text, for an error message."""
     return answer.content[:2000].decode(errors="replace")[:500]
 
 

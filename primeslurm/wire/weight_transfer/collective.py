@@ -227,7 +227,6 @@ def receive(
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Return a process group with fixed members, beside torch's default one."""
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
