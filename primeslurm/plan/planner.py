@@ -14,7 +14,7 @@ from typing import Literal
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
-from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size
+from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size, with_limits
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
@@ -22,7 +22,6 @@ from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
-from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Finding, HeartbeatLimits, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.api.checks.recipe_check import look_at_files
-from primeslurm.plan.checks import check_run
+from primeslurm.plan.checks.run_checks import check_run
 from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.model import Finding
 from primeslurm.plan.planner import requests_of

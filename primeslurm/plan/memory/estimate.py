@@ -11,7 +11,6 @@ from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
 from primeslurm.plan.forecast import Estimate, Quantity, RoleMemory
 from primeslurm.plan.gpus import GIB, Gpu, gpu_of
-from primeslurm.plan.memory.checkpoint_size import checkpoint_bytes, in_memory, local_amounts, local_bytes
 from primeslurm.plan.memory.engine import (
     DEFAULT_BATCHED_TOKENS,
     EngineLayout,
@@ -26,7 +25,11 @@ from primeslurm.plan.memory.trainer import (
     ELEMENT_BYTES,
     STATE_BYTES,
     TrainerLayout,
+    checkpoint_bytes,
     experts_in_fp8,
+    in_memory,
+    local_amounts,
+    local_bytes,
     lora_parameters,
     trained_parameters,
     trainer_memory,

@@ -1,12 +1,14 @@
-"""Memory of one trainer GPU under FSDP x EP x CP, and host memory per GPU."""
+"""Memory of one trainer GPU under FSDP x EP x CP, host memory per GPU, and the size of checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from primeslurm.models.expert_sharding import shards_have_whole_blocks
 from primeslurm.models.shape import ModelShape
 from primeslurm.nn.block_sizes import FP8_BLOCK
+from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.activations import images_of, layers_of
 from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
 from primeslurm.recipe import Recipe
@@ -17,6 +19,9 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 # Bytes per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16 gradient
 LOGIT_BYTES = 16
+# Name of the quantity with the size of checkpoint copies on a train node
+LOCAL_COPIES = "local copies"
+_MEMORY = PurePosixPath("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -217,3 +222,32 @@ def _waiting(shape: ModelShape, layout: TrainerLayout) -> int:
         return 0
     kinds = layers_of(shape, layout.dtype_bytes)
     return layout.tokens * sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
+
+
+def checkpoint_bytes(recipe: Recipe, trained: int, state_bytes: int) -> int:
+    """Return the bytes of float32 masters and optimizer state.
+
+    Args:
+        trained: number of trained parameters.
+        state_bytes: bytes of optimizer state per trained parameter.
+    """
+    return (4 + state_bytes // (2 if recipe.checkpoint.moments == "bfloat16" else 1)) * trained
+
+
+def local_bytes(recipe: Recipe, saved: int, nodes: int) -> int:
+    """Return the bytes of copies on a train node: files of its own ranks, and of another node if there is one."""
+    if recipe.checkpoint.local is None:
+        return 0
+    return saved // nodes * (2 if nodes > 1 else 1)
+
+
+def in_memory(recipe: Recipe) -> bool:
+    return recipe.checkpoint.local is not None and PurePosixPath(recipe.checkpoint.local).is_relative_to(_MEMORY)
+
+
+def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Quantity]:
+    size = local_bytes(recipe, saved, nodes)
+    if not size:
+        return []
+    how = f"files of its own ranks{' and of another node' if nodes > 1 else ''} in {recipe.checkpoint.local}"
+    return [Quantity(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB per train node", how=how)]

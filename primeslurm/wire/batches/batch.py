@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire.batches.array_checks import MAX_AXIS, mismatch
 from primeslurm.wire.batches.frames import (
+    MAX_AXIS,
     Arrays,
     ArraySpec,
     Bool,
@@ -20,6 +20,7 @@ from primeslurm.wire.batches.frames import (
     Int32,
     encode_header,
     from_frames,
+    mismatch,
     to_frames,
 )
 from primeslurm.wire.batches.inline_images import ImageSpan

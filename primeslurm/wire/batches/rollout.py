@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from primeslurm.wire.batches.array_checks import mismatch
-from primeslurm.wire.batches.frames import Arrays, Bool, Float32, Frame, Int32, from_frames, to_frames
+from primeslurm.wire.batches.frames import Arrays, Bool, Float32, Frame, Int32, from_frames, mismatch, to_frames
 from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError

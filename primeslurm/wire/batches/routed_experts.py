@@ -18,7 +18,7 @@ from itertools import chain, combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire.batches.array_checks import MAX_AXIS
+from primeslurm.wire.batches.frames import MAX_AXIS
 from primeslurm.wire.decoding import DamagedError
 
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]

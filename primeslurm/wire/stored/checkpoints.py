@@ -278,25 +278,6 @@ def damage_at_sight(directory: Path) -> list[str]:
     return _differences_at_sight(directory, record.parts) if record else [f"{directory}: not committed"]
 
 
-def proven_differences(directory: Path, parts: Sequence[FileRecord]) -> list[str]:
-    """Read parts of a checkpoint, those that differ a second time, and return the texts of the differences.
-
-    Raise NotVisibleError if a part is not visible, and no other part differs.
-    """
-
-    def look() -> list[str] | None:
-        return None if manifest.differing(directory, parts) else []
-
-    paths = {path for part in parts for path in _with_parent(directory / part.name)}
-    if files.until_seen(look, *sorted(paths)) is not None:
-        return []
-    unseen = manifest.absent(directory, parts)
-    problems = manifest.differing(directory, [part for part in parts if part.name not in unseen])
-    if unseen and not problems:
-        raise NotVisibleError(directory, f"{len(unseen)} parts, such as {', '.join(unseen[:3])}")
-    return problems
-
-
 def is_shard(part: FileRecord) -> bool:
     return part.name.endswith(SHARD)
 

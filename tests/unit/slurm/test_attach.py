@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from primeslurm.api.runs.attach import step_command
 from primeslurm.base.errors import RunError, UsageError
 from primeslurm.base.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
@@ -17,7 +18,6 @@ from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.target import find_target
-from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import JobComponent, JobState
 from primeslurm.slurm.local import submit
 from tests.support.cli import primeslurm
