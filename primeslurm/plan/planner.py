@@ -124,8 +124,8 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
 
 
 def refuse(plan: Plan, *levels: str) -> None:
-    if found := refusals(plan.findings, *levels):
-        raise UsageError(found)
+    if violations := refusals(plan.findings, *levels):
+        raise UsageError(violations)
 
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:

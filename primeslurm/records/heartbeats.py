@@ -48,10 +48,7 @@ class LivenessReporter:
         self._phase = (b"", -1, 0.0)
 
     def enter(self, phase: str, step: int | None = None, limit_s: float = 0.0) -> None:
-        """Begin a phase, whose name has at most 48 bytes, and send a heartbeat.
-
-        `limit_s` is the timeout between two heartbeats of this phase [s]; 0: the default of the process.
-        """
+        """Begin a phase, whose name has at most 48 bytes. Heartbeats may be `limit_s` [s] apart; 0: the default."""
         self._phase = (phase.encode()[:48], -1 if step is None else step, limit_s)
         self.heartbeat()
 

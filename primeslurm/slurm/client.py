@@ -160,11 +160,7 @@ class SlurmClient:
         return list(states.values())
 
     def nodes_of(self, partition: str, reservation: str | None = None) -> dict[str, str]:
-        """Return the nodes of a partition and their states in sinfo's short words.
-
-        Args:
-            reservation: names of reservations, separated by commas. If set, only their nodes are returned.
-        """
+        """Return the nodes of a partition (or of its reservations) and their states in sinfo's short words."""
         reserved = self._reserved(reservation)
         rows = self._nodes("%N|%R|%t")
         return {
@@ -240,12 +236,9 @@ class SlurmClient:
         return "" if any(transient in words for transient in _TRANSIENT) else words
 
     def run_on(self, site: Site, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
-        """Run a command once on each of some nodes, under the site's account, QOS and reservation.
+        """Run a command once on each of some nodes, with the account, QOS and reservation of the site.
 
-        Waits for busy nodes up to the timeout of a command.
-
-        Returns:
-            The output of all nodes.
+        Returns the output of all nodes. Waits for busy nodes up to the timeout of a command.
         """
         where = (f"--partition={partition}", f"--nodelist={compress(nodes)}", f"--nodes={len(nodes)}")
         per_cpu = any(kind.mem_per_cpu for kind in site.nodes.values() if kind.partition == partition)
@@ -271,9 +264,7 @@ class SlurmClient:
     def find(self, word: str, since: float) -> str | None:
         """Return the id of the job that was submitted with `word` as argument or comment; None if there is none.
 
-        Args:
-            word: word that no other job has.
-            since: the accounting is searched for jobs after this time [Unix s].
+        The accounting is searched for jobs after `since` [Unix s].
         """
         format_ = "--format=%i|%T|%o|%k"
         rows = [line.split("|", 2) for line in self._run(*_SQUEUE_ALL, format_).splitlines() if word in line]

@@ -36,18 +36,13 @@ class UncertainSubmissionError(ClusterError):
 
 
 def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, submission: str) -> str:
-    """Submit the rendered script of a Plan, after its pickled agent is on disk.
+    """Submit the rendered script of a Plan, after its pickled agent is on disk. Return the id of the (leading) job.
 
-    Args:
-        slurm_conf: path of the cluster's slurm.conf. None: the one that Slurm finds.
-        submission: unique word by which `SlurmClient.find` finds the job.
-
-    Returns:
-        The job id, for a heterogeneous job that of the leading component.
+    `submission` is a unique word by which `SlurmClient.find` finds the job.
 
     Raises:
         UncertainSubmissionError: sbatch failed, but Slurm may have the job.
-        ClusterError: sbatch refused the job, or the cluster's slurm.conf is missing.
+        ClusterError: sbatch refused the job, or slurm.conf is missing.
     """
     require_conf(slurm_conf)
     write_pickle(plan, agent, submission)

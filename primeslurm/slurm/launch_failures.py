@@ -113,9 +113,7 @@ def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> b
 def step_without(plan: Plan, names: Sequence[str], lost: Collection[str], step: Sequence[str]) -> list[str]:
     """Return the command of a step that runs on all nodes except `lost` ones.
 
-    Args:
-        names: names of the job's nodes by rank.
-        step: srun, its options, and its command.
+    `names` are the nodes of the job by rank. `step` is srun, its options, and its command.
     """
     program, *words = [word for word in step if not word.startswith("--het-group=")]
     het = len(plan.groups) > 1

@@ -84,10 +84,8 @@ def obstacles(
 ) -> list[Obstacle]:
     """Return the reasons why waiting alone does not start a pending job.
 
-    Args:
-        names: names of the components by offset.
-        maintenance: maintenance reservations of nodes that the job might get.
-        rivals: what other running jobs share with this one. They count against its limits, and may end.
+    `names` has the components by offset, and `maintenance` the reservations of nodes that the job might get. `rivals`
+    is what other running jobs share with this one: they count against its limits, and may end.
     """
     obstacles = []
     for component in job.components:

@@ -30,11 +30,7 @@ def submitit_folder(plan: Plan) -> Path:
 
 
 def render(plan: Plan) -> str:
-    """Return the batch script of a Plan.
-
-    Raises:
-        UsageError: the Plan has text that a script cannot contain.
-    """
+    """Return the batch script of a Plan. Raises UsageError if the Plan has text that a script cannot contain."""
     _check(plan)
     templates = environment(autoescape=False)
     templates.filters["quote"] = lambda value: shlex.quote(str(value))

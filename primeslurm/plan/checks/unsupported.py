@@ -21,8 +21,8 @@ class FamilyNeed:
     """A field that only some model families support."""
 
     field: str
-    what: str
-    asked: Callable[[Recipe], object]
+    feature: str
+    is_used: Callable[[Recipe], object]
     fix: str
     capability: str
     """Name of the field of `Capabilities`."""
@@ -97,9 +97,11 @@ def _missing_capabilities(recipe: Recipe, model_type: str) -> list[Finding]:
         return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
     whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
     return [
-        Finding(level="blocked", field=need.field, text=f"{whose} of {model_type!r} has no {need.what}", fix=need.fix)
+        Finding(
+            level="blocked", field=need.field, text=f"{whose} of {model_type!r} has no {need.feature}", fix=need.fix
+        )
         for need in NEEDS
-        if need.asked(recipe) and not getattr(able, need.capability)
+        if need.is_used(recipe) and not getattr(able, need.capability)
     ]
 
 

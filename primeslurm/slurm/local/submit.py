@@ -104,11 +104,7 @@ def _argv(pid: int) -> list[str]:
 
 
 def cancel(plan: Plan, job_id: str) -> None:
-    """Tell the controller of a run to end its agents and itself.
-
-    Raises:
-        RunError: the controller does not run.
-    """
+    """Tell the controller of a run to end its agents and itself. Raises RunError if it does not run."""
     if not is_running(plan, job_id):
         raise RunError(f"run {plan.run}: its local job {job_id} does not run")
     with contextlib.suppress(ProcessLookupError):

@@ -65,10 +65,7 @@ class Row:
 
 
 def cp_range(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return start and end of a rank's shard of a row, with the token after it if there is one.
-
-    `ranks` must divide `length`.
-    """
+    """Return start and end of the shard of a rank, with the token after it if any. `ranks` divides `length`."""
     size = length // ranks
     return rank * size, min((rank + 1) * size + 1, length)
 
@@ -153,10 +150,7 @@ class Batch:
         return cls(info, rows)
 
     def cp_shard(self, rank: int, ranks: int) -> Batch:
-        """Return the shards of the rows for one of `ranks` context-parallel ranks, or the batch if it has them already.
-
-        Raise ValueError if the batch has the shards of another rank.
-        """
+        """Return the shards of the rows for a context-parallel rank. Raises ValueError if it has those of another."""
         if (self.info.cp_rank, self.info.cp_world) == (rank, ranks):
             return self
         if self.info.cp_world > 1:

@@ -145,15 +145,10 @@ def assembled(frames: Sequence[Any]) -> list[Any]:
 
 
 def mismatch(kind: type[Any], arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], without: str = "") -> str:
-    """Compare named arrays with the fields of a dataclass.
+    """Return the first difference between named arrays and the fields of a dataclass; empty if there is none.
 
-    Args:
-        kind: Dataclass with one field per array. Fields without a default are required.
-        shape: Shape of each array; routed experts have two more axes.
-        without: Name of a field whose array is not expected.
-
-    Returns:
-        The first problem, or "" if there is none.
+    `kind` has one field per array. Fields without a default are required, and `without` names a field whose array is
+    not expected. `shape` is that of each array; routed experts have two more axes.
     """
     names = _DTYPES.keys() - {without}
     required = {spec.name: spec.default is MISSING for spec in fields(kind) if spec.name in names}

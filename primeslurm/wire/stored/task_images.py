@@ -35,9 +35,9 @@ class TaskImage:
     workdir: str | None  # Directory where programs start. None: the image does not set one.
 
 
-def image_directory(tasks: Path, said: Path | None = None) -> Path:
+def image_directory(tasks: Path, configured: Path | None = None) -> Path:
     """Return the configured image directory, or the default one of a directory of tasks."""
-    return (said or tasks / _DIRECTORY).absolute()
+    return (configured or tasks / _DIRECTORY).absolute()
 
 
 def task_directories(tasks: Path, names: Sequence[str] | None = None) -> list[Path]:
@@ -62,10 +62,7 @@ def environment_digest(environment: Path) -> str:
 
 
 def pulled_image(about: Mapping[str, Any], runtime: str) -> str | None:
-    """Return the registry's name of an image that `primeslurm images` downloads for a task, or None.
-
-    Only apptainer needs the download. Engines such as docker keep their own images.
-    """
+    """Return the registry's name of an image that `primeslurm images` downloads for apptainer; None for other tasks."""
     image = about.get("environment", {}).get("docker_image")
     is_file = isinstance(image, str) and (image.startswith(("/", ".")) or image.endswith(".sif"))
     return image if image and runtime == "apptainer" and not is_file else None
