@@ -44,28 +44,12 @@ CACHE_S = 60.0
 QUIET_S = 60.0
 # Errors that network file systems return temporarily, and that say nothing about the file.
 TRANSIENT = frozenset(
-    {
-        errno.ESTALE,
-        errno.EIO,
-        errno.ESHUTDOWN,
-        errno.ETIMEDOUT,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.ENXIO,
-        errno.ENODEV,
-        errno.EREMOTEIO,
-        errno.ENOTCONN,
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ECONNABORTED,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENOLCK,
-        errno.ECOMM,
-        errno.EPROTO,
-    }
+    (
+        *(errno.ESTALE, errno.EIO, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENXIO),
+        *(errno.ENODEV, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOLCK),
+        *(errno.ECOMM, errno.EPROTO),
+    )
 )
 # How libraries written in Rust (safetensors) report an errno in the text of their exceptions.
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")

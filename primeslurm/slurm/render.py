@@ -161,13 +161,9 @@ def _behaviour(plan: Plan) -> Options:
         "signal": f"USR2@{job.signal_s}",
         "requeue" if job.requeue else "no-requeue": True,
         "open-mode": "append",
-        "output": _output_pattern(plan),
+        # Slurm expands % in file names; %% is a plain one.
+        "output": str(Path(plan.run_dir.replace("%", "%%")) / JOB_OUTPUT.format("%j")),
     }
-
-
-def _output_pattern(plan: Plan) -> str:
-    # Slurm expands % in file names; %% is a plain one.
-    return str(Path(plan.run_dir.replace("%", "%%")) / JOB_OUTPUT.format("%j"))
 
 
 def _once(plan: Plan) -> Options:

@@ -79,14 +79,11 @@ def _vlm_problems(recipe: Recipe, model_type: str, shape: ModelShape | None) -> 
         text, fix = f"{model_type!r} has no encoder of images (no vision_config)", "leave it out"
     elif recipe.task == "rl":
         text = "rollouts with images were not tried with the transformers implementation"
-        fix = f"task: sft, or a model type of {', '.join(_seeing())}"
+        seeing = [name for name, able in model_types().items() if able.images]
+        fix = f"task: sft, or a model type of {', '.join(seeing)}"
     else:
         return []
     return [Finding(level="blocked", field="model.vlm", text=text, fix=fix)]
-
-
-def _seeing() -> list[str]:
-    return [name for name, able in model_types().items() if able.images]
 
 
 def _missing_capabilities(recipe: Recipe, model_type: str) -> list[Finding]:
