@@ -9,7 +9,7 @@ from typing import Any
 
 from primeslurm.api.checks.recipe_check import look_at_files
 from primeslurm.api.sites import local_site
-from primeslurm.plan.checks import check_run
+from primeslurm.plan.checks.run_checks import check_run
 from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.planner import derive, requests_of

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reference import markdown
+from scripts.recipe_reference import markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 
