@@ -181,7 +181,6 @@ class JobOptions(Section):
 
     @property
     def excluded(self) -> str | None:
-        """Return all excluded nodes as one host list."""
         return ",".join([*([self.exclude] if self.exclude else []), *self.avoid]) or None
 
 
@@ -264,7 +263,6 @@ class Plan(Section):
         return self.model_dump_json(indent=2, by_alias=True) + "\n"
 
     def processes(self) -> tuple[Process, ...]:
-        """Return all processes in node order."""
         return tuple(process for node in self.nodes for process in node.processes)
 
     @property

@@ -38,14 +38,7 @@ _PLUGIN = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not f
 def invalid_options(
     error: ValidationError, env: type[BaseModel], taskset: type[BaseModel], env_args: Mapping[str, Any]
 ) -> list[Violation]:
-    """Name each wrong option by its field of the recipe.
-
-    Args:
-        error: raised for the options of an Env and of the taskset in it.
-        env: type with the fields of the Env's options.
-        taskset: type with the fields of the taskset's options.
-        env_args: `args.env` of the recipe. Options of agents that are not in it come from the recipe's own fields.
-    """
+    """Name each wrong option of an Env (`env_args` of the recipe), and of its taskset, by its field of the recipe."""
     return [_invalid_option(each, env, taskset, env_args) for each in error.errors(include_url=False)]
 
 

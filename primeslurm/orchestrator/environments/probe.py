@@ -43,7 +43,7 @@ from primeslurm.wire.probe_messages import (
 
 with uncollected():
     from primeslurm.orchestrator import environments
-    from primeslurm.orchestrator.environments import harness_compatibility, host_needs, load_errors
+    from primeslurm.orchestrator.environments import checks, load_errors
 
 T = TypeVar("T", bound=msgspec.Struct)
 # Most tasks of a local file that are read.
@@ -93,13 +93,13 @@ def probe(environment: Environment, model: Model | None = None, max_len: int | N
             return EnvironmentAnswer([Violation("environments.args", "", text)])
         prompts.add(task)
         number, unreadable = _read_local_file(environment, tasks, prompts)
-        without_reward = harness_compatibility.without_reward(environment, env, task)
+        without_reward = checks.without_reward(environment, env, task)
         return EnvironmentAnswer(
-            violations=[*harness_compatibility.contradictions(environment, env), *unreadable],
-            missing=host_needs.missing(environment, env),
+            violations=[*checks.contradictions(environment, env), *unreadable],
+            missing=checks.missing(environment, env),
             warnings=prompts.warnings(environment),
-            notes=[*host_needs.notes(environment, env), *without_reward],
-            tools=harness_compatibility.tool_users(environment, env),
+            notes=[*checks.notes(environment, env), *without_reward],
+            tools=checks.tool_users(environment, env),
             tasks=number,
         )
     except UsageError as error:

@@ -82,7 +82,6 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
 
 
 def combined_request(requests: Sequence[ResourceRequest]) -> ResourceRequest:
-    """Return the sum of the requests of roles that share one node."""
     return replace(requests[0], gpus=count_gpus(requests))
 
 
@@ -139,7 +138,6 @@ def _on_one_node(
 
 
 def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violation]:
-    """Return a problem if the roles together request more GPUs than this machine has."""
     if site.device != "cuda":
         return []
     requested, available = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())

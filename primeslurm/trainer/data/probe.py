@@ -20,12 +20,12 @@ from primeslurm.chat.turn_ends import no_end
 from primeslurm.wire.batches import inline_images
 from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
+# Lines within the first PARSED_BYTES bytes of the file are parsed. After them, only the rendered sample is read.
 PARSED_BYTES = 256 << 20
-"""Lines within the first PARSED_BYTES bytes of the file are parsed. After them, only the rendered sample is read."""
+# Number of lines rendered from the start of the file, and again spread over the whole file
 SAMPLE_LINES = 32
-"""Number of lines rendered from the start of the file, and again spread over the whole file."""
+# The check stops after this time [s]. The trainer reads the whole file and reports any other bad line.
 TIME_LIMIT_S = 30.0
-"""The check stops after this time [s]. The trainer reads the whole file and reports any other bad line."""
 
 
 def main() -> None:
@@ -34,7 +34,6 @@ def main() -> None:
 
 
 def check(request: DataRequest) -> DataAnswer:
-    """Parse the lines of the data and render a sample of them."""
     from transformers import AutoTokenizer
 
     try:
@@ -54,12 +53,7 @@ def check(request: DataRequest) -> DataAnswer:
 
 
 class _Scan:
-    """A scan of the lines of a data file.
-
-    Args:
-        request: Names the file and the model.
-        text: Renders a line as training text.
-    """
+    """A scan of the lines of the data file of a request, some of which are rendered as training text."""
 
     def __init__(self, request: DataRequest, text: TrainingText) -> None:
         self._request, self._text, self._path = request, text, Path(request.path)
@@ -109,7 +103,6 @@ class _Scan:
         return [Violation("sft.data.path", self._request.path, why, "raise seq_len, or shorten the lines")]
 
     def warnings(self) -> list[Violation]:
-        """Warn of data or a model that will not train as expected."""
         request, template, warnings = self._request, self._text.template, []
         too_long = [length for length in self._lengths if length > request.seq_len]
         if too_long and not self.no_line_fits():
@@ -141,7 +134,6 @@ def _has_thoughts(messages: list[ChatMessage], every: bool) -> bool:
 
 
 def _notes(text: TrainingText, converses: bool) -> list[Violation]:
-    """Note the token that ends a turn."""
     answer, call = text.ends.answer, text.ends.call
     if answer is None:
         return []

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import harness_compatibility, host_needs, probe
+from primeslurm.orchestrator.environments import checks, probe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import sees_packages
@@ -40,8 +40,8 @@ def test_environment_of_a_recipe_loads(environment: Environment, tmp_path: Path)
     env = environments.load(environment.id, args, environments.agent_options(environment))
     task = next(iter(env.taskset))
     assert task.data.prompt
-    assert harness_compatibility.without_reward(environment, env, task) == []
-    assert host_needs.notes(environment, env) == [], "rollouts download their harness"
+    assert checks.without_reward(environment, env, task) == []
+    assert checks.notes(environment, env) == [], "rollouts download their harness"
 
 
 @pytest.mark.parametrize(("module", "rewarded"), [("broken-tool", False), ("fine-words", True)])
