@@ -199,5 +199,5 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
     if state.state != "PENDING":
         return state.state
     reasons = pending_reasons.reasons(state, _component_names(run))
-    words = [reasons] * bool(reasons) + [BROKEN_UP] * state.broken_up
-    return f"PENDING ({', '.join(words)})" if words else "PENDING"
+    parts = [reasons] * bool(reasons) + [BROKEN_UP] * state.broken_up
+    return f"PENDING ({', '.join(parts)})" if parts else "PENDING"

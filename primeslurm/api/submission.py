@@ -175,8 +175,8 @@ def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = Tr
     try:
         facts = cluster_facts(client)
         problems = independent([cluster_fit_problems(plan, facts) for plan in plans], ())
-        if whole and not problems and (words := client.refusal(render(plans[0]))):
-            problems.append(Violation("slurm", "", f"sbatch would refuse the job: {words}"))
+        if whole and not problems and (refusal := client.refusal(render(plans[0]))):
+            problems.append(Violation("slurm", "", f"sbatch would refuse the job: {refusal}"))
         return SlurmAnswer(tuple(problems))
     except ClusterError as error:
         command = re.match(r"\w+", str(error))

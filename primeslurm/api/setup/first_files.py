@@ -138,10 +138,10 @@ def _file_system(path: Path, mounts: str) -> str:
     """Return the type of the file system that contains a path."""
     mount_point, kind = Path("/"), ""
     for line in mounts.splitlines():
-        words = line.split(" ")
-        if len(words) > 2:
+        fields = line.split(" ")
+        if len(fields) > 2:
             # A later mount hides an earlier one at the same place.
-            point = Path(words[1].encode().decode("unicode_escape"))
+            point = Path(fields[1].encode().decode("unicode_escape"))
             if path.is_relative_to(point) and point.is_relative_to(mount_point):
-                mount_point, kind = point, words[2]
+                mount_point, kind = point, fields[2]
     return kind

@@ -46,8 +46,8 @@ def images(
     builder = building.ImageBuilder(missing, dry_run)
     if dry_run:
         for image in missing:
-            for words in builder.commands(image, Path("image.tar"), Path(image.name)):
-                note(shlex.join(words))
+            for command in builder.commands(image, Path("image.tar"), Path(image.name)):
+                note(shlex.join(command))
         for problem in builder.problems:
             note(f"this machine cannot run these commands: {problem.why} ({problem.fix})")
     else:

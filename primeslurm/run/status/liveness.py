@@ -176,18 +176,18 @@ def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:
     return {int(path.stem): find_record(path, AgentReport) for path in paths if path.stem.isdecimal()}
 
 
-def state_from_agent(last: str, own: str | None) -> str:
+def state_from_agent(last: str, reported: str | None) -> str:
     """Return the state of a process whose agent is responsive while the head is not.
 
-    `last` is the state in the head's last record. `own` is the state in the agent's heartbeat; None if it does not list
-    the process.
+    `last` is the state in the head's last record. `reported` is the state in the agent's heartbeat; None if it does not
+    list the process.
     """
-    if own is None:
+    if reported is None:
         return last
-    if own == "ready":
+    if reported == "ready":
         return last if last in ("HEALTHY", "STALE") else "HEALTHY"
-    return {"waiting": "STARTING", "loading": "LOADING", "failed": "DEAD", "backoff": "RESTARTING"}.get(own) or (
-        "RESTARTING" if own == "fallen" else "DONE"
+    return {"waiting": "STARTING", "loading": "LOADING", "failed": "DEAD", "backoff": "RESTARTING"}.get(reported) or (
+        "RESTARTING" if reported == "fallen" else "DONE"
     )
 
 
@@ -238,7 +238,7 @@ def file_system_faults(directory: Path) -> list[str]:
     try:
         seen = files.retrying(directory, lambda: os.statvfs(directory))
         stats = {directory / name: files.status(directory / name) for name in _WRITTEN}
-        modes = {part: stat.S_IMODE(found.st_mode) for part, found in stats.items() if found}
+        modes = {part: stat.S_IMODE(entry.st_mode) for part, entry in stats.items() if entry}
     except OSError as error:
         return [f"{directory} cannot be looked at from here: {error.strerror}"]
     faults = []
