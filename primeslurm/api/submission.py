@@ -28,10 +28,16 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.recipe.reading.recipe_files import independent
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import claim_attempt, new_token, owner
-from primeslurm.run.bad_nodes import BadNode, BadNodeLedger, exclude_bad_nodes
+from primeslurm.run.bad_nodes import (
+    BadNode,
+    BadNodeLedger,
+    excludable_nodes,
+    exclude_bad_nodes,
+    excluded,
+    write_excluded,
+)
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
 from primeslurm.run.directory_security import permission_problems
-from primeslurm.run.node_exclusion import excludable_nodes, excluded, write_excluded
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.cluster_fit import cluster_facts, cluster_fit_problems

@@ -20,9 +20,8 @@ from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport, FleetView, HeartbeatReport
 from primeslurm.records.metrics import Row, recent_rows
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, ReplicaLoad, RolloutProgress, TrainerState
-from primeslurm.run.bad_nodes import BadNode
+from primeslurm.run.bad_nodes import BadNode, excluded
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
-from primeslurm.run.node_exclusion import excluded
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.advice import Advice, advise, tunables_of
 from primeslurm.run.status.event_text import EventText, newest_texts, notable
