@@ -135,6 +135,7 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
     Raises UsageError if a variable of `pass_env` is not set, or another process has resumed the run; ClusterError if
     Slurm refused the job or did not answer; RunError if records are damaged.
     """
+    # Check permissions before any record is read, because another user may have written it.
     if problems := permission_problems(directory.path):
         raise UsageError(problems)
     plan, job = previous.plan(), previous.job()

@@ -91,6 +91,7 @@ def _recipe_text(proposal: Proposal | None, *, on_cpus: bool = False) -> str:
     gpu = proposal.gpu if proposal else None
     site = local_site(Path("runs"))
     here = site.nodes["default"].gpus if site.device == "cuda" else 0
+    # An embedded cluster pretends to have GPUs, but its processes compute on CPUs.
     real_gpus = 0 if on_cpus else gpu.gpus if gpu else here
     base = FIRST_RECIPES[min(real_gpus, max(FIRST_RECIPES))]
     limit = FIRST_RUN_MINUTES if gpu is None or gpu.max_minutes is None else min(FIRST_RUN_MINUTES, gpu.max_minutes)

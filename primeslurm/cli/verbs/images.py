@@ -42,6 +42,7 @@ def images(
         primeslurm images my.yaml --dry-run
     """
     needed = wanted.wanted_images(wanted.sources(tasks, runtime, directory))
+    # If no image is missing, the build programs need not be installed.
     missing = [image for image in needed if not building.is_there(image)]
     builder = building.ImageBuilder(missing, dry_run)
     if dry_run:
