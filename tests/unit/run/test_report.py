@@ -83,14 +83,14 @@ def page(run: RunDirectory) -> str:
 
 
 def test_page_has_numbers_plots_attempts_and_placement(run: RunDirectory) -> None:
-    found = Page(page(run))
-    captions = [text for text in ("Reward", "Staleness", "Loss", "In flight") if text in found.texts]
-    assert captions == ["Reward", "Staleness", "Loss", "In flight"] and "Entropy" not in found.texts
-    assert found.tags.count("svg") == 5, "four plots and the time line"
-    assert "mean, step 30: 1" in found.texts and "30 of 30" in found.texts
-    assert "0.100 → 0.933" in found.texts and "decode-r0-0" in found.texts and "0.32" in found.texts
-    assert sum(text.startswith("attempt 1: failed") for text in found.texts) == 1
-    assert found.texts.count("restarted (restart 1)") == 2
+    parsed = Page(page(run))
+    captions = [text for text in ("Reward", "Staleness", "Loss", "In flight") if text in parsed.texts]
+    assert captions == ["Reward", "Staleness", "Loss", "In flight"] and "Entropy" not in parsed.texts
+    assert parsed.tags.count("svg") == 5, "four plots and the time line"
+    assert "mean, step 30: 1" in parsed.texts and "30 of 30" in parsed.texts
+    assert "0.100 → 0.933" in parsed.texts and "decode-r0-0" in parsed.texts and "0.32" in parsed.texts
+    assert sum(text.startswith("attempt 1: failed") for text in parsed.texts) == 1
+    assert parsed.texts.count("restarted (restart 1)") == 2
 
 
 def test_evaluations_have_a_table_and_a_plot(run: RunDirectory) -> None:
@@ -101,11 +101,11 @@ def test_evaluations_have_a_table_and_a_plot(run: RunDirectory) -> None:
         step_dir(run.path, step).mkdir(parents=True)
         write_json(step_dir(run.path, step) / "summary.json", msgspec.to_builtins(record, str_keys=True))
     text = page(run)
-    found = Page(text)
-    assert "Evaluation: held-out" in found.texts and "Evaluations" in found.texts
-    assert found.texts.count("16 x 4") == 3 and "0.750 ± 0.062" in found.texts
-    assert found.texts.count("best by held-out/pass@4") == 1
-    assert "1: 0.100, 4: 0.750" in found.texts and "10 to 12" in found.texts
+    parsed = Page(text)
+    assert "Evaluation: held-out" in parsed.texts and "Evaluations" in parsed.texts
+    assert parsed.texts.count("16 x 4") == 3 and "0.750 ± 0.062" in parsed.texts
+    assert parsed.texts.count("best by held-out/pass@4") == 1
+    assert "1: 0.100, 4: 0.750" in parsed.texts and "10 to 12" in parsed.texts
     achieved = summarise(run)
     assert [record.step for record in achieved.evaluations] == [0, 10, 20]
     assert achieved.best == BestCheckpoint(10, "held-out/pass@4", 0.75)
@@ -119,16 +119,16 @@ def test_sft_run_has_a_loss_plot(run: RunDirectory) -> None:
     latest.plan_file.write_text(latest.plan().model_copy(update={"task": "sft"}).to_json())
     rows = [{"step": i, "time": T0, "loss": 3.0 - i / 30, "tokens_per_s": 70.0} for i in range(1, 31)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = Page(page(run))
-    assert {"Loss", "Trained tokens", "2.9000 → 2.0667", "70 tokens/s"} <= set(found.texts)
-    assert not {"Reward", "largest staleness", "sampled"} & set(found.texts)
+    parsed = Page(page(run))
+    assert {"Loss", "Trained tokens", "2.9000 → 2.0667", "70 tokens/s"} <= set(parsed.texts)
+    assert not {"Reward", "largest staleness", "sampled"} & set(parsed.texts)
 
 
 def test_page_loads_nothing_and_runs_no_scripts(run: RunDirectory) -> None:
     html = page(run)
-    found = Page(html)
-    assert found.links == [] and "script" not in found.tags and not re.search(r"url\(|@import|https?:", html)
-    assert any(HOSTILE in text for text in found.texts), "shown as the text that it is"
+    parsed = Page(html)
+    assert parsed.links == [] and "script" not in parsed.tags and not re.search(r"url\(|@import|https?:", html)
+    assert any(HOSTILE in text for text in parsed.texts), "shown as the text that it is"
 
 
 def test_run_without_steps_has_a_page(run: RunDirectory) -> None:
