@@ -191,6 +191,7 @@ class Totals(Section):
     """Working nodes, without spares."""
     spares: int = 0
     gpus: int
+    """GPUs of the job, including those of spare nodes."""
     trainer_gpus: int
     engines: int
     inference_nodes: int

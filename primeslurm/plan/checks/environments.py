@@ -79,13 +79,17 @@ class ProbeReport:
     notes: tuple[Violation, ...] = ()
     """Properties of rollouts that some users do not want."""
     warnings: tuple[Violation, ...] = ()
-    """Values that are smaller than the recipe requests."""
+    """Too few tasks, or tasks that no rollout can do."""
     missing_package: str = ""
     """Package that the interpreter lacks, so that nothing could be loaded."""
 
 
 def probe_environments(
-    environments: Mapping[str, AnyEnvironment], model: Model, interpreter: Interpreter, tmp: Path | None = None
+    environments: Mapping[str, AnyEnvironment],
+    model: Model,
+    interpreter: Interpreter,
+    tmp: Path | None = None,
+    max_len: int | None = None,
 ) -> ProbeReport:
     """Load every environment that could fail and its first task, and check the model's renderer.
 
@@ -93,6 +97,7 @@ def probe_environments(
         environments: environments by their place in the recipe.
         model: model of the policy, with an absolute path if it exists here.
         tmp: directory for temporary files, which are removed. Default: the system's.
+        max_len: longest sequence of an engine [tokens], with which prompts in local files are compared.
     """
     plain = model.renderer == AUTO and not model.renderer_options
     wanted = {place: each for place, each in environments.items() if not (plain and _is_sure(each))}
@@ -101,6 +106,7 @@ def probe_environments(
     request = ProbeRequest(
         environments=[each.model_dump(mode="json", by_alias=True, include=_LOADED) for each in wanted.values()],
         model=model.model_dump(mode="json", include=_RENDERED),
+        max_len=max_len,
     )
     limit_s = _IMPORT_S + max(each.load_timeout_s for each in wanted.values())
     code, out, err = run_module(interpreter, PROBE, encoded(request), limit_s, tmp)
@@ -187,7 +193,7 @@ def _report_of(
             tuple(_placed(place, each) for each in (*answer.violations, *unshown)),
             tuple(_placed(place, each) for each in answer.missing),
             tuple(_placed(place, each) for each in answer.notes),
-            tuple(_placed(place, each) for each in _too_few(environment, answer.tasks)),
+            tuple(_placed(place, each) for each in (*answer.warnings, *_too_few(environment, answer.tasks))),
         )
     why, fix = _no_answer(result.code, result.stderr, environment)
     return ProbeReport((_placed(place, Violation("environments.id", environment.id, why, fix)),))

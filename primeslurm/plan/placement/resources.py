@@ -86,8 +86,8 @@ def combined_request(requests: Sequence[ResourceRequest]) -> ResourceRequest:
 
 
 def count_gpus(requests: Sequence[ResourceRequest]) -> int:
-    """Count the GPUs of all roles. A GPU that two roles share counts once, as in Slurm's billing."""
-    return sum(request.nodes * request.gpus for request in requests if not request.colocated)
+    """Count the GPUs that Slurm bills: those of spare nodes, too, and a GPU that two roles share once."""
+    return sum((request.nodes + request.spares) * request.gpus for request in requests if not request.colocated)
 
 
 def _on_one_node(
@@ -186,7 +186,8 @@ def _place(recipe: Recipe, ask: _RoleRequest, site: Site, problems: list[Violati
     kind = site.kind(ask.role)
     if kind is None:
         why = f"site {site.name} has no nodes for role {ask.role}"
-        fix = f"add `{ask.role}` or `default` under `nodes` of the site file"
+        *names, last = site.kind_names(ask.role)
+        fix = f"add `{'`, `'.join(names)}` or `{last}` under `nodes` of the site file"
         problems.append(Violation(ask.field, "", why, fix))
         return None
     gpus = kind.gpus if ask.gpus is None else ask.gpus
