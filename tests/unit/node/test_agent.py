@@ -75,7 +75,7 @@ class Running:
             thread.start()
 
     def report(self, name: str) -> ProcessReport:
-        """The newest report of a process; before the first one it is waiting."""
+        """Return the newest report of a process. Without a report it is waiting."""
         node = self.attempt.plan().process(name).node
         heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
@@ -193,7 +193,7 @@ def test_shared_memory_of_a_killed_engine_is_freed(start: Callable[..., Running]
     name = Path(f"/dev/shm/primeslurm-test-{tmp_path.name}-{os.getpid()}")
     worker = python(
         "import mmap, os, sys, time\n"
-        "if os.fork(): time.sleep(600)\n"  # The engine; its worker has the memory.
+        "if os.fork(): time.sleep(600)\n"  # The engine. Its worker maps the memory.
         "file = open(f'{sys.argv[1]}-{os.getpid()}', 'w+b'); file.truncate(4096)\n"
         "mapped = mmap.mmap(file.fileno(), 0)\n"
         "open(sys.argv[2], 'a').close(); time.sleep(600)",
@@ -551,7 +551,7 @@ def test_a_spare_takes_over_and_dependent_processes_restart(
 
 
 def test_a_trainer_continues_without_a_lost_engine(start: Callable[..., Running]) -> None:
-    """Engines that share its GPUs matter at its start only, until they have measured the free memory."""
+    """Engines that share its GPUs matter only at its start, until they have measured the free memory."""
     engines = ("engine-0", "engine-1")
     running = start(
         (
@@ -601,14 +601,14 @@ def test_a_process_gets_its_files_directories_and_variables(
     )
     left_behind = tmp_path / "disk" / "run-test-id-n0" / "old"
     left_behind.mkdir(parents=True)
-    (tmp_path / "disk" / ".run-test-id-n0").mkdir()  # who made it was killed before it had its name
+    (tmp_path / "disk" / ".run-test-id-n0").mkdir()  # its agent was killed before the directory had its name
     running = start((reader,))
     log = running.attempt.path / "logs/engine/reader.log"
     running.wait(lambda: log.exists() and len(log.read_text().splitlines()) > 1)
     port = read_json(running.attempt.addresses_file)["ports"]["reader"]["http"]
     assert log.read_text().splitlines()[-1] == f'{{"at": "127.0.0.1:{port}"}} False'
     assert left_behind.parent.is_dir() and not left_behind.exists()
-    assert left_behind.parent in swept, "it goes if the agent is killed, too"
+    assert left_behind.parent in swept, "it is removed even if the agent is killed"
     running.head.end(Ending(Outcome.CANCELLED, "enough"))
     running.join()
     assert list((tmp_path / "disk").iterdir()) == []

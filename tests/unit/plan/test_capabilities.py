@@ -1,4 +1,4 @@
-"""What the trainer cannot do with a model family is said by name."""
+"""Findings name each feature that the trainer does not support for a model family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def texts(family: str, impl: str, vlm: Any = None, **trainer: Any) -> list[str]:
-    """What is found about the family."""
+    """Return the findings about the model family."""
     model = {"path": "m", "impl": impl, "vlm": vlm}
     recipe = Recipe.model_validate(recipe_data(trainer=trainer) | {"model": model})
     return [finding.text for finding in unsupported(recipe, None, family) if "mplementation" in finding.text]

@@ -152,7 +152,7 @@ def test_a_store_spans_all_inference_nodes_and_every_engine_waits_for_its_own() 
         nixl, store_connector = transfer["kv_connector_extra_config"]["connectors"]
         assert (nixl["kv_connector"], store_connector["kv_connector"]) == ("NixlConnector", "MooncakeStoreConnector")
         assert store_connector["kv_connector_extra_config"]["cache_prefix"] == "${run_id}"
-        assert engine.scratch == ()  # the disk is the client's
+        assert engine.scratch == ()  # the client has the disk
     client = plan.process(f"store-{inference[0]}")
     assert client.scratch == ("/scratch/kv/primeslurm-${run_id}-n${node}-${key}",)
     assert client.env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == client.scratch[0]
@@ -254,7 +254,7 @@ def test_every_combination_has_distinct_ports_known_placeholders_and_liveness_ch
         ports = [port for process in node.processes for port in process.ports.values()]
         assert len(set(ports)) == len(ports)
     for process in plan.processes():
-        assert process.health or process.heartbeats, f"nobody would see that {process.name} hangs"
+        assert process.health or process.heartbeats, f"nothing would detect that {process.name} is unresponsive"
         for text in (*process.argv, *process.env.values(), *process.files.values()):
             assert "${" not in filled(process, plan, text)
 
