@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """The policy with the recipe's loss (or `loss`), optimizer and learning rate schedule.
-
-    `reader` is None for text-only training.
-    """
+    """The policy with the recipe's loss, optimizer and schedule. Without a `reader`, training is on text only."""
 
     def __init__(
         self,

@@ -31,10 +31,7 @@ FILE_BYTES = 2 * 2**30
 
 
 class Publisher:
-    """Writes versions of the policy to `<run>/weights`. All methods are collectives.
-
-    It keeps the newest `keep` versions, and those that committed checkpoints need.
-    """
+    """Writes versions to `<run>/weights`, and keeps the newest `keep` and those of checkpoints. All are collectives."""
 
     def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
         self._policy = policy
