@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.worker.image_files import stored
+from primeslurm.orchestrator.worker.trace_sequences import stored
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, from_recipe

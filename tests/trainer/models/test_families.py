@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3NextConfig
 
 from primeslurm.models import model_types
-from primeslurm.plan.checks import model_files
+from primeslurm.plan.checks.files import model_files
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.distributed.world import World

@@ -116,7 +116,7 @@ def test_command_reports_errors(tmp_path: Path) -> None:
         export.convert(str(plain), tmp_path / "out")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(UsageError, match="is stored in int4, in a format that is not read"):
+    with pytest.raises(UsageError, match="is stored in int4, which cannot be converted"):
         export.convert(str(plain), tmp_path / "out")
 
 

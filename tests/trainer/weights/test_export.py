@@ -35,8 +35,8 @@ def test_export_matches_published_weights(moe_model: Path, world: World, tmp_pat
 
     wrong = primeslurm("export", run, moe_model, "--step", "7", cwd=tmp_path)
     assert wrong.code == 2
-    assert "--step = 7: is no committed step (nearest: 2)" in wrong.err
-    assert f"DIR = {moe_model}: exists already" in wrong.err
+    assert "--step = 7: is not a committed step (nearest: 2)" in wrong.err
+    assert f"DIR = {moe_model}: already exists" in wrong.err
 
     done = primeslurm("export", run, out, "--step", "1", cwd=tmp_path)
     assert (done.code, done.out) == (0, f"{out}\n"), done.err
