@@ -1,9 +1,10 @@
 """Tokenized SFT data in the run directory: each rank tokenizes a part of the data once, and all ranks map all parts.
 
-<run>/tokens/NNNNN.tokens     tokens of a part, 4 bytes each; trained tokens are bitwise inverted
-<run>/tokens/NNNNN.images     image spans of the same part
-<run>/tokens/NNNNN.ends       end of each example in both files, 8 bytes each
-<run>/tokens/record.json      digest of the inputs and sizes of the parts, written last
+Files in `<run>/tokens`:
+    NNNNN.tokens     tokens of a part, 4 bytes each; trained tokens are bitwise inverted
+    NNNNN.images     image spans of the same part
+    NNNNN.ends       end of each example in both files, 8 bytes each
+    record.json      digest of the inputs and sizes of the parts, written last
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ FILE_BYTES = 2 * 2**30
 
 
 class Publisher:
-    """Writes versions to `<run>/weights`, and keeps the newest `keep` and those of checkpoints. All are collectives."""
+    """Writes versions to `<run>/weights`. Keeps the newest `keep`, and those of checkpoints. All are collectives."""
 
     def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
         self._policy = policy

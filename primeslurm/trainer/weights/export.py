@@ -172,7 +172,7 @@ class Encoding:
 
 
 def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:
-    """Return the encoding of a run's policies: that of engines for RL, whose checkpoint has `stored` weights in FP8."""
+    """Return the encoding of a run's policies. For RL it is that of the engines, whose files store `stored` in FP8."""
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.task == "sft":
         return Encoding(dtype)
