@@ -248,9 +248,9 @@ def _observe(place: Place, number: int) -> None:
     def commit(
         directory: Path, step: int, attempt: int, described: Any = (), original: Any = checkpoints.commit
     ) -> Any:
-        found = original(directory, step, attempt, described)
-        place.tell("committed", attempt=attempt, step=step, record=_digest(repr(found).encode()))
-        return found
+        record = original(directory, step, attempt, described)
+        place.tell("committed", attempt=attempt, step=step, record=_digest(repr(record).encode()))
+        return record
 
     def publish(publisher: Publisher, version: int, original: Any = Publisher.publish) -> Path:
         path = original(publisher, version)
