@@ -1,4 +1,4 @@
-"""A teacher in the plan: where its engines run, what they are started with, and what is checked."""
+"""A teacher in the plan: placement and commands of its engines, and checks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_its_engines_have_nodes_of_their_own(layout: str) -> None:
     assert (plan.totals.engines, plan.totals.teacher_engines) == (without.totals.engines, 4)
     if layout == "het":
         assert [group.name for group in plan.groups] == ["control", "train", "inference", "teacher"]
-    assert plan.replicas == without.replicas, "no router stands before it, and no policy is transferred to it"
+    assert plan.replicas == without.replicas, "it has no router, and gets no weight updates"
     assert option(plan.process("orchestrator"), "--teachers") == "teacher-0,teacher-1,teacher-2,teacher-3"
     assert "--teachers" not in without.process("orchestrator").argv
 
@@ -66,7 +66,9 @@ def test_its_command_is_that_of_a_served_model() -> None:
     plan = plan_for(dtype="float32", max_num_batched_tokens=512, env={"A": "b"}, vllm_extra={"swap_space": 1})
     process = teachers(plan)[0]
     assert option(process, "--model") == "/models/teacher" and option(process, "--dtype") == "float32"
-    assert option(process, "--max-model-len") == "129", "the longest sequence, and the token that must be asked for"
+    assert option(process, "--max-model-len") == "129", (
+        "the longest sequence, and the one token that each request generates"
+    )
     assert option(process, "--max-num-batched-tokens") == "512" and option(process, "--swap-space") == "1"
     assert option(process, "--middleware").endswith(".LivenessGate") and "--weight-transfer-config" not in process.argv
     assert process.env["A"] == "b" and process.restart == "in_place" and set(process.ports) == {"http"}
@@ -113,7 +115,7 @@ def tokenizer(directory: Path, *tokens: str) -> Path:
 
 
 def problems(asked: Recipe) -> list[Violation]:
-    """Of the teacher's files: the policy's own are sound."""
+    """Return problems of the teacher's files. Those of the policy have none."""
     return list(read_file_metadata(asked).problems)
 
 
