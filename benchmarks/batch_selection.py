@@ -62,7 +62,7 @@ def _filters() -> dict[str, float]:
     filters = rollout_filters(RECIPE.orchestrator.filters, "/none")
     started = time.process_time()
     for _ in range(GROUPS):
-        kept, _ = sift(group, filters)
+        kept = sift(group, filters).rest
         assert kept is not None and has_advantage(kept, Grpo(), TOKENS)
     return {"filters_ms_per_batch": round(1e3 * (time.process_time() - started), 1)}
 

@@ -45,12 +45,16 @@ class DamagedFileError(ValueError):
     """A file of the archive does not have its format."""
 
 
+# What a file holds: rollouts of a step's batch, rollouts that were dropped or failed before it, or an evaluation.
+KINDS = ("batch", "dropped", "evaluation")
+
+
 class FileName(NamedTuple):
     """What the name of a file says. Files sort by step, attempt and number."""
 
     step: int
     attempt: int
-    kind: str  # training or evaluation
+    kind: str  # one of KINDS
     number: int  # of the file within its step, attempt and kind
 
     def __str__(self) -> str:
@@ -60,7 +64,7 @@ class FileName(NamedTuple):
 def parse_name(name: str) -> FileName | None:
     """Return what a file's name says, or None if it is no file of the archive."""
     parts = name.removesuffix(SUFFIX).split("-")
-    if not name.endswith(SUFFIX) or len(parts) != 4 or parts[2] not in ("training", "evaluation"):
+    if not name.endswith(SUFFIX) or len(parts) != 4 or parts[2] not in KINDS:
         return None
     if not all(part.isdecimal() for part in (parts[0], parts[1], parts[3])):
         return None

@@ -23,6 +23,8 @@ from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow
 from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
+from primeslurm.orchestrator.rollouts.transcripts import Credited
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
 from primeslurm.wire.batches.batch import BatchInfo, RankShard
@@ -55,6 +57,7 @@ class Batches:
     Args:
         on_disk: Returns a group whose arrays are on disk only. None: the group is not on disk.
         committed: The last committed step. Its batch and earlier ones are not requested again.
+        recorder: Keeps some rollouts of each batch. None: none are kept.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class Batches:
         algorithm: Algorithm,
         on_disk: Callable[[RolloutGroup], RolloutGroup | None] = lambda group: None,
         committed: int = 0,
+        recorder: RolloutRecorder | None = None,
     ) -> None:
         self._recipe = recipe
+        self._recorder = recorder
         self._on_disk = on_disk
         self._committed = committed
         # The event loop takes this lock, too, so it is held only for moments.
@@ -186,6 +191,8 @@ class Batches:
         age_limit = AgeLimit(recipe.orchestrator.max_off_policy_steps)
         groups = [age_limit.mask_old_tokens(group, step) for group in groups]
         docs = documents(groups, recipe.seq_len, step - 1, algorithm, self._temperatures, self._average)
+        if self._recorder is not None:
+            self._recorder.batch(step, groups, [Credited(doc.mask, doc.advantages) for doc in docs])
         docs = [
             doc if array is None else replace(doc, routed_experts=array.rows(0, len(doc)))
             for doc, array in zip(docs, stored, strict=True)

@@ -9,7 +9,7 @@ others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -56,12 +56,19 @@ def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
 
 
 def sequences(
-    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool, number: int = 0
+    job: Job,
+    trace: vf.Trace,
+    completions: Sequence[Completion],
+    seconds: float,
+    observed: bool,
+    number: int = 0,
+    describe: Callable[[vf.Trace, Sequence[Sequence[int]]], bytes] = lambda trace, paths: b"",
 ) -> tuple[Rollout, ...]:
     """Return the token sequences of a finished trace.
 
     Args:
         observed: Mark the tokens from the environment after the first answer.
+        describe: Returns the transcript of the trace, given the nodes of each sequence.
 
     Raises:
         RolloutError: Nothing was sampled, a sampled message is not among the completions, or the environment reports an
@@ -85,7 +92,8 @@ def sequences(
     )
     index = {id(node): i for i, node in enumerate(trace.nodes)}
     trained: set[int] = set()
-    result = []
+    result: list[Rollout] = []
+    paths: list[list[int]] = []
     for branch in trace.branches:
         path = [index[id(node)] for node in branch.nodes]
         if not branch.trainable or not any(i in versions and i not in trained for i in path):
@@ -93,6 +101,9 @@ def sequences(
         sequence = _sequence(info, trace, path, versions, trained)
         result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
         trained.update(path)
+        paths.append(path)
+    if result and (transcript := describe(trace, paths)):
+        result[0] = replace(result[0], info=msgspec.structs.replace(result[0].info, transcript=transcript))
     return tuple(result)
 
 

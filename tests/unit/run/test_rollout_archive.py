@@ -53,10 +53,10 @@ def rollout(number: int, reward: float = 1.0, group: str = "e-00000000", finish:
     return Rollout(info, np.arange(100, 108, dtype=np.int32), versions >= 0, logprobs, versions)
 
 
-def write(run: Path, step: int, numbers: range, kind: str = "training") -> Path:
+def write(run: Path, step: int, numbers: range, kind: str = "batch") -> Path:
     """Write a file of the archive with one rollout per number, and return its path."""
     credit = Credited(rollout(0).mask, np.full(8, 0.25, np.float32))
-    facts = {"state": "trained" if kind == "training" else "evaluated", "step": step, "evaluation": kind != "training"}
+    facts = {"state": "trained" if kind == "batch" else "evaluated", "step": step, "evaluation": kind != "batch"}
     stored = [transcripts.stored([rollout(n, n / 10, f"e-{step:08d}")], facts, [credit]) for n in numbers]
     path = run / rollout_files.DIRECTORY / str(FileName(step, 1, kind, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def test_damaged_file_hides_only_its_own_rollouts(tmp_path: Path) -> None:
 
 def test_other_files_in_the_directory_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, 1, range(2))
-    (path.parent / ".00000001-001-training-0000.rollouts.tmp").write_bytes(b"half")
+    (path.parent / ".00000001-001-batch-0000.rollouts.tmp").write_bytes(b"half")
     (path.parent / "notes.txt").write_text("mine")
     page = RolloutArchive(tmp_path).page()
     assert page.total == 2 and page.problems == []
