@@ -19,6 +19,7 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import moved_or_copied
 from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted
+from primeslurm.run.rollouts.archive import RolloutArchive
 from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
 
 if TYPE_CHECKING:
@@ -80,6 +81,10 @@ class Run:
             return read_status(
                 self.directory, state, processes=processes, find_causes=find_causes, find_obstacles=find_obstacles
             )
+
+    def rollouts(self) -> RolloutArchive:
+        """Return the rollouts of the run that were kept, or wait for a batch."""
+        return RolloutArchive(self.path)
 
     def watch(self, *, poll_s: float = 1.0, if_silent: OnNoAnswer | None = None) -> Iterator[RunStatus]:
         """Yield the status every `poll_s` seconds until the run has ended.

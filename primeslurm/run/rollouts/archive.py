@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +47,7 @@ class RolloutArchive:
         self._files: dict[FileName, ArchiveFile] = {}
         self._spool = SpoolReader(run_dir)
         self._problems: dict[str, str] = {}
+        self._followed: set[FileName] = set()
 
     def page(
         self, query: RolloutQuery | None = None, *, offset: int = 0, limit: int | None = 100, newest: bool = True
@@ -68,7 +70,34 @@ class RolloutArchive:
                     if total >= offset and (end is None or total < end):
                         rollouts.append(summary)
                     total += 1
-        return RolloutPage(rollouts, total, sorted(self._problems.values()))
+        return RolloutPage(rollouts, total, self.problems)
+
+    @property
+    def problems(self) -> list[str]:
+        """Files and rollouts that the last call could not read, and why."""
+        return sorted(self._problems.values())
+
+    def transcripts(
+        self, query: RolloutQuery | None = None, *, limit: int | None = None
+    ) -> Iterator[RolloutTranscript]:
+        """Yield the rollouts that a query admits, newest first. Those that cannot be read are noted as problems."""
+        query = query or RolloutQuery()
+        remaining = math.inf if limit is None else limit
+        for source, summaries in self._sources(query, newest=True):
+            for summary in reversed(summaries):
+                if remaining > 0 and query.admits(summary):
+                    remaining -= 1
+                    try:
+                        yield source.read(summary.id)
+                    except (DamagedFileError, OSError) as error:
+                        self._problems[summary.id] = f"rollout {summary.id}: {error}"
+
+    def fresh(self, query: RolloutQuery | None = None) -> list[RolloutSummary]:
+        """Return summaries that a query admits, oldest first, of archive files that no earlier call has read."""
+        query = query or RolloutQuery()
+        names = [name for name in self._names() if name not in self._followed]
+        self._followed.update(names)
+        return [each for name in names for each in self._summaries(name) if query.admits(each)]
 
     def get(self, id: str) -> RolloutTranscript:
         """Read one rollout.
