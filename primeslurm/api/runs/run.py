@@ -19,12 +19,12 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import moved_or_copied
 from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted
-from primeslurm.run.rollouts.archive import RolloutArchive
 from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
 
 if TYPE_CHECKING:
     from primeslurm.api.submission import Submitted
     from primeslurm.run.diagnosis.doctor import Diagnosis
+    from primeslurm.run.rollouts.archive import RolloutArchive
     from primeslurm.run.status.summary import Summary
 
 CANCEL_GRACE_S = 45.0
@@ -84,6 +84,8 @@ class Run:
 
     def rollouts(self) -> RolloutArchive:
         """Return the rollouts of the run that were kept, or wait for a batch."""
+        from primeslurm.run.rollouts.archive import RolloutArchive  # imports numpy, which other verbs do not need
+
         return RolloutArchive(self.path)
 
     def watch(self, *, poll_s: float = 1.0, if_silent: OnNoAnswer | None = None) -> Iterator[RunStatus]:
