@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from primeslurm.base import files
+from primeslurm.base.errors import RunError
 from primeslurm.records.rollouts import (
     AgentConversation,
     Message,
@@ -216,24 +217,28 @@ def open_file(path: Path) -> ArchiveFile:
 
 def compress(data: bytes) -> bytes:
     """Compress with zstd."""
-    import pyarrow
-
-    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+    return bytes(_pyarrow().compress(data, codec="zstd", asbytes=True))
 
 
 def decompress(data: bytes, size: int) -> bytes:
     """Decompress `size` bytes. Raise DamagedFileError."""
-    import pyarrow  # imported only where files are read: most commands read none
-
     if size > LARGEST_BYTES:
         raise DamagedFileError(f"{size} bytes are more than {LARGEST_BYTES}")
     if not size:
         return b""
     try:
-        result = pyarrow.decompress(data, decompressed_size=size, codec="zstd", asbytes=True)
+        return bytes(_pyarrow().decompress(data, decompressed_size=size, codec="zstd", asbytes=True))
     except (OSError, ValueError) as error:
         raise DamagedFileError(f"it cannot be decompressed: {error}") from error
-    return bytes(result)
+
+
+def _pyarrow() -> Any:
+    """Import pyarrow, which has zstd. Only commands that read rollouts need it."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise RunError("kept rollouts cannot be read without pyarrow (pip install pyarrow)") from error
+    return pyarrow
 
 
 def _floats(data: bytes, mask: Any = None) -> list[float | None]:

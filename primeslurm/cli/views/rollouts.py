@@ -68,7 +68,7 @@ def transcript_lines(rollout: RolloutTranscript, *, full: bool, tokens: bool) ->
     yield from _head(rollout.summary)
     for conversation in rollout.conversations:
         yield Text()
-        if conversation.agent:
+        if len(rollout.conversations) > 1:
             yield Text(f"agent {visible(conversation.agent)}, reward {_number(conversation.reward)}", style="bold")
         if conversation.tools:
             yield Text(f"tools: {visible(', '.join(conversation.tools))}", style="dim")

@@ -129,6 +129,7 @@ def stored(
         DamagedError: a transcript cannot be decoded.
     """
     credits = credits or [Credited(sequence.mask, np.full(0, np.nan, np.float32)) for sequence in rollout]
+    agents = list(dict.fromkeys(sequence.info.agent for sequence in rollout))
     conversations, pieces, reward_parts = [], {}, {}
     remaining = iter(credits)
     for trace in traces_of(rollout):
@@ -139,7 +140,7 @@ def stored(
         if transcript is not None:
             conversation = msgspec.structs.replace(conversation, messages=transcript.messages, tools=transcript.tools)
             pieces |= transcript.pieces
-            prefix = f"{info.agent}/" if info.agent else ""
+            prefix = f"{info.agent}/" if len(agents) > 1 else ""
             reward_parts |= {f"{prefix}{name}": value for name, value in transcript.reward_parts.items()}
         conversations.append(conversation)
     summary = msgspec.structs.replace(_summary(rollout, credits, facts), reward_parts=reward_parts)
@@ -181,7 +182,7 @@ def _summary(rollout: Sequence[Rollout], credits: Sequence[Credited], facts: Map
         "id": first.id,
         "group": first.group,
         "environment": first.environment,
-        "agents": list(dict.fromkeys(info.agent for info in infos if info.agent)),
+        "agents": list(dict.fromkeys(info.agent for info in infos)),
         "reward": fmean(info.reward for info in infos),
         "length_penalty": fmean(info.length_penalty for info in infos),
         "metrics": {name: value for info in infos for name, value in info.metrics.items()},

@@ -46,6 +46,7 @@ def rollout(number: int, reward: float = 1.0, group: str = "e-00000000", finish:
         metrics={"commands": 1.0},
         turns=2,
         finish_reason=finish,
+        agent="agent",
         transcript=transcripts.encode(transcript),
     )
     versions = np.array([-1, -1, -1, 4, 4, -1, -1, 5], np.int32)
@@ -73,6 +74,7 @@ def test_archived_rollout_is_read_as_it_was(tmp_path: Path) -> None:
         environment="e",
         state="trained",
         step=6,
+        agents=["agent"],
         reward=0.2,
         reward_parts={"right": 0.2},
         metrics={"commands": 1.0},
