@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ T = TypeVar("T")
 # In the run directory.
 DIRECTORY = Path("rollouts", "archive")
 SUFFIX = ".rollouts"
+LOGPROBS_SUFFIX = ".logprobs"
 MAGIC = b"PSROLLS1"
 _SIZES = struct.Struct(">III")
 # Largest head or rollout that a reader decompresses [bytes]. A rollout of a million tokens has about 40 MB.
@@ -59,7 +61,12 @@ class FileName(NamedTuple):
     number: int  # of the file within its step, attempt and kind
 
     def __str__(self) -> str:
-        return f"{self.step:08d}-{self.attempt:03d}-{self.kind}-{self.number:04d}{SUFFIX}"
+        return f"{self.stem}{self.kind}-{self.number:04d}{SUFFIX}"
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of all files of this step and attempt."""
+        return f"{self.step:08d}-{self.attempt:03d}-"
 
 
 def parse_name(name: str) -> FileName | None:
@@ -90,6 +97,7 @@ class StoredSequence(msgspec.Struct, frozen=True, kw_only=True):
     """A `TokenSequence` whose lists are little-endian arrays."""
 
     spans: list[MessageSpan] = []
+    number: int | None = None  # of the sequence in its batch; None: it is in none
     token_ids: bytes  # int32
     trained: bytes  # bool
     versions: bytes  # int32; -1: not sampled
@@ -97,8 +105,11 @@ class StoredSequence(msgspec.Struct, frozen=True, kw_only=True):
     ref_logprobs: bytes | None = None  # float32
     advantages: bytes | None = None  # float32; NaN: none
 
-    def shown(self, pieces: Mapping[int, str]) -> TokenSequence:
-        """Return the sequence as readers show it. Raise DamagedFileError."""
+    def shown(self, pieces: Mapping[int, str], trainer: Mapping[int, Any]) -> TokenSequence:
+        """Return the sequence as readers show it. Raise DamagedFileError.
+
+        `trainer`: the trainer's log-probabilities by number of the sequence, as pairs of positions and values.
+        """
         length = len(self.token_ids) // 4
         token_ids = _array(self.token_ids, "<i4", length).tolist()
         versions = _array(self.versions, "<i4", length)
@@ -111,6 +122,7 @@ class StoredSequence(msgspec.Struct, frozen=True, kw_only=True):
             trained=_array(self.trained, "?", length).tolist(),
             versions=[version if version >= 0 else None for version in versions.tolist()],
             logprobs=_floats(self.logprobs, sampled),
+            trainer_logprobs=None if self.number not in trainer else _spread(*trainer[self.number], length),
             ref_logprobs=None if self.ref_logprobs is None else _floats(self.ref_logprobs, sampled),
             advantages=None if self.advantages is None else _floats(self.advantages),
         )
@@ -132,23 +144,63 @@ class StoredRollout(msgspec.Struct, frozen=True):
     conversations: list[StoredConversation] = []
     pieces: dict[int, str] = {}  # text of each token id that occurs
 
-    def shown(self, summary: RolloutSummary) -> RolloutTranscript:
-        """Return the rollout as readers show it. Raise DamagedFileError."""
+    def shown(self, summary: RolloutSummary, trainer: Mapping[int, Any] = MappingProxyType({})) -> RolloutTranscript:
+        """Return the rollout as readers show it. Raise DamagedFileError. `trainer`: see `StoredSequence.shown`."""
         conversations = [
             AgentConversation(
                 agent=each.agent,
                 reward=each.reward,
                 messages=each.messages,
                 tools=each.tools,
-                sequences=[sequence.shown(self.pieces) for sequence in each.sequences],
+                sequences=[sequence.shown(self.pieces, trainer) for sequence in each.sequences],
             )
             for each in self.conversations
         ]
         return RolloutTranscript(summary=summary, conversations=conversations)
 
 
+class _RankLogprobs(msgspec.Struct, frozen=True):
+    """The trainer's log-probabilities that one rank has computed: by number of the sequence, int32 and float32."""
+
+    sequences: dict[int, list[tuple[bytes, bytes]]]
+    crc: int
+
+
+def logprobs_path(run_dir: Path, step: int, attempt: int, rank: int) -> Path:
+    """Return where a trainer rank writes the log-probabilities of kept rollouts of a step."""
+    stem = FileName(step, attempt, "batch", 0).stem
+    return run_dir / DIRECTORY / f"{stem}rank-{rank:05d}{LOGPROBS_SUFFIX}"
+
+
+def encode_logprobs(values: Iterable[tuple[int, Any, Any]]) -> bytes:
+    """Encode (number of the sequence, positions of tokens, their log-probabilities) of kept rollouts."""
+    sequences: dict[int, list[tuple[bytes, bytes]]] = {}
+    for number, positions, logprobs in values:
+        pair = (np.ascontiguousarray(positions, "<i4").tobytes(), np.ascontiguousarray(logprobs, "<f4").tobytes())
+        sequences.setdefault(number, []).append(pair)
+    return msgspec.msgpack.encode(_RankLogprobs(sequences, zlib.crc32(msgspec.msgpack.encode(sequences))))
+
+
+def read_logprobs(path: Path) -> dict[int, tuple[Any, Any]]:
+    """Read a rank's file as positions and values by number of the sequence; empty if it is damaged or gone."""
+    try:
+        decoded = _decoded(files.read_bytes(path), _LOGPROBS)
+    except (OSError, DamagedFileError):
+        return {}
+    if zlib.crc32(msgspec.msgpack.encode(decoded.sequences)) != decoded.crc:
+        return {}
+    return {
+        number: (
+            np.frombuffer(b"".join(positions for positions, _ in pairs), "<i4"),
+            np.frombuffer(b"".join(values for _, values in pairs), "<f4"),
+        )
+        for number, pairs in decoded.sequences.items()
+    }
+
+
 # Made here, because msgspec inspects a type without a lock.
 _HEADS = msgspec.msgpack.Decoder(_Head)
+_LOGPROBS = msgspec.msgpack.Decoder(_RankLogprobs)
 _ROLLOUTS = msgspec.msgpack.Decoder(StoredRollout)
 
 
@@ -190,7 +242,11 @@ class ArchiveFile(NamedTuple):
         body = files.reading(self.path, read)
         if len(body) != place.size or zlib.crc32(body) != place.crc:
             raise DamagedFileError("its place in the file is damaged")
-        return _decoded(decompress(body, place.raw_size), _ROLLOUTS).shown(head.summaries[index])
+        name, trainer = parse_name(self.path.name), {}
+        if name is not None and name.kind == "batch":
+            for path in files.listing(self.path.parent, f"{name.stem}*{LOGPROBS_SUFFIX}"):
+                trainer |= read_logprobs(path)
+        return _decoded(decompress(body, place.raw_size), _ROLLOUTS).shown(head.summaries[index], trainer)
 
 
 def open_file(path: Path) -> ArchiveFile:
@@ -246,6 +302,15 @@ def _floats(data: bytes, mask: Any = None) -> list[float | None]:
     values = _array(data, "<f4", len(data) // 4 if mask is None else len(mask))
     shown = ~np.isnan(values) if mask is None else mask & ~np.isnan(values)
     return [value if is_shown else None for value, is_shown in zip(values.tolist(), shown.tolist(), strict=True)]
+
+
+def _spread(positions: Any, values: Any, length: int) -> list[float | None]:
+    """Return values at their positions, and None elsewhere."""
+    spread: list[float | None] = [None] * length
+    for position, value in zip(positions.tolist(), values.tolist(), strict=True):
+        if 0 <= position < length:
+            spread[position] = value
+    return spread
 
 
 def _array(data: bytes, dtype: str, length: int) -> Any:

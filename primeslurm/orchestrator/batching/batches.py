@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from primeslurm.orchestrator.rollouts.transcripts import Credited
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
-from primeslurm.wire.batches.batch import BatchInfo, RankShard
+from primeslurm.wire.batches.batch import BatchInfo, KeptDocument, RankShard
 from primeslurm.wire.batches.file_ranges import FrameSource, StoredArray
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link.messages import Answer
@@ -49,6 +50,7 @@ class _Packed:
     info: BatchInfo
     rows: list[list[PackedRow]]  # Rows of each data-parallel rank
     common: Common
+    kept: list[tuple[KeptDocument, ...]]  # Documents of each data-parallel rank that are in the archive
 
 
 class Batches:
@@ -142,7 +144,7 @@ class Batches:
         packed = self._packed.get((step, rank.dp_world)) or self._pack(step, rank.dp_world)
         if packed is None:
             return None
-        info = msgspec.structs.replace(packed.info, **msgspec.structs.asdict(rank))
+        info = msgspec.structs.replace(packed.info, kept=packed.kept[rank.dp_rank], **msgspec.structs.asdict(rank))
         frames = self._encoded[shard] = encode(packed.rows[rank.dp_rank], info, packed.common)
         return frames
 
@@ -191,8 +193,9 @@ class Batches:
         age_limit = AgeLimit(recipe.orchestrator.max_off_policy_steps)
         groups = [age_limit.mask_old_tokens(group, step) for group in groups]
         docs = documents(groups, recipe.seq_len, step - 1, algorithm, self._temperatures, self._average)
+        numbers: list[int] = []
         if self._recorder is not None:
-            self._recorder.batch(step, groups, [Credited(doc.mask, doc.advantages) for doc in docs])
+            numbers = self._recorder.batch(step, groups, [Credited(doc.mask, doc.advantages) for doc in docs])
         docs = [
             doc if array is None else replace(doc, routed_experts=array.rows(0, len(doc)))
             for doc, array in zip(docs, stored, strict=True)
@@ -208,7 +211,21 @@ class Batches:
             rows_at_once=0 if smallest is None else 1,
         )
         rows = pack(docs, recipe.seq_len, ranks, smallest)
-        return _Packed(info, rows, Common.of(docs, recipe.orchestrator.sampling.temperature))
+        common = Common.of(docs, recipe.orchestrator.sampling.temperature)
+        return _Packed(info, rows, common, _kept_documents(rows, {id(docs[number]): number for number in numbers}))
+
+
+def _kept_documents(ranks: Sequence[Sequence[PackedRow]], numbers: Mapping[int, int]) -> list[tuple[KeptDocument, ...]]:
+    """Return where the rows of each rank have the documents with these numbers, given by `id`."""
+    return [
+        tuple(
+            KeptDocument(numbers[id(document)], index, end - len(document), len(document))
+            for index, row in enumerate(rows)
+            for document, end in zip(row.documents, accumulate(map(len, row.documents)), strict=True)
+            if id(document) in numbers
+        )
+        for rows in ranks
+    ]
 
 
 def _slim(group: SpooledGroup) -> RolloutGroup:

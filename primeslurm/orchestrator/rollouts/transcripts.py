@@ -113,6 +113,7 @@ class Credited(msgspec.Struct, frozen=True):
 
     mask: Bool
     advantages: Float32
+    number: int | None = None  # of the sequence in its batch
 
 
 def stored(
@@ -160,6 +161,7 @@ def _sequence(sequence: Rollout, credit: Credited, transcript: Transcript | None
     trained[: len(credit.mask)] = credit.mask
     return StoredSequence(
         spans=spans,
+        number=credit.number,
         token_ids=_bytes(sequence.token_ids, "<i4"),
         trained=_bytes(trained, "?"),
         versions=_bytes(sequence.versions, "<i4"),

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,26 +73,31 @@ class RolloutRecorder:
         # Sizes of all files [bytes]. Only the thread uses it; None before its first file.
         self._sizes: dict[FileName, int] | None = None
 
-    def batch(self, step: int, groups: Sequence[RolloutGroup], credits: Sequence[Credited]) -> None:
-        """Keep a sample of a batch, and what was dropped before it. Does nothing if the step was kept before.
+    def batch(self, step: int, groups: Sequence[RolloutGroup], credits: Sequence[Credited]) -> list[int]:
+        """Keep a sample of a batch, and what was dropped before it. Keeps nothing if the step was kept before.
 
         Args:
             credits: one for each sequence of the groups, in their order.
+
+        Returns:
+            The indices of the sequences of the sample, always the same for the same batch.
         """
+        rollouts = [(group, one) for group in groups for one in group.rollouts]
+        chosen = _sample([group.id for group, _ in rollouts], self._options.per_step, random.Random(step))
+        ends = list(accumulate(len(one) for _, one in rollouts))
+        numbers = {index: range(ends[index] - len(rollouts[index][1]), ends[index]) for index in chosen}
         with self._lock:
-            if not self._options.per_step or step in self._batches:
-                return
+            is_new = step not in self._batches
             self._batches.add(step)
-        remaining = iter(credits)
-        rollouts = [(group, one, [next(remaining) for _ in one]) for group in groups for one in group.rollouts]
-        chosen = _sample([group.id for group, _, _ in rollouts], self._options.per_step, random.Random(step))
-        kept = []
-        for index in chosen:
-            group, rollout, of_rollout = rollouts[index]
-            copies = [Credited(each.mask.copy(), each.advantages.copy()) for each in of_rollout]
-            kept.append(_Kept(_copied(rollout), self._facts(group, "trained", step), copies))
-        self._flush_dropped()
-        self._submit(step, "batch", kept)
+        if is_new:
+            kept = []
+            for index, sequences in numbers.items():
+                group, rollout = rollouts[index]
+                copies = [Credited(credits[i].mask.copy(), credits[i].advantages.copy(), i) for i in sequences]
+                kept.append(_Kept(_copied(rollout), self._facts(group, "trained", step), copies))
+            self._flush_dropped()
+            self._submit(step, "batch", kept)
+        return [number for sequences in numbers.values() for number in sequences]
 
     def dropped(self, group: RolloutGroup, reasons: Mapping[str, str]) -> None:
         """Keep rollouts of a group that are not trained. `reasons`: why, by rollout id."""
@@ -203,7 +209,7 @@ class RolloutRecorder:
         path = self._directory / str(name)
         if why := durable.write_bulk(path, lambda: durable.write(path, chunks)):
             return why
-        self._sizes[name] = sum(map(len, chunks))
+        self._sizes[name] = sum(map(len, chunks)) + (_trainer_bytes(kept) if kind == "batch" else 0)
         self._remove_oldest(name)
         return ""
 
@@ -216,6 +222,9 @@ class RolloutRecorder:
                 return
             if name != written:
                 files.unlink(self._directory / str(name))
+                if name.kind == "batch":
+                    for path in files.listing(self._directory, f"{name.stem}*{rollout_files.LOGPROBS_SUFFIX}"):
+                        files.unlink(path)
                 del self._sizes[name]
 
 
@@ -256,9 +265,20 @@ def _without_transcript(sequence: Rollout) -> Rollout:
     return replace(sequence, info=msgspec.structs.replace(sequence.info, transcript=b""))
 
 
+def _trainer_bytes(kept: Sequence[_Kept]) -> int:
+    """Return the size of the log-probabilities that trainer ranks will write for these rollouts."""
+    return sum(8 * int(credit.mask.sum()) for each in kept for credit in each.credits or ())
+
+
 def _sizes(directory: Path) -> dict[FileName, int]:
-    sizes = {}
+    """Return the size of each file, with those of the trainer's log-probabilities of its rollouts."""
+    sizes: dict[FileName, int] = {}
+    of_trainer: dict[str, int] = {}
     for path in files.listing(directory):
-        if (name := rollout_files.parse_name(path.name)) is not None and (about := files.status(path)) is not None:
-            sizes[name] = about.st_size
-    return sizes
+        size = about.st_size if (about := files.status(path)) is not None else 0
+        if (name := rollout_files.parse_name(path.name)) is not None:
+            sizes[name] = size
+        elif path.suffix == rollout_files.LOGPROBS_SUFFIX:
+            stem = path.name.partition("rank-")[0]
+            of_trainer[stem] = of_trainer.get(stem, 0) + size
+    return {name: size + (of_trainer.get(name.stem, 0) if name.kind == "batch" else 0) for name, size in sizes.items()}

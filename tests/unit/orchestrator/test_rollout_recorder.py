@@ -93,6 +93,14 @@ def test_small_batch_is_kept_whole(make: Make, tmp_path: Path) -> None:
     assert RolloutArchive(tmp_path).page().total == 8
 
 
+def test_packed_again_the_same_sequences_are_chosen(make: Make) -> None:
+    groups = [group(number) for number in range(8)]
+    recorder = make()
+    first = recorder.batch(1, groups, credits(groups))
+    assert len(first) == 16 and recorder.batch(1, groups, credits(groups)) == first
+    assert make().batch(1, groups, credits(groups)) == first != make().batch(2, groups, credits(groups))
+
+
 def test_batch_that_is_packed_again_is_kept_once(make: Make, tmp_path: Path) -> None:
     recorder = make()
     add_batch(recorder, 1)
@@ -171,6 +179,19 @@ def test_archive_stays_within_its_size_and_evaluations_stay_longest(make: Make, 
     archive = RolloutArchive(tmp_path)
     assert {each.step for each in archive.page(RolloutQuery(evaluation=False)).rollouts} >= {7, 8}
     assert archive.page(RolloutQuery(evaluation=True)).total == 1 and archive.page().problems == []
+
+
+def test_removed_step_takes_its_log_probabilities_along(make: Make, tmp_path: Path) -> None:
+    values = [(number, np.arange(8), np.zeros(8)) for number in range(16)]
+    for step in (1, 2, 3):
+        add_batch(make(), step)
+        path = rollout_files.logprobs_path(tmp_path, step, 1, 3)
+        path.write_bytes(rollout_files.encode_logprobs(values))
+    size = sum(each.stat().st_size for each in path.parent.iterdir())
+    recorder = make(max_gb=size / 1e9)  # a restarted orchestrator finds the archive full
+    add_batch(recorder, 4)
+    names = sorted(each.name for each in path.parent.iterdir())
+    assert names[0].startswith("00000002") and len(names) == 5
 
 
 def full(path: Path, data: Content) -> None:
