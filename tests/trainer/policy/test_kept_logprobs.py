@@ -20,7 +20,6 @@ from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.records import rollout_files
 from primeslurm.run.rollouts.archive import RolloutArchive
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.train_step import TrainStep
@@ -52,8 +51,7 @@ def test_trainer_and_engine_agree_on_a_policy_that_samples_its_own_batch(
     torch.manual_seed(0)
     policy = build(recipe, world)
     kept = KeptLogprobs(tmp_path, 1, world.rank)
-    function = from_recipe(recipe.trainer.loss)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, function, world, None, kept)
+    train_step = TrainStep(policy, recipe, world, kept=kept)
     recorder = RolloutRecorder(tmp_path, 1, recipe.monitor.rollouts, lambda: 1)
     batches = Batches(recipe, algorithms.from_recipe(recipe), recorder=recorder)
     groups = [named(group) for group in sample(policy, np.random.default_rng(0))]
