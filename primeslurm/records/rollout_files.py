@@ -93,6 +93,21 @@ class _Head(msgspec.Struct, frozen=True):
     places: list[Place]
 
 
+class Logprobs(NamedTuple):
+    """The trainer's log-probabilities of a sequence."""
+
+    positions: Any  # of the tokens, int32
+    values: Any  # float32
+
+    def spread(self, length: int) -> list[float | None]:
+        """Return one value per token; None where there is none."""
+        spread: list[float | None] = [None] * length
+        for position, value in zip(self.positions.tolist(), self.values.tolist(), strict=True):
+            if 0 <= position < length:
+                spread[position] = value
+        return spread
+
+
 class StoredSequence(msgspec.Struct, frozen=True, kw_only=True):
     """A `TokenSequence` whose lists are little-endian arrays."""
 
@@ -105,12 +120,13 @@ class StoredSequence(msgspec.Struct, frozen=True, kw_only=True):
     ref_logprobs: bytes | None = None  # float32
     advantages: bytes | None = None  # float32; NaN: none
 
-    def shown(self, pieces: Mapping[int, str], trainer: Mapping[int, Any]) -> TokenSequence:
-        """Return the sequence as readers show it. Raise DamagedFileError.
+    def shown(self, pieces: Mapping[int, str], trainer: Mapping[int, Logprobs]) -> TokenSequence:
+        """Return the sequence as readers show it, with the trainer's log-probabilities by number of the sequence.
 
-        `trainer`: the trainer's log-probabilities by number of the sequence, as pairs of positions and values.
+        Raise DamagedFileError.
         """
         length = len(self.token_ids) // 4
+        known = None if self.number is None else trainer.get(self.number)
         token_ids = _array(self.token_ids, "<i4", length).tolist()
         versions = _array(self.versions, "<i4", length)
         sampled = versions >= 0
@@ -122,7 +138,7 @@ class StoredSequence(msgspec.Struct, frozen=True, kw_only=True):
             trained=_array(self.trained, "?", length).tolist(),
             versions=[version if version >= 0 else None for version in versions.tolist()],
             logprobs=_floats(self.logprobs, sampled),
-            trainer_logprobs=None if self.number not in trainer else _spread(*trainer[self.number], length),
+            trainer_logprobs=None if known is None else known.spread(length),
             ref_logprobs=None if self.ref_logprobs is None else _floats(self.ref_logprobs, sampled),
             advantages=None if self.advantages is None else _floats(self.advantages),
         )
@@ -144,7 +160,9 @@ class StoredRollout(msgspec.Struct, frozen=True):
     conversations: list[StoredConversation] = []
     pieces: dict[int, str] = {}  # text of each token id that occurs
 
-    def shown(self, summary: RolloutSummary, trainer: Mapping[int, Any] = MappingProxyType({})) -> RolloutTranscript:
+    def shown(
+        self, summary: RolloutSummary, trainer: Mapping[int, Logprobs] = MappingProxyType({})
+    ) -> RolloutTranscript:
         """Return the rollout as readers show it. Raise DamagedFileError. `trainer`: see `StoredSequence.shown`."""
         conversations = [
             AgentConversation(
@@ -181,7 +199,7 @@ def encode_logprobs(values: Iterable[tuple[int, Any, Any]]) -> bytes:
     return msgspec.msgpack.encode(_RankLogprobs(sequences, zlib.crc32(msgspec.msgpack.encode(sequences))))
 
 
-def read_logprobs(path: Path) -> dict[int, tuple[Any, Any]]:
+def read_logprobs(path: Path) -> dict[int, Logprobs]:
     """Read a rank's file as positions and values by number of the sequence; empty if it is damaged or gone."""
     try:
         decoded = _decoded(files.read_bytes(path), _LOGPROBS)
@@ -190,7 +208,7 @@ def read_logprobs(path: Path) -> dict[int, tuple[Any, Any]]:
     if zlib.crc32(msgspec.msgpack.encode(decoded.sequences)) != decoded.crc:
         return {}
     return {
-        number: (
+        number: Logprobs(
             np.frombuffer(b"".join(positions for positions, _ in pairs), "<i4"),
             np.frombuffer(b"".join(values for _, values in pairs), "<f4"),
         )
@@ -242,7 +260,8 @@ class ArchiveFile(NamedTuple):
         body = files.reading(self.path, read)
         if len(body) != place.size or zlib.crc32(body) != place.crc:
             raise DamagedFileError("its place in the file is damaged")
-        name, trainer = parse_name(self.path.name), {}
+        name = parse_name(self.path.name)
+        trainer: dict[int, Logprobs] = {}
         if name is not None and name.kind == "batch":
             for path in files.listing(self.path.parent, f"{name.stem}*{LOGPROBS_SUFFIX}"):
                 trainer |= read_logprobs(path)
@@ -302,15 +321,6 @@ def _floats(data: bytes, mask: Any = None) -> list[float | None]:
     values = _array(data, "<f4", len(data) // 4 if mask is None else len(mask))
     shown = ~np.isnan(values) if mask is None else mask & ~np.isnan(values)
     return [value if is_shown else None for value, is_shown in zip(values.tolist(), shown.tolist(), strict=True)]
-
-
-def _spread(positions: Any, values: Any, length: int) -> list[float | None]:
-    """Return values at their positions, and None elsewhere."""
-    spread: list[float | None] = [None] * length
-    for position, value in zip(positions.tolist(), values.tolist(), strict=True):
-        if 0 <= position < length:
-            spread[position] = value
-    return spread
 
 
 def _array(data: bytes, dtype: str, length: int) -> Any:

@@ -131,7 +131,9 @@ def stored(
     """
     credits = credits or [Credited(sequence.mask, np.full(0, np.nan, np.float32)) for sequence in rollout]
     agents = list(dict.fromkeys(sequence.info.agent for sequence in rollout))
-    conversations, pieces, reward_parts = [], {}, {}
+    conversations: list[StoredConversation] = []
+    pieces: dict[int, str] = {}
+    reward_parts: dict[str, float] = {}
     remaining = iter(credits)
     for trace in traces_of(rollout):
         info = trace[0].info

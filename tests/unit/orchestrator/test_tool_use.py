@@ -79,7 +79,7 @@ async def test_transcript_is_the_conversation_of_the_environment(model: Path) ->
     with engine:
         (rollout,) = await rollouts(engine, made)
     summary, kept = transcripts.stored((rollout,), {"state": "waiting"})
-    (shown,) = kept.shown(summary).conversations
+    (shown,) = kept.shown(summary, {}).conversations
     (names, answer), *_ = chains(5, 0, 3)
     roles = [message.role for message in shown.messages]
     assert roles[-7:] == ["assistant", "tool", "assistant", "tool", "assistant", "tool", "assistant"]

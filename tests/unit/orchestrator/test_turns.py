@@ -136,7 +136,7 @@ def assert_transcript_is_complete(model: Path, conversation: Conversation) -> No
     job, writer = Job("j", "g", "e", 0, 3, "r", "s"), TranscriptWriter(str(model))
     rollouts = sequences(job, conversation.trace, conversation.completions, 1.0, False, 0, writer.describe)
     summary, kept = transcripts.stored(rollouts, {"state": "waiting"})
-    (shown,) = kept.shown(summary).conversations
+    (shown,) = kept.shown(summary, {}).conversations
     spoken = [message for message in shown.messages if message.sampled]
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
     assert [(each.content, each.reasoning) for each in spoken] == [
