@@ -5,7 +5,8 @@ nothing. Its head has the summaries of its rollouts and where each rollout is in
 
     MAGIC | raw size, compressed size, CRC-32 of the compressed head (big-endian, 4 bytes each) | head | rollouts
 
-Head and rollouts are msgpack, compressed with zstd. Trainer ranks write log-probabilities in the same format.
+Head and rollouts are msgpack, compressed with zstd. Trainer ranks write their log-probabilities of a step's kept
+rollouts to files of their own, once they have trained the step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
@@ -160,9 +160,7 @@ class StoredRollout(msgspec.Struct, frozen=True):
     conversations: list[StoredConversation] = []
     pieces: dict[int, str] = {}  # text of each token id that occurs
 
-    def shown(
-        self, summary: RolloutSummary, trainer: Mapping[int, Logprobs] = MappingProxyType({})
-    ) -> RolloutTranscript:
+    def shown(self, summary: RolloutSummary, trainer: Mapping[int, Logprobs]) -> RolloutTranscript:
         """Return the rollout as readers show it. Raise DamagedFileError. `trainer`: see `StoredSequence.shown`."""
         conversations = [
             AgentConversation(
@@ -184,6 +182,11 @@ class _RankLogprobs(msgspec.Struct, frozen=True):
     crc: int
 
 
+def logprobs_stem(name: str) -> str:
+    """Return the `FileName.stem` that a file of log-probabilities belongs to; empty for other files."""
+    return name.partition("rank-")[0] if name.endswith(LOGPROBS_SUFFIX) else ""
+
+
 def logprobs_path(run_dir: Path, step: int, attempt: int, rank: int) -> Path:
     """Return where a trainer rank writes the log-probabilities of kept rollouts of a step."""
     stem = FileName(step, attempt, "batch", 0).stem
@@ -199,20 +202,23 @@ def encode_logprobs(values: Iterable[tuple[int, Any, Any]]) -> bytes:
     return msgspec.msgpack.encode(_RankLogprobs(sequences, zlib.crc32(msgspec.msgpack.encode(sequences))))
 
 
-def read_logprobs(path: Path) -> dict[int, Logprobs]:
-    """Read a rank's file as positions and values by number of the sequence; empty if it is damaged or gone."""
-    try:
-        decoded = _decoded(files.read_bytes(path), _LOGPROBS)
-    except (OSError, DamagedFileError):
-        return {}
-    if zlib.crc32(msgspec.msgpack.encode(decoded.sequences)) != decoded.crc:
-        return {}
+def read_logprobs(paths: Iterable[Path]) -> dict[int, Logprobs]:
+    """Read the files of a step's ranks, by number of the sequence. Damaged and vanished files are left out."""
+    sequences: dict[int, list[tuple[bytes, bytes]]] = {}
+    for path in paths:
+        try:
+            decoded = _decoded(files.read_bytes(path), _LOGPROBS)
+        except (OSError, DamagedFileError):
+            continue
+        if zlib.crc32(msgspec.msgpack.encode(decoded.sequences)) == decoded.crc:
+            for number, pairs in decoded.sequences.items():  # ranks may share a sequence
+                sequences.setdefault(number, []).extend(pairs)
     return {
         number: Logprobs(
             np.frombuffer(b"".join(positions for positions, _ in pairs), "<i4"),
             np.frombuffer(b"".join(values for _, values in pairs), "<f4"),
         )
-        for number, pairs in decoded.sequences.items()
+        for number, pairs in sequences.items()
     }
 
 
@@ -248,8 +254,8 @@ class ArchiveFile(NamedTuple):
         """Decode the summaries. Raise DamagedFileError."""
         return _decoded(self.head, _HEADS).summaries
 
-    def read(self, id: str) -> RolloutTranscript:
-        """Read one rollout. Raise DamagedFileError, or OSError."""
+    def read(self, id: str, trainer: Iterable[Path]) -> RolloutTranscript:
+        """Read one rollout, with log-probabilities from files of trainer ranks. Raise DamagedFileError, or OSError."""
         head = _decoded(self.head, _HEADS)
         index = [summary.id for summary in head.summaries].index(id)
         place = head.places[index]
@@ -260,12 +266,8 @@ class ArchiveFile(NamedTuple):
         body = files.reading(self.path, read)
         if len(body) != place.size or zlib.crc32(body) != place.crc:
             raise DamagedFileError("its place in the file is damaged")
-        name = parse_name(self.path.name)
-        trainer: dict[int, Logprobs] = {}
-        if name is not None and name.kind == "batch":
-            for path in files.listing(self.path.parent, f"{name.stem}*{LOGPROBS_SUFFIX}"):
-                trainer |= read_logprobs(path)
-        return _decoded(decompress(body, place.raw_size), _ROLLOUTS).shown(head.summaries[index], trainer)
+        stored = _decoded(decompress(body, place.raw_size), _ROLLOUTS)
+        return stored.shown(head.summaries[index], read_logprobs(trainer))
 
 
 def open_file(path: Path) -> ArchiveFile:

@@ -278,7 +278,6 @@ def _sizes(directory: Path) -> dict[FileName, int]:
         size = about.st_size if (about := files.status(path)) is not None else 0
         if (name := rollout_files.parse_name(path.name)) is not None:
             sizes[name] = size
-        elif path.suffix == rollout_files.LOGPROBS_SUFFIX:
-            stem = path.name.partition("rank-")[0]
+        elif stem := rollout_files.logprobs_stem(path.name):
             of_trainer[stem] = of_trainer.get(stem, 0) + size
     return {name: size + (of_trainer.get(name.stem, 0) if name.kind == "batch" else 0) for name, size in sizes.items()}

@@ -96,12 +96,12 @@ def test_shards_of_rows_together_have_every_token(ranks: int, tmp_path: Path) ->
             kept.add(info, row, torch.from_numpy(predicts[None]), torch.from_numpy(values).requires_grad_())
         kept.write(4)
         kept._thread.submit(lambda: None).result(60)
-    found: dict[int, dict[int, float]] = {7: {}, 3: {}}
-    for path in (tmp_path / rollout_files.DIRECTORY).iterdir():
-        for number, (positions, values) in rollout_files.read_logprobs(path).items():
-            found[number] |= dict(zip(positions.tolist(), values.tolist(), strict=True))
-    assert found[7] == {token - 5: float(token) for token in range(7, 14)}
-    assert found[3] == {token: 100.0 + token for token in range(2, 12, 2)}
+    found = rollout_files.read_logprobs((tmp_path / rollout_files.DIRECTORY).iterdir())
+    assert {n for n, value in enumerate(found[7].spread(9)) if value is not None} == {
+        token - 5 for token in range(7, 14)
+    }
+    assert found[7].spread(9)[2:] == [float(token) for token in range(7, 14)]
+    assert found[3].spread(12) == [None, None] + [102.0, None, 104.0, None, 106.0, None, 108.0, None, 110.0, None]
 
 
 def test_full_disk_does_not_disturb_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +122,10 @@ def test_damaged_file_makes_log_probabilities_unknown(tmp_path: Path) -> None:
     whole = rollout_files.encode_logprobs([(1, np.arange(4), np.ones(4))])
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        assert rollout_files.read_logprobs(path) == {}
+        assert rollout_files.read_logprobs([path]) == {}
     for index in range(len(whole)):
         path.write_bytes(whole[:index] + bytes([whole[index] ^ 0xFF]) + whole[index + 1 :])
-        for _, (positions, values) in rollout_files.read_logprobs(path).items():
+        for _, (positions, values) in rollout_files.read_logprobs([path]).items():
             assert positions.tolist() == [0, 1, 2, 3] and values.tolist() == [1.0] * 4
     path.unlink()
-    assert rollout_files.read_logprobs(path) == {}
+    assert rollout_files.read_logprobs([path]) == {}
