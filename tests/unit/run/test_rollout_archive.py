@@ -102,6 +102,27 @@ def test_archived_rollout_is_read_as_it_was(tmp_path: Path) -> None:
     assert sequence.trainer_logprobs is None and sequence.ref_logprobs is None
 
 
+def test_log_probabilities_of_all_trainer_ranks_are_shown(tmp_path: Path) -> None:
+    """Two ranks may share a sequence. They write after the step, so the values are unknown before."""
+    made, facts = rollout(2), {"state": "trained", "step": 6}
+    stored = transcripts.stored([made], facts, [Credited(made.mask, np.ones(8, np.float32), number=5)])
+    path = tmp_path / rollout_files.DIRECTORY / str(FileName(6, 1, "batch", 0))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"".join(rollout_files.encode([stored])))
+    archive = RolloutArchive(tmp_path)
+
+    def shown() -> list[float | None] | None:
+        return archive.get("abc2").conversations[0].sequences[0].trainer_logprobs
+
+    assert shown() is None
+    values = {0: [(5, [3, 4], [-0.5, -0.25])], 1: [(5, [7], [-1.0]), (4, [0], [-9.0])]}
+    for rank, of_rank in values.items():
+        rollout_files.logprobs_path(tmp_path, 6, 1, rank).write_bytes(rollout_files.encode_logprobs(of_rank))
+    rollout_files.logprobs_path(tmp_path, 6, 2, 0).write_bytes(rollout_files.encode_logprobs([(5, [3], [-7.0])]))
+    rollout_files.logprobs_path(tmp_path, 7, 1, 0).write_bytes(rollout_files.encode_logprobs([(5, [3], [-7.0])]))
+    assert shown() == [None, None, None, -0.5, -0.25, None, None, -1.0]
+
+
 def test_pages_follow_the_steps(tmp_path: Path) -> None:
     for step in (12, 2, 7):
         write(tmp_path, step, range(4))
