@@ -69,6 +69,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
             {ExitCode.FAILED: "with `--watch`, the run did not complete."},
         ),
         "logs": Verb("watch:logs", "Print the logs of a run's processes."),
+        "rollouts": Verb("rollouts:rollouts", "Read what the policy wrote, and how it was trained."),
         "doctor": Verb(
             "doctor:doctor",
             "Find out why a run failed, or check an installation.",
