@@ -67,6 +67,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Show what a run is doing.",
             {ExitCode.FAILED: "with `--watch`, the run did not complete."},
         ),
+        "dashboard": Verb("dashboard:dashboard", "Serve a web page about all runs, with live curves."),
         "logs": Verb("watch:logs", "Print the logs of a run's processes."),
         "doctor": Verb(
             "doctor:doctor",
@@ -78,7 +79,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     },
     "Results": {
         "summary": Verb("watch:summary", "Show what a run achieved: reward or loss, staleness, speed."),
-        "report": Verb("export:report", "Write an HTML page about a run, with plots."),
+        "report": Verb("export:report", "Write the dashboard's pages about a run as one HTML file."),
         "export": Verb("export:export", "Export a checkpoint as a Hugging Face model."),
     },
     "Cluster": {

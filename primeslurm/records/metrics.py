@@ -19,7 +19,7 @@ from typing import Any
 from primeslurm.base import durable, files
 from primeslurm.base.files import Appender, write_atomic
 from primeslurm.records.attempt import LockRecord
-from primeslurm.records.reading import find_record, last_lines, whole_lines
+from primeslurm.records.reading import TAIL_BYTES, find_record, last_lines, whole_lines
 
 log = logging.getLogger(__name__)
 # Prefix of evaluation metrics. An evaluation ends later than its step, so it gets a row of its own.
@@ -146,9 +146,9 @@ def rows(path: Path) -> list[Row]:
     return _merged(whole_lines(path))
 
 
-def recent_rows(path: Path) -> list[Row]:
-    """Read the rows in the last 256 KiB of the file; none if the file is missing."""
-    return _merged(last_lines(path))
+def recent_rows(path: Path, size: int = TAIL_BYTES) -> list[Row]:
+    """Read the rows in the last `size` bytes of the file; none if the file is missing."""
+    return _merged(last_lines(path, size))
 
 
 def _merged(lines: list[bytes]) -> list[Row]:

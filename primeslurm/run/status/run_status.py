@@ -60,6 +60,8 @@ SUBMITTING = "SUBMITTING"
 """Start of the result of a `JobQuery` while a submission is in progress and the job has no id."""
 ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 """Slurm's states of a job that has started and has not ended."""
+ACTIVE = ("pending", "starting", "running", "silent", "ending", "requeued")
+"""Phases of a run that has not ended."""
 EMULATED = "emulated: stand-ins made up all rewards, losses and speeds"
 """Shown beside the numbers of an emulated run."""
 
@@ -157,7 +159,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     @property
     def active(self) -> bool:
         """Whether the run has not ended."""
-        return self.phase in ("pending", "starting", "running", "silent", "ending", "requeued")
+        return self.phase in ACTIVE
 
 
 def read_status(
@@ -194,7 +196,7 @@ def read_status(
     silent = fleet.silent if fleet and signs.silence is None else {}
     progress = progress_of(attempt, placement.task)
     begun = progress is not None and progress.begun
-    phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun, attempt.cancel_file)
+    phase, reason = phase_and_reason(fleet, signs.silence, end, job, job_state, begun, attempt.cancel_file)
     orchestrator = progress if isinstance(progress, OrchestratorState) else None
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = run.recipe()
@@ -237,7 +239,7 @@ def read_status(
 _HISTORY = {"rl": ("reward/mean", "staleness/mean"), "sft": ("trainer/loss",)}
 
 
-def _phase(
+def phase_and_reason(
     fleet: FleetView | None,
     silence: HeadSilence | None,
     end: EndRecord | None,
@@ -246,8 +248,18 @@ def _phase(
     begun: bool,
     cancel_file: Path,
 ) -> tuple[str, str]:
-    # Records of the run count first: Slurm is slow, and may not answer. `begun`: the run has made progress before, so a
-    # process that loads now is restarting, and the phase is not `starting`.
+    """Return the phase of an attempt, and why it has this phase.
+
+    Args:
+        fleet: the head's last record.
+        silence: the unresponsive head, if it is unresponsive.
+        end: how the attempt ended.
+        job: the submitted job.
+        job_state: returns Slurm's state of a job.
+        begun: the run has made progress before, so a process that loads now is restarting.
+        cancel_file: exists if the user has cancelled the attempt.
+    """
+    # Records of the run count first: Slurm is slow, and may not answer.
     if end is not None and end.reason == BY_SIGTERM and job:
         return _terminated(end, job, job_state(job))
     if end is not None and not end.requeued:

@@ -1,0 +1,225 @@
+"use strict";
+// Charts, drawn by uPlot.
+
+const PALETTE = 8;
+const PLOT_HEIGHT = 190;
+const plots = new Set();
+
+// The colour that a custom property has in the current theme.
+function themeColour(name, alpha = 1) {
+  const probe = h("span", { hidden: true, style: { color: `var(--${name})` } });
+  document.body.append(probe);
+  const colour = getComputedStyle(probe).color;
+  probe.remove();
+  return alpha === 1 ? colour : colour.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
+}
+
+function smoothed(values, weight) {
+  let mean = 0;
+  let share = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    share = weight * share + (1 - weight);
+    return mean / share;
+  });
+}
+
+// One chart. `chart`: {title, unit, log, stacked, lines: [{label, metric, colour?}], steps, times, values}.
+class Plot {
+  constructor(chart, { smoothing = 0, axis = "step", sync = "page" } = {}) {
+    Object.assign(this, { chart, smoothing, axis, sync, hidden: new Set() });
+    this.legend = h("div", { class: "legend" });
+    this.canvas = h("div", { class: "canvas", role: "img" });
+    const unit = chart.unit ? h("small", null, chart.unit) : null;
+    this.element = h("figure", { class: "chart" },
+      h("figcaption", null, h("span", null, chart.title), unit), this.canvas, this.legend);
+    this.observer = new ResizeObserver(() => this.resize());
+    this.observer.observe(this.canvas);
+    plots.add(this);
+  }
+
+  get width() {
+    return Math.floor(this.canvas.clientWidth);
+  }
+
+  resize() {
+    if (this.width < 50) return;
+    if (!this.uplot) this.draw();
+    else if (this.uplot.width !== this.width) this.uplot.setSize({ width: this.width, height: PLOT_HEIGHT });
+  }
+
+  draw() {
+    this.uplot?.destroy();
+    this.uplot = null;
+    if (this.width < 50) return;
+    this.uplot = new uPlot(this.options(), this.data(), this.canvas);
+    this.showValues();
+  }
+
+  set(changes) {
+    Object.assign(this, changes);
+    this.draw();
+  }
+
+  destroy() {
+    plots.delete(this);
+    this.observer.disconnect();
+    this.uplot?.destroy();
+  }
+
+  // Add rows of metrics: {step, time, <metric>: value}.
+  append(rows) {
+    const metrics = this.chart.lines.map((line) => line.metric);
+    for (const row of rows) {
+      if (!metrics.some((metric) => metric in row)) continue;
+      this.chart.steps.push(row.step);
+      this.chart.times.push(row.time ?? null);
+      metrics.forEach((metric, index) => this.chart.values[index].push(row[metric] ?? null));
+    }
+    this.uplot?.setData(this.data());
+    this.showValues();
+  }
+
+  visible(index) {
+    return !this.hidden.has(this.chart.lines[index].label);
+  }
+
+  data() {
+    const { steps, times, values, log, stacked } = this.chart;
+    const start = times.find(isNumber) ?? 0;
+    const x = this.axis === "step" ? steps : times.map((time) => (time === null ? null : time - start));
+    let lines = log ? values.map((line) => line.map((value) => (value > 0 ? value : null))) : values;
+    if (stacked) {
+      const sums = steps.map(() => 0);
+      lines = lines.map((line, index) =>
+        line.map((value, i) => (this.visible(index) ? (sums[i] += value ?? 0) : null)));
+      return [x, ...lines.toReversed()];
+    }
+    if (!this.smoothing) return [x, ...lines];
+    return [x, ...lines, ...lines.map((line) => smoothed(line, this.smoothing))];
+  }
+
+  colour(index, alpha) {
+    const number = this.chart.lines[index].colour ?? index;
+    return themeColour(`c${number % PALETTE}`, alpha);
+  }
+
+  series() {
+    const { lines, stacked, steps } = this.chart;
+    const points = { show: steps.length <= 60, size: 4 };
+    const common = (index) => ({ show: this.visible(index), spanGaps: true, points });
+    if (stacked) {
+      return lines.map((_, index) => ({
+        ...common(index), points: { show: false }, stroke: this.colour(index), fill: this.colour(index, 0.55), width: 1,
+      })).toReversed();
+    }
+    const raw = lines.map((_, index) => ({
+      ...common(index), stroke: this.colour(index, this.smoothing ? 0.25 : 1), width: 1.5,
+    }));
+    if (!this.smoothing) return raw;
+    return [...raw, ...lines.map((_, index) => ({
+      ...common(index), points: { show: false }, stroke: this.colour(index), width: 1.8,
+    }))];
+  }
+
+  options() {
+    const text = themeColour("dim");
+    const grid = { stroke: themeColour("grid"), width: 1 };
+    const font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const axis = { stroke: text, grid, ticks: { show: false }, font };
+    const steps = this.axis === "step";
+    return {
+      width: this.width,
+      height: PLOT_HEIGHT,
+      padding: [8, 8, 0, 0],
+      legend: { show: false },
+      cursor: { sync: { key: `${this.sync}-${this.axis}` }, y: false, points: { size: 6 } },
+      scales: {
+        x: { time: false },
+        y: this.chart.log ? { distr: 3 } : this.chart.stacked ? { range: (_, low, high) => [0, (high ?? 1) * 1.05] } : {},
+      },
+      axes: [
+        { ...axis, size: 26, space: 60, values: (_, splits) => splits.map((each) => (steps ? number(each) : duration(each))) },
+        { ...axis, size: 52, space: 32, values: (_, splits) => splits.map((each) => (each === null ? "" : number(each, 3))) },
+      ],
+      series: [{}, ...this.series()],
+      hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
+    };
+  }
+
+  // The values at an index, or the newest ones.
+  showValues(index) {
+    const { lines, values, steps, times } = this.chart;
+    const at = index ?? steps.length - 1;
+    const where = at < 0 ? "" : this.axis === "step" ? `step ${steps[at]}` : clock(times[at]);
+    const texts = lines.map((line, i) => {
+      const column = values[i];
+      let row = at;
+      if (index === null || index === undefined) while (row > 0 && column[row] === null) row -= 1;
+      return number(column[row]);
+    });
+    if (this.legend.childElementCount !== lines.length + 1) this.buildLegend();
+    [...this.legend.children].forEach((item, i) => {
+      if (i < lines.length) item.lastChild.textContent = texts[i];
+      else item.textContent = where;
+    });
+    const summary = lines.map((line, i) => `${line.label} ${texts[i]}`).join(", ");
+    this.canvas.setAttribute("aria-label", `${this.chart.title}, ${where}: ${summary}`);
+  }
+
+  buildLegend() {
+    const toggle = (label, button) => {
+      if (!this.hidden.delete(label)) this.hidden.add(label);
+      button.setAttribute("aria-pressed", String(!this.hidden.has(label)));
+      this.draw();
+    };
+    show(this.legend, this.chart.lines.map((line, index) => {
+      const swatch = h("i", { class: `swatch c${(line.colour ?? index) % PALETTE}` });
+      return h("button", {
+        type: "button", "aria-pressed": String(!this.hidden.has(line.label)), title: line.metric,
+        onclick: (event) => toggle(line.label, event.currentTarget),
+      }, swatch, h("span", null, line.label), h("b", null, ""));
+    }), h("span", { class: "where" }, ""));
+  }
+}
+
+function redrawPlots() {
+  for (const plot of plots) plot.draw();
+}
+
+function destroyPlots() {
+  for (const plot of [...plots]) plot.destroy();
+}
+
+// Controls for smoothing and the x axis. `change` gets {smoothing, axis}.
+function plotControls(change) {
+  const state = { smoothing: Number(settings.get("smoothing", "0")), axis: settings.get("axis", "step") };
+  const set = (name, value) => {
+    state[name] = value;
+    settings.set(name, String(value));
+    change({ ...state });
+  };
+  const slider = h("input", {
+    type: "range", min: 0, max: 0.95, step: 0.05, value: state.smoothing,
+    oninput: (event) => set("smoothing", Number(event.target.value)),
+  });
+  const axis = h("select", { onchange: (event) => set("axis", event.target.value) },
+    h("option", { value: "step", selected: state.axis === "step" }, "steps"),
+    h("option", { value: "time", selected: state.axis === "time" }, "time"));
+  const element = h("div", { class: "controls" },
+    h("label", null, "Smoothing ", slider), h("label", null, "Over ", axis));
+  return { element, state };
+}
+
+// A tiny line for tables.
+function sparkline(values, width = 90, height = 20) {
+  const present = values.filter(isNumber);
+  if (present.length < 2) return h("span", { class: "dim" }, "–");
+  const low = Math.min(...present);
+  const range = Math.max(...present) - low || 1;
+  const points = values.map((value, i) => isNumber(value)
+    ? `${((i / (values.length - 1)) * width).toFixed(1)},${(height - 2 - ((value - low) / range) * (height - 4)).toFixed(1)}` : null);
+  return svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
+    svg("polyline", { points: points.filter(Boolean).join(" ") }));
+}

@@ -1,0 +1,24 @@
+"""Text from logs and rollouts without sequences that control a terminal or change the direction of text."""
+
+from __future__ import annotations
+
+import re
+
+MAX_LINE = 4000
+"""Most characters of a line that are shown."""
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def clean(text: str) -> str:
+    """Return a text without escape sequences, control characters except tab and newline, and direction marks."""
+    return _CONTROL.sub("", _ESCAPES.sub("", text))
+
+
+def clean_line(line: bytes) -> str:
+    """Decode a line of any program. A long line is truncated, and its end says how much is missing."""
+    # Escape sequences are short. Cleaning ten times what is shown keeps lines of many megabytes cheap.
+    text = clean(line[: 10 * MAX_LINE].decode(errors="replace"))
+    if len(text) <= MAX_LINE and len(line) <= 10 * MAX_LINE:
+        return text
+    return f"{text[:MAX_LINE]} … ({len(line):,} bytes)"
