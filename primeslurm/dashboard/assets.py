@@ -13,7 +13,8 @@ SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     *("dom.js", "source.js", "plots.js", "tables.js"),
     *("runs_page.js", "curves_tab.js", "fleet_tab.js", "events_tab.js", "logs_tab.js"),
-    *("evaluations_tab.js", "plan_tab.js", "recipe_tab.js", "run_page.js", "compare_page.js"),
+    *("transcript.js", "rollouts_tab.js", "evaluations_tab.js", "plan_tab.js", "recipe_tab.js"),
+    *("run_page.js", "compare_page.js"),
     "main.js",
 )
 """Scripts in the order in which they run. They share one scope, so a report can hold all of them as one script."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +19,10 @@ from primeslurm.run.status.run_status import JobQuery
 
 MAX_EXAMPLES = 2000
 """Most evaluated examples in a report; those of the newest evaluations come first."""
+MAX_ROLLOUTS = 30
+"""Most rollouts in a report; the newest ones."""
+MAX_TOKENS = 50_000
+"""Most tokens of these rollouts. A token takes about 60 bytes."""
 
 
 def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
@@ -65,6 +70,7 @@ def _answers(data: RunData) -> dict[str, Any]:
         "plan": data.plan(),
         "recipe": data.recipe(),
     }
+    answers |= _rollouts(data)
     count = 0
     for record in reversed(evaluations["evaluations"]):
         for result in record["results"]:
@@ -76,6 +82,22 @@ def _answers(data: RunData) -> dict[str, Any]:
             if count <= MAX_EXAMPLES:
                 answers[f"evaluations/{record['step']}/{_word(result['label'])}"] = examples
     return {f"runs/{_word(data.run.name)}/{path}": answer for path, answer in answers.items()}
+
+
+def _rollouts(data: RunData) -> dict[str, Any]:
+    page = data.rollouts.page({"limit": str(MAX_ROLLOUTS)})
+    transcripts, tokens = {}, 0
+    for summary in page["rollouts"]:
+        tokens += summary["tokens"]
+        if tokens > MAX_TOKENS:
+            break
+        with contextlib.suppress(RunError):  # a damaged file, or one that was removed meanwhile
+            transcripts[summary["id"]] = data.rollouts.transcript(summary["id"])
+    shown = [summary for summary in page["rollouts"] if summary["id"] in transcripts]
+    if not shown:
+        return {}
+    by_path = {f"rollouts/{_word(rollout_id)}": transcript for rollout_id, transcript in transcripts.items()}
+    return {"rollouts": {**page, "rollouts": shown}, **by_path}
 
 
 def _word(text: str) -> str:

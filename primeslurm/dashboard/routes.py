@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ from starlette.staticfiles import StaticFiles
 from primeslurm.base.errors import RunError
 from primeslurm.dashboard import assets, charts, live, log_page
 from primeslurm.dashboard.access import AccessControl
+from primeslurm.dashboard.rollout_pages import NotValidError, number
 from primeslurm.dashboard.run_data import RunData, RunIndex
 
 Endpoint = Callable[[Request], Response]
-
-
-class NotValidError(ValueError):
-    """A parameter of a request has a wrong value."""
 
 
 def application(index: RunIndex, token: str, hosts: Collection[str], cookie: str = "primeslurm") -> Starlette:
@@ -60,6 +56,11 @@ def application(index: RunIndex, token: str, hosts: Collection[str], cookie: str
             ),
             Route(f"{run}/evaluations", get(lambda data, request: data.evaluations())),
             Route(f"{run}/evaluations/{{step:int}}/{{label:path}}", get(_examples)),
+            Route(f"{run}/rollouts", get(lambda data, request: data.rollouts.page(request.query_params))),
+            Route(
+                f"{run}/rollouts/{{rollout:path}}",
+                get(lambda data, request: data.rollouts.transcript(_path(request, "rollout"))),
+            ),
             Route(f"{run}/live", lambda request: _follow_run(index, request)),
             Route(f"{run}/log/live", lambda request: _follow_log(index, request)),
         ],
@@ -99,10 +100,7 @@ def _path(request: Request, name: str) -> str:
 
 
 def _number(request: Request, name: str) -> int | None:
-    text = request.query_params.get(name)
-    if text is None or re.fullmatch(r"\d{1,15}", text):
-        return None if text is None else int(text)
-    raise NotValidError(f"{name} = {text[:50]}: is not a number")
+    return number(request.query_params, name)
 
 
 def _runs(index: RunIndex, request: Request) -> dict[str, Any]:

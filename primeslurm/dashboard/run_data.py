@@ -17,6 +17,7 @@ from primeslurm.base.errors import RunError
 from primeslurm.dashboard.event_log import EventLog
 from primeslurm.dashboard.job_states import JobStates
 from primeslurm.dashboard.metric_table import MetricTable
+from primeslurm.dashboard.rollout_pages import RolloutPages
 from primeslurm.plan.plan_file import plain
 from primeslurm.records import resolved_recipe
 from primeslurm.records.attempt import newest_attempt
@@ -65,9 +66,14 @@ class RunData:
         """The run's events."""
         return EventLog(self.run)
 
+    @cached_property
+    def rollouts(self) -> RolloutPages:
+        """The run's rollouts."""
+        return RolloutPages(self.run.path)
+
     def forget(self) -> None:
-        """Free the memory of metrics and events. They are read again if somebody asks for them."""
-        for name in ("table", "events"):
+        """Free the memory of metrics, events and rollouts. They are read again if somebody asks for them."""
+        for name in ("table", "events", "rollouts"):
             self.__dict__.pop(name, None)
 
     def overview(self) -> RunOverview:

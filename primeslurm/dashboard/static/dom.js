@@ -26,6 +26,14 @@ function show(element, ...children) {
   return element;
 }
 
+// Text with its control characters and direction marks made visible, so that it cannot pretend to be other text.
+function visible(text) {
+  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (char) => {
+    const code = char.codePointAt(0);
+    return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  });
+}
+
 // Addresses within the page, for example route("run", "my-run", "logs").
 function route(...parts) {
   return "#/" + parts.map(encodeURIComponent).join("/");

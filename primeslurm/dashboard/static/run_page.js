@@ -3,6 +3,7 @@
 
 const TABS = [
   ["curves", "Curves", curvesTab, "curves"],
+  ["rollouts", "Rollouts", rolloutsTab, "rollouts"],
   ["evaluations", "Evaluations", evaluationsTab, "evaluations"],
   ["fleet", "Fleet", fleetTab, "fleet"],
   ["events", "Events", eventsTab, "events"],
