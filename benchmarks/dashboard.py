@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 
 from benchmarks.status_scale import make
 from primeslurm.base.files import write_json
 from primeslurm.records.attempt import EndRecord
+from primeslurm.records.fleet import FleetView
 from primeslurm.run.directory import RunDirectory
 
 STEPS = 5000
@@ -108,6 +110,7 @@ def page(served: Served, *paths: str) -> dict[str, float]:
 
 def watch(served: Served, run: RunDirectory, steps: int, seconds: float) -> dict[str, float]:
     """Return the share of a core that the dashboard uses while a browser watches a run that trains a step per 5 s."""
+    view = run.latest().fleet() or FleetView(0.0)
     before, begin, step = served.cpu(), time.monotonic(), steps
     with served.client.stream("GET", f"/api/runs/{run.name}/live?rows={steps}&generation=0") as stream:
         events, lines = 0, stream.iter_lines()
@@ -116,6 +119,7 @@ def watch(served: Served, run: RunDirectory, steps: int, seconds: float) -> dict
                 step += 1
                 with (run.path / "metrics.jsonl").open("a") as file:
                     file.write(rows(range(step, step + 1)))
+            write_json(run.latest().fleet_file, msgspec.to_builtins(msgspec.structs.replace(view, time=time.time())))
             events += next(lines).startswith("event: ")
     took = time.monotonic() - begin
     return {"seconds": round(took, 1), "events": events, "share_of_a_core": round((served.cpu() - before) / took, 4)}
