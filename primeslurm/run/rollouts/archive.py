@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
+from primeslurm.base import files
 from primeslurm.base.errors import RunError
+from primeslurm.records import rollout_files
+from primeslurm.records.rollout_files import ArchiveFile, DamagedFileError, FileName
 from primeslurm.records.rollouts import RolloutSummary, RolloutTranscript
 from primeslurm.run.rollouts.query import RolloutQuery
+from primeslurm.run.rollouts.spooled import SpoolReader
 
 
 class RolloutPage(msgspec.Struct, frozen=True):
     """A part of a list of rollouts."""
 
     rollouts: list[RolloutSummary]
-    total: int  # rollouts that the filter admits, on all pages
+    total: int  # rollouts that the query admits, on all pages
     problems: list[str] = []  # files that cannot be read, and why
+
+
+class RolloutSource(Protocol):
+    """A file with rollouts."""
+
+    def read(self, id: str) -> RolloutTranscript:
+        """Read one rollout. Raise DamagedFileError or OSError."""
+        ...
 
 
 class RolloutArchive:
     """The rollouts of one run, finished or live.
 
-    An instance remembers the summaries of files that it has read, so a repeated `page` only reads new files. Use one
+    An instance remembers the heads of files that it has read, so a repeated `page` only reads new files. Use one
     instance from one thread at a time.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._directory = run_dir / rollout_files.DIRECTORY
+        self._files: dict[FileName, ArchiveFile] = {}
+        self._spool = SpoolReader(run_dir)
+        self._problems: dict[str, str] = {}
 
     def page(
         self, query: RolloutQuery | None = None, *, offset: int = 0, limit: int | None = 100, newest: bool = True
     ) -> RolloutPage:
-        """Return summaries that a filter admits, sorted by step and time.
+        """Return summaries that a query admits, in the order of their steps. Rollouts without a step are the newest.
 
         Args:
             query: default: all rollouts.
@@ -40,15 +58,80 @@ class RolloutArchive:
             limit: largest number of rollouts to return; None: all.
             newest: newest rollouts first, or oldest first.
         """
-        return RolloutPage([], 0)
+        query = query or RolloutQuery()
+        end = None if limit is None else offset + limit
+        rollouts: list[RolloutSummary] = []
+        total = 0
+        for _, summaries in self._sources(query, newest=newest):
+            for summary in reversed(summaries) if newest else summaries:
+                if query.admits(summary):
+                    if total >= offset and (end is None or total < end):
+                        rollouts.append(summary)
+                    total += 1
+        return RolloutPage(rollouts, total, sorted(self._problems.values()))
 
     def get(self, id: str) -> RolloutTranscript:
         """Read one rollout.
 
         Args:
-            id: its id, or the beginning of an id that no other rollout has.
+            id: its id, or a part of it that no other rollout has.
 
         Raises:
             RunError: there is no such rollout, there are several, or its file cannot be read.
         """
-        raise RunError(f"{self._run_dir.name} has no rollout {id}")
+        partial: dict[str, RolloutSource] = {}
+        for source, summaries in self._sources(RolloutQuery(), newest=True):
+            for summary in summaries:
+                if summary.id == id:
+                    return self._read(source, id)
+                if id in summary.id:
+                    partial.setdefault(summary.id, source)
+        if len(partial) == 1:
+            ((full, source),) = partial.items()
+            return self._read(source, full)
+        if partial:
+            names = ", ".join(list(partial)[:3])
+            raise RunError(f"{len(partial)} rollouts of {self._run_dir.name} have {id!r} in their id, such as {names}")
+        raise RunError(f"no rollout {id!r} of {self._run_dir.name} was kept (primeslurm rollouts {self._run_dir.name})")
+
+    def _read(self, source: RolloutSource, id: str) -> RolloutTranscript:
+        try:
+            return source.read(id)
+        except (DamagedFileError, OSError) as error:
+            raise RunError(f"rollout {id!r} cannot be read: {error}") from error
+
+    def _sources(self, query: RolloutQuery, *, newest: bool) -> Iterator[tuple[RolloutSource, list[RolloutSummary]]]:
+        """Yield the files that a query may admit, in order, with their summaries. Notes files with problems."""
+        self._problems.clear()
+        names = self._names()
+        spooled = self._spool.files(self._problems)
+        # A group of a batch stays in the spool until a checkpoint covers it, and some of its rollouts are in the
+        # archive, too. The archive knows their advantages.
+        steps = {file.step for file in spooled}
+        archived = {each.id for name in names if name.step in steps for each in self._summaries(name)}
+        waiting = [(file, [each for each in file.summaries if each.id not in archived]) for file in spooled]
+        if newest:
+            yield from reversed(waiting)
+        for name in reversed(names) if newest else names:
+            if query.steps is None or query.steps[0] <= name.step <= query.steps[1]:
+                summaries = self._summaries(name)
+                if summaries:
+                    yield self._files[name], summaries
+        if not newest:
+            yield from waiting
+
+    def _names(self) -> list[FileName]:
+        names = (rollout_files.parse_name(path.name) for path in files.listing(self._directory))
+        return sorted(name for name in names if name is not None)
+
+    def _summaries(self, name: FileName) -> list[RolloutSummary]:
+        """Return the summaries of a file; none if it cannot be read."""
+        try:
+            if name not in self._files:
+                self._files[name] = rollout_files.open_file(self._directory / str(name))
+            return self._files[name].summaries()
+        except FileNotFoundError:  # removed meanwhile, because the archive is full
+            return []
+        except (DamagedFileError, OSError) as error:
+            self._problems[str(name)] = f"{name}: {error}"
+            return []
