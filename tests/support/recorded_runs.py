@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from primeslurm.base.files import write_json
 from primeslurm.plan.model import Process, Replica
+from primeslurm.records import rollout_files
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.evaluation import Estimated, EvaluationRecord, LabelResult, step_dir
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, FleetView, ProcessReport
+from primeslurm.records.rollout_files import FileName, StoredConversation, StoredRollout, StoredSequence
+from primeslurm.records.rollouts import Message, MessageSpan, RolloutSummary, ToolCall
 from primeslurm.run.directory import RunDirectory
 from tests.support.plans import plan_of, python
 
@@ -145,3 +150,78 @@ def write_evaluations(run: RunDirectory) -> None:
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (step_dir(run.path, 20) / "held-out.jsonl").write_text(text)
+
+
+def stored_rollout(texts: Sequence[tuple[str, str]], versions: Sequence[int]) -> StoredRollout:
+    """Return a rollout with one token per word of (role, text). The assistant's words were sampled."""
+    words, spans, sampled = [], [], []
+    for index, (role, text) in enumerate(texts):
+        parts = [f"{word} " for word in text.split(" ")]
+        spans.append(MessageSpan(index, len(words), len(words) + len(parts)))
+        words += parts
+        sampled += [role == "assistant"] * len(parts)
+    ids = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    mask, count = np.array(sampled), len(words)
+    version = np.where(mask, np.array(versions)[np.arange(count) * len(versions) // count], -1)
+    logprobs = np.where(mask, -np.abs(np.sin(np.arange(count))) * 3, 0.0)
+    sequence = StoredSequence(
+        spans=spans,
+        token_ids=np.array([ids[word] for word in words], "<i4").tobytes(),
+        trained=mask.tobytes(),
+        versions=version.astype("<i4").tobytes(),
+        logprobs=logprobs.astype("<f4").tobytes(),
+        advantages=np.where(mask, np.linspace(-1, 1, count), np.nan).astype("<f4").tobytes(),
+    )
+    messages = [
+        Message(role=role, content=text, sampled=role == "assistant", name="search" if role == "tool" else "")
+        for role, text in texts
+    ]
+    call = ToolCall("c1", "search", '{"query": "capital of France"}')
+    messages[2] = msgspec.structs.replace(messages[2], tool_calls=[call], reasoning="The user wants a city.")
+    conversation = StoredConversation(agent="", reward=1.0, messages=messages, tools=["search"], sequences=[sequence])
+    return StoredRollout([conversation], {i: word for word, i in ids.items()})
+
+
+def write_rollouts(run: RunDirectory, steps: range = range(1, 4), of_a_step: int = 4) -> None:
+    """Write an archive with rollouts of these steps: trained, failed, dropped and truncated ones, all hostile."""
+    directory = run.path / rollout_files.DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = [
+        ("system", "You answer with one word."),
+        ("user", f"What is the capital of France? {HOSTILE} \x1b[31m \u202etxet"),
+        ("assistant", "I look it up."),
+        ("tool", '{"city": "Paris", "population": 2102650}'),
+        ("assistant", "The capital of France is Paris, which has about two million inhabitants."),
+    ]
+    rollout = stored_rollout(texts, [1, 2, 3])
+    for step in steps:
+        made = []
+        for i in range(of_a_step):
+            summary = RolloutSummary(
+                id=f"{step:04d}-{i}",
+                group=f"group-{step}",
+                environment="math" if i % 2 else "code",
+                state="failed" if i == 3 else "dropped" if i == 2 else "trained",
+                step=step,
+                attempt=2,
+                reward=None if i == 3 else i / 2,
+                reward_parts={"correct": 1.0, "format": 0.1},
+                advantage=None if i > 1 else i - 0.5,
+                opened_version=step - 1,
+                oldest_version=step,
+                newest_version=step + 2,
+                staleness=1,
+                truncated=i == 1,
+                error=HOSTILE if i == 3 else "",
+                dropped="zero_advantage" if i == 2 else "",
+                tokens=40,
+                sampled_tokens=16,
+                trained_tokens=16,
+                turns=2,
+                seconds=3.5,
+                time=T0 + 20 * step,
+                finish_reason="stop",
+            )
+            made.append((summary, rollout))
+        name = FileName(step, 2, "training", 0)
+        (directory / str(name)).write_bytes(b"".join(rollout_files.encode(made)))

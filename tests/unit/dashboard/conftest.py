@@ -13,7 +13,7 @@ from primeslurm.dashboard.job_states import JobStates
 from primeslurm.dashboard.routes import application
 from primeslurm.dashboard.run_data import RunIndex
 from tests.support.clock import Clock
-from tests.support.recorded_runs import recorded_run, write_evaluations
+from tests.support.recorded_runs import recorded_run, write_evaluations, write_rollouts
 
 SECRET = "a-token"
 
@@ -22,7 +22,9 @@ SECRET = "a-token"
 def runs(tmp_path: Path) -> Path:
     """Two runs: `r`, which has completed, and `s`, which is a bit shorter."""
     directory = tmp_path / "runs"
-    write_evaluations(recorded_run(directory / "r"))
+    run = recorded_run(directory / "r")
+    write_evaluations(run)
+    write_rollouts(run)
     recorded_run(directory / "s", 20, outcome="failed")
     return directory
 

@@ -19,7 +19,15 @@ from primeslurm.records.fleet import FleetView
 from primeslurm.run.directory import RunDirectory
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.cli import ROOT
-from tests.support.recorded_runs import HOSTILE, PROCESSES, T0, recorded_run, write_evaluations, write_metrics
+from tests.support.recorded_runs import (
+    HOSTILE,
+    PROCESSES,
+    T0,
+    recorded_run,
+    write_evaluations,
+    write_metrics,
+    write_rollouts,
+)
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium here (scripts/test_programs.sh installs it in CI)"
@@ -36,7 +44,9 @@ TABS = ("Curves", "Rollouts", "Evaluations", "Fleet", "Events", "Logs", "Plan", 
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that have completed, failed and are active. One has a hostile name."""
     directory = tmp_path_factory.mktemp("browser") / "runs"
-    write_evaluations(recorded_run(directory / "tool-use"))
+    run = recorded_run(directory / "tool-use")
+    write_evaluations(run)
+    write_rollouts(run)
     recorded_run(directory / "tool-use-lr2", 24, outcome="failed")
     recorded_run(directory / "a b&c'\"<i>é", 3)
     active = recorded_run(directory / "active", 12, outcome="")
@@ -194,6 +204,35 @@ def test_a_hostile_name_is_a_name(browser: Browser) -> None:
         assert browser.run("document.querySelector('#panel > .note.error')") is None
 
 
+def test_a_rollout_is_found_and_read(browser: Browser) -> None:
+    open_run(browser, "tool-use", "Rollouts")
+    browser.shows("1 to 12 of 12 rollouts")
+    browser.screenshot(SCREENSHOTS / "rollouts.png")
+    browser.type("input[type=number]", "2")
+    browser.shows("1 to 8 of 8 rollouts")
+    browser.click(".filters label", "Truncated")
+    browser.run(
+        "(e => { e.value = 'true'; e.dispatchEvent(new Event('change')); })"
+        "([...document.querySelectorAll('.filters label')].find(l => l.textContent.startsWith('Truncated')).lastChild)"
+    )
+    browser.shows("1 to 2 of 2 rollouts")
+    assert "first_step" in browser.run("location.hash") and "truncated" in browser.run("location.hash")
+    browser.click("td.name a", "0002-1")
+    browser.shows("The capital of France is Paris")
+    browser.shows(HOSTILE)
+    assert "U+202E" in browser.text() and "\u202e" not in browser.text(), "direction marks are visible"
+    assert browser.run("document.querySelectorAll('#main img, #main script').length") == 0
+    browser.screenshot(SCREENSHOTS / "rollout.png", whole=True)
+    for name, token in (("log-probability", "rare"), ("advantage", "pos"), ("policy version", "ver")):
+        browser.click(".colouring button", name)
+        browser.until(f"document.querySelectorAll('.tokens .token[class*={token}]').length > 5")
+        browser.screenshot(SCREENSHOTS / f"rollout-{token}.png", whole=True)
+    browser.run("document.querySelector('.tokens .ver0').dispatchEvent(new Event('pointerover', {bubbles: true}))")
+    browser.shows("log-prob")
+    browser.click(".colouring button", "text")
+    browser.click("a", "Rollouts")
+
+
 def test_runs_are_compared(browser: Browser) -> None:
     for name in ("tool-use", "tool-use-lr2"):
         browser.click(f"input[aria-label='compare {name}']")
@@ -257,7 +296,7 @@ def test_a_report_needs_no_server(chromium: Browser, runs: Path, tmp_path: Path)
     chromium.until(f"(d => d.length > 15 && d.every(Boolean))({DRAWN})")
     chromium.screenshot(SCREENSHOTS / "report.png")
     tabs = chromium.run("[...document.querySelectorAll('.tabs a')].map(e => e.textContent)")
-    assert tabs == ["Curves", "Evaluations", "Fleet", "Events", "Plan", "Recipe"]
+    assert tabs == ["Curves", "Rollouts", "Evaluations", "Fleet", "Events", "Plan", "Recipe"]
     for tab in tabs:
         chromium.click(".tabs a", tab)
         chromium.until(f"document.querySelector('.tabs [aria-current]')?.textContent === '{tab}'")

@@ -19,13 +19,14 @@ from primeslurm.records.evaluation import BestCheckpoint
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.summary import summarise
 from tests.support.cli import primeslurm
-from tests.support.recorded_runs import HOSTILE, T0, recorded_run, write_evaluations
+from tests.support.recorded_runs import HOSTILE, T0, recorded_run, write_evaluations, write_rollouts
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     made = recorded_run(tmp_path / "runs" / "r")
     write_evaluations(made)
+    write_rollouts(made)
     return made
 
 
@@ -62,8 +63,9 @@ def test_every_page_has_its_data(run: RunDirectory) -> None:
     found = answers(page(run))
     assert set(found) == {
         *("status", "curves", "curves?other=1", "fleet", "events", "evaluations", "evaluations/20/held-out"),
-        *("plan", "recipe"),
+        *("plan", "recipe", "rollouts", *(f"rollouts/{each['id']}" for each in found["rollouts"]["rollouts"])),
     }
+    assert len(found["rollouts"]["rollouts"]) == 12
     assert found["status"]["phase"] == "completed" and found["status"]["metrics"]["step"] == 30
     assert [attempt["outcome"] for attempt in found["events"]] == ["failed", "completed"]
 
