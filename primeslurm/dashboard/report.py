@@ -85,7 +85,10 @@ def _answers(data: RunData) -> dict[str, Any]:
 
 
 def _rollouts(data: RunData) -> dict[str, Any]:
-    page = data.rollouts.page({"limit": str(MAX_ROLLOUTS)})
+    try:
+        page = data.rollouts.page({"limit": str(MAX_ROLLOUTS)})
+    except RunError:  # rollouts cannot be read here; the report has everything else
+        return {}
     transcripts, tokens = {}, 0
     for summary in page["rollouts"]:
         tokens += summary["tokens"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from primeslurm.base.errors import RunError
 from primeslurm.run.rollouts.archive import RolloutArchive
 from primeslurm.run.rollouts.query import RolloutQuery
 
@@ -31,22 +33,27 @@ class RolloutPages:
         self._lock = threading.Lock()
 
     def page(self, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Return `rollouts`, their `total` number and `problems`. Raises NotValidError."""
+        """Return `rollouts`, their `total` number and `problems`. Raises NotValidError, RunError."""
         query = query_of(parameters)
         offset, limit = number(parameters, "offset") or 0, number(parameters, "limit")
-        with self._lock:
-            page = self._archive.page(
-                query,
-                offset=offset,
-                limit=min(LIMIT if limit is None else limit, MOST),
-                newest=parameters.get("order") != "oldest",
-            )
+        limit, newest = min(LIMIT if limit is None else limit, MOST), parameters.get("order") != "oldest"
+        with self._reading():
+            page = self._archive.page(query, offset=offset, limit=limit, newest=newest)
         return {"offset": offset, **msgspec.to_builtins(page)}
 
     def transcript(self, rollout_id: str) -> Any:
         """Return one rollout with its conversations. Raises RunError."""
-        with self._lock:
+        with self._reading():
             return msgspec.to_builtins(self._archive.get(rollout_id))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        except ImportError as error:
+            what = f"rollouts are compressed, and {error.name} is not installed here"
+            raise RunError(f"{what}: pip install 'primeslurm[runtime]'") from error
 
 
 def query_of(parameters: Mapping[str, str]) -> RolloutQuery:

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from primeslurm.run.diff import diff, recipe_diff
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.overview import RunOverview, read_overview
 from primeslurm.run.records import dropped_rollouts
+from primeslurm.run.status.liveness import RECHECK_S, SILENT_S
 from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
 
@@ -53,6 +55,8 @@ class RunData:
         self._lock = threading.RLock()
         self._overview: RunOverview | None = None
         self._signature: object = None
+        self._head_file: object = None
+        self._head_wrote = -inf
         self._invalid: tuple[object, list[str]] | None = None
         self._statuses: dict[bool, tuple[float, dict[str, Any]]] = {}
 
@@ -82,11 +86,25 @@ class RunData:
             try:
                 signature = self._files()
                 if self._overview is None or self._overview.active or signature != self._signature:
-                    self._overview = read_overview(self.run, self._states.of(self.run), time.time())
+                    self._overview = read_overview(
+                        self.run, self._states.of(self.run), time.time(), recheck_s=self._recheck_s()
+                    )
                     self._signature = signature
             except (RunError, *_DAMAGED) as error:
                 self._overview = _damaged(self.run, error)
             return self._overview
+
+    def _recheck_s(self) -> float:
+        """Return how long to watch a file of the head that looks old [s].
+
+        Watching would delay the pages of many dead runs. A head that was seen to write is worth it: its clock differs.
+        """
+        about = files.status(self.run.attempt(newest_attempt(self.run.path)).fleet_file)
+        seen = (about.st_ino, about.st_mtime_ns, about.st_size) if about else None
+        if seen != self._head_file:
+            self._head_wrote = -inf if self._head_file is None else self._clock()
+            self._head_file = seen
+        return RECHECK_S if self._clock() - self._head_wrote < 3 * SILENT_S else 0.0
 
     def _files(self) -> object:
         # The files from which `read_overview` reads, except those that change while a run is active.
@@ -99,9 +117,9 @@ class RunData:
         with self._lock:
             read_at, status = self._statuses.get(processes, (0.0, {}))
             if not status or self._clock() - read_at > FRESH_S:
-                query = self._states.of(self.run, SLURM_WAIT_S)
+                query, recheck_s = self._states.of(self.run, SLURM_WAIT_S), self._reading(self._recheck_s)
                 status = self._reading(
-                    lambda: msgspec.to_builtins(read_status(self.run, query, processes=processes, recheck_s=0.0))
+                    lambda: msgspec.to_builtins(read_status(self.run, query, processes=processes, recheck_s=recheck_s))
                 )
                 status["created_at"] = self.run.created_at
                 status["invalid"] = self._reading(self._problems)

@@ -51,20 +51,21 @@ class RunOverview(msgspec.Struct, frozen=True):
         return self.phase in ACTIVE
 
 
-def read_overview(run: RunDirectory, job_state: JobQuery, now: float) -> RunOverview:
+def read_overview(run: RunDirectory, job_state: JobQuery, now: float, recheck_s: float = 0.0) -> RunOverview:
     """Return the overview of the newest attempt.
 
     Args:
         run: the run.
         job_state: returns Slurm's state of a job.
         now: Unix time.
+        recheck_s: seconds to watch the head's file if it looks old.
 
     Raises:
         RunError: the run has no attempt with a plan.
     """
     attempt, recipe, lock = run.latest(), run.recipe(), run.lock()
     job, end, fleet = attempt.job(), attempt.end(), attempt.fleet()
-    silence = _silence(attempt, fleet, now) if fleet and not end else None
+    silence = _silence(attempt, fleet, now, recheck_s) if fleet and not end else None
     progress = progress_of(attempt, recipe.task)
     begun = progress is not None and progress.begun
     phase, reason = phase_and_reason(fleet, silence, end, job, job_state, begun, attempt.cancel_file)
@@ -94,10 +95,10 @@ def read_overview(run: RunDirectory, job_state: JobQuery, now: float) -> RunOver
     )
 
 
-def _silence(attempt: Attempt, fleet: FleetView, now: float) -> HeadSilence | None:
+def _silence(attempt: Attempt, fleet: FleetView, now: float, recheck_s: float) -> HeadSilence | None:
     # Only the head's file is read: of a lost run with a thousand nodes, `check_liveness` reads a thousand heartbeats.
     path = attempt.fleet_file
-    silent = unresponsive_writers({path: fleet.time}, now, recheck_s=0.0, silent_s=SILENT_S * fleet.heartbeat_s)
+    silent = unresponsive_writers({path: fleet.time}, now, recheck_s, SILENT_S * fleet.heartbeat_s)
     return HeadSilence("the head is unresponsive", silent[path]) if path in silent else None
 
 

@@ -5,10 +5,6 @@ function h(tag, props, ...children) {
   return fill(document.createElement(tag), props, children);
 }
 
-function svg(tag, props, ...children) {
-  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
-}
-
 function fill(element, props, children) {
   for (const [name, value] of Object.entries(props ?? {})) {
     if (value === null || value === undefined || value === false) continue;

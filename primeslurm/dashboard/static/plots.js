@@ -211,15 +211,3 @@ function plotControls(change) {
     h("label", null, "Smoothing ", slider), h("label", null, "Over ", axis));
   return { element, state };
 }
-
-// A tiny line for tables.
-function sparkline(values, width = 90, height = 20) {
-  const present = values.filter(isNumber);
-  if (present.length < 2) return h("span", { class: "dim" }, "–");
-  const low = Math.min(...present);
-  const range = Math.max(...present) - low || 1;
-  const points = values.map((value, i) => isNumber(value)
-    ? `${((i / (values.length - 1)) * width).toFixed(1)},${(height - 2 - ((value - low) / range) * (height - 4)).toFixed(1)}` : null);
-  return svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" },
-    svg("polyline", { points: points.filter(Boolean).join(" ") }));
-}

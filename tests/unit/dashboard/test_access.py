@@ -95,7 +95,7 @@ def test_the_front_end_builds_text_and_never_parses_html() -> None:
     for path in own:
         text = path.read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|DOMParser", text)
-        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path
+        assert not re.search(r"https?://", text), path
 
 
 def test_every_route_is_behind_the_check(anyone: TestClient) -> None:

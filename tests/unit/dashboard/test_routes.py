@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from primeslurm.dashboard.charts import OTHER
 from primeslurm.dashboard.log_page import PAGE_BYTES
 from primeslurm.dashboard.run_data import RunIndex
 from primeslurm.dashboard.text import MAX_LINE
+from primeslurm.run.status.liveness import RECHECK_S
 from tests.support.clock import Clock
 from tests.support.recorded_runs import HOSTILE, T0, recorded_run, write_metrics
 
@@ -222,3 +224,24 @@ def test_an_ended_run_is_read_once(client: TestClient, index: RunIndex, runs: Pa
     write_metrics(index.run("r").run, range(31, 32), "a")
     clock.now += 60
     assert {run.run: run.step for run in index.overviews()}["r"] == 31
+
+
+def test_a_head_that_was_seen_to_write_is_watched_if_its_clock_differs(
+    index: RunIndex, runs: Path, clock: Clock
+) -> None:
+    run = recorded_run(runs / "live", outcome="")
+    data = index.run("live")
+    assert data._recheck_s() == 0.0, "a dead run must not delay the list"
+    fleet = run.latest().fleet_file
+    write_json(fleet, json.loads(fleet.read_bytes()))
+    assert data._recheck_s() == RECHECK_S
+    clock.now += 1000
+    assert data._recheck_s() == 0.0
+
+
+def test_without_a_package_rollouts_say_what_to_install(
+    client: TestClient, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    answer = client.get("/api/runs/r/rollouts")
+    assert answer.status_code == 404 and "pyarrow is not installed" in answer.json()["error"]
