@@ -15,9 +15,9 @@ def dashboard(runs: str | Path | None = None, *, host: str = LOOPBACK[0], port: 
     """Return a dashboard over all runs of a directory. Its `serve` answers requests until it is interrupted.
 
     Args:
-        runs: directory of runs; by default the site file's, or ./runs.
-        host: address or name to listen on.
-        port: port; None: the first free one from 8420 on.
+        runs: directory with the runs to show; by default the site file's, or ./runs.
+        host: address or name of this machine to listen on.
+        port: port to listen on. None: the first free port from 8420 on.
 
     Raises:
         UsageError: there is no such directory, or the port cannot be used.

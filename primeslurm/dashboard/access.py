@@ -1,4 +1,4 @@
-"""Who may read the dashboard: a token, a check of the Host header, and headers that bind the browser.
+"""Access control of the dashboard: a token, a check of the Host header, and headers that restrict the browser.
 
 The token is needed on the loopback address, too, because every user of a login node reaches it.
 """
@@ -55,11 +55,10 @@ class AccessControl:
     """ASGI middleware that refuses requests without the token or for an unknown host name.
 
     Args:
-        app: the application.
-        token: the token.
-        hosts: names of this host. An address is always accepted: a web page of somebody else can make its own name
-            resolve to this host (DNS rebinding), but it cannot send requests with another name than its own.
-        cookie: name of the cookie. Cookies do not tell ports apart, so each dashboard needs its own name.
+        app: the application behind the access control.
+        token: the token that each request must carry, as the query parameter `token` or as a cookie.
+        hosts: names of this host that requests may use. IP addresses are always accepted.
+        cookie: name of the cookie. Browsers share cookies between ports, so each dashboard needs its own name.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str], cookie: str) -> None:
@@ -75,8 +74,10 @@ class AccessControl:
         await (answer or self._app)(scope, receive, _with_headers(send))
 
     def _answer(self, scope: Scope) -> Response | None:
-        """Return why the request is refused, or a redirect that sets the cookie; None if it may pass."""
+        """Return a refusal, or a redirect that sets the cookie; None if it may pass."""
         headers = Headers(scope=scope)
+        # A foreign web page can make its own name resolve to this host (DNS rebinding), and its scripts could then read
+        # the dashboard. The browser still sends that foreign name as the host.
         host = host_of(headers.get("host", "")).lower()
         if not is_address(host) and host not in self._hosts:
             return PlainTextResponse("unknown host name\n", 403)
@@ -86,7 +87,7 @@ class AccessControl:
         given = [value for name, value in query if name == TOKEN]
         if given and self._is_token(given[-1]):
             rest = urlencode([(name, value) for name, value in query if name != TOKEN])
-            # Only the path of this request: "//host" would be another site.
+            # A location that starts with "//" would lead to another host.
             path = "/" + scope["path"].lstrip("/")
             redirect = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             redirect.set_cookie(self._cookie, self._token, COOKIE_AGE_S, httponly=True, samesite="strict")

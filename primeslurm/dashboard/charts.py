@@ -1,4 +1,4 @@
-"""Which metrics are drawn together, and the data of charts. Pure."""
+"""Definitions of the charts, and their data."""
 
 from __future__ import annotations
 
@@ -131,12 +131,7 @@ _ENGINE_CHARTS = tuple(
 
 
 def specs(trained: Collection[str], evaluated: Collection[str]) -> list[ChartSpec]:
-    """Return the charts of these metrics by section. Each metric is in at least one chart.
-
-    Args:
-        trained: metrics of training rows.
-        evaluated: metrics of evaluation rows.
-    """
+    """Return the charts for the metrics of training rows and of evaluation rows. Each metric is in a chart."""
     charts = [_with_lines(spec, trained) for spec in (*_CHARTS, *_ENGINE_CHARTS)]
     rewards = _environment_rewards(trained)
     if len(rewards) > 1:  # with one environment, it equals the mean
@@ -149,26 +144,15 @@ def specs(trained: Collection[str], evaluated: Collection[str]) -> list[ChartSpe
     return charts + rest
 
 
-def chart_data(
-    table: MetricTable, specs: Iterable[ChartSpec], points: int = POINTS, metrics: Collection[str] | None = None
-) -> list[dict[str, Any]]:
+def chart_data(table: MetricTable, specs: Iterable[ChartSpec], points: int = POINTS) -> list[dict[str, Any]]:
     """Return charts with their values, as the browser draws them.
 
-    Args:
-        table: the run's metrics.
-        specs: the charts.
-        points: most points of a chart.
-        metrics: only charts with one of these metrics; None: all.
-
     Returns:
-        For each chart its fields, `steps` and `times` [Unix s], and `values` by line. None is a missing value.
+        For each chart its fields, at most about `points` `steps` with their `times` [Unix s], and a list of `values`
+        for each line. A missing value is None.
     """
     with table.lock:
-        return [
-            _data(table.evaluated if spec.evaluation else table.trained, spec, points)
-            for spec in specs
-            if metrics is None or any(metric in metrics for _, metric in spec.lines)
-        ]
+        return [_data(table.evaluated if spec.evaluation else table.trained, spec, points) for spec in specs]
 
 
 def _with_lines(spec: ChartSpec, names: Collection[str]) -> ChartSpec:

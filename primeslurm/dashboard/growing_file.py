@@ -17,18 +17,13 @@ class Appended(NamedTuple):
 
     lines: list[bytes]
     replaced: bool
-    """The file is another one than before or was truncated: earlier lines no longer count."""
+    """The file is a new one or was truncated, so earlier lines do not count."""
     complete: bool
     """Nothing more could be read now."""
 
 
 class GrowingFile:
-    """Remembers how far a file has been read.
-
-    Args:
-        path: the file, which may not exist yet.
-        limit: most bytes of one read.
-    """
+    """A file that is read piece by piece. It may not exist yet. One read returns at most `limit` bytes."""
 
     def __init__(self, path: Path, limit: int = LIMIT_BYTES) -> None:
         self.path = path

@@ -31,8 +31,8 @@ class JobStates:
     """Remembers the states of jobs. One thread asks Slurm.
 
     Args:
-        query_of: returns the function that asks Slurm about jobs of a run.
-        clock: monotonic seconds.
+        query_of: returns the function that asks Slurm about the jobs of a run.
+        clock: returns monotonic time in seconds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Server-sent events: what has changed since the browser's last look."""
+"""Server-sent events with the changes since the last look."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ Change = tuple[str, Any]
 class RunChanges:
     """Changes of one run, for one browser.
 
-    Args:
-        run: the run.
-        rows: trained rows that the browser has; None if it shows no curves.
-        generation: generation of these rows.
+    The browser has the first `rows` rows of metrics, which belong to `generation` of the run's `MetricTable`. `rows` is
+    None for a browser that shows no curves.
     """
 
     def __init__(self, run: RunData, rows: int | None, generation: int) -> None:
@@ -44,7 +42,7 @@ class RunChanges:
         self.active = True
 
     def look(self) -> Iterator[Change]:
-        """Yield what has changed since the last call."""
+        """Yield the changes since the last call."""
         try:
             status = self._run.status()
             table = self._run.metrics()
@@ -111,5 +109,5 @@ async def _events(look: Callable[[], Iterator[Change]], poll_s: Callable[[], flo
             changes = [("problem", str(error))]
         for name, data in changes:
             yield b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))
-        yield b": alive\n\n"  # shows the server that the browser is gone
+        yield b": alive\n\n"  # fails once the browser has closed the connection
         await asyncio.sleep(poll_s())

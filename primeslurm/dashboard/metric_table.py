@@ -71,7 +71,7 @@ class MetricTable:
         """Counts how often the file was replaced, which happens when a run resumes from an earlier step."""
 
     def refresh(self) -> None:
-        """Read what was appended since the last call. Raises OSError."""
+        """Read the rows that were appended since the last call. Raises OSError."""
         with self.lock:
             complete = False
             while not complete:
@@ -99,16 +99,16 @@ class MetricTable:
 def spread(rows: int, columns: list[Values], points: int) -> NDArray[np.intp]:
     """Choose about `points` rows that show the shape of all columns.
 
-    From each of a number of equal buckets of rows, the smallest and the largest value of each column are chosen, so
-    that no spike disappears.
+    Rows are divided into buckets of equal size. In each bucket, the rows with the smallest and the largest value of
+    each column are chosen, so that spikes stay visible.
 
     Args:
-        rows: number of rows.
-        columns: values by row. NaN counts as missing.
-        points: number of rows to choose; all rows if there are not more.
+        rows: number of rows in each column.
+        columns: arrays of shape [rows]; NaN is a missing value.
+        points: approximate number of rows to choose. Fewer rows are all chosen.
 
     Returns:
-        Indices of rows in ascending order.
+        Indices of the chosen rows, in ascending order.
     """
     if rows <= points:
         return np.arange(rows)

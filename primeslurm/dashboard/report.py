@@ -26,18 +26,10 @@ MAX_TOKENS = 50_000
 
 
 def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
-    """Render the pages of a run.
-
-    Args:
-        run: the run.
-        job_state: returns Slurm's state of a job.
-        now: Unix time.
-
-    Returns:
-        The page as HTML.
+    """Return the pages of a run as one HTML document.
 
     Raises:
-        RunError: the run has no readable attempt.
+        RunError: the run has no attempt that can be read.
     """
     states = JobStates(lambda _: job_state)
     try:

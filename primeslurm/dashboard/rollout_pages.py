@@ -57,7 +57,7 @@ class RolloutPages:
 
 
 def query_of(parameters: Mapping[str, str]) -> RolloutQuery:
-    """Return the conditions that parameters of a request state. An empty parameter states none.
+    """Return the conditions in the parameters of a request. An empty parameter is no condition.
 
     Raises:
         NotValidError: a parameter has a wrong value.

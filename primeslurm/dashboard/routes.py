@@ -26,14 +26,7 @@ Endpoint = Callable[[Request], Response]
 
 
 def application(index: RunIndex, token: str, hosts: Collection[str], cookie: str = "primeslurm") -> Starlette:
-    """Return the web app.
-
-    Args:
-        index: the runs.
-        token: token that each request needs.
-        hosts: names of this host.
-        cookie: name of the cookie that holds the token.
-    """
+    """Return the web app. `token`, `hosts` and `cookie` are those of `AccessControl`."""
     get = functools.partial(_json, index)
     run = "/api/runs/{run}"
     return Starlette(
@@ -86,7 +79,7 @@ def _encoded(value: Any, code: int = 200) -> Response:
 
 
 def _json(index: RunIndex, answer: Callable[..., Any]) -> Endpoint:
-    """Return an endpoint that encodes what `answer` returns for the run in the path, or for the index."""
+    """Return an endpoint that encodes the result of `answer` for the run in the path, or else for the index."""
 
     def endpoint(request: Request) -> Response:
         name = request.path_params.get("run")

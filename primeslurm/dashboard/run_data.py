@@ -1,4 +1,4 @@
-"""What the pages show about runs, read from run directories and kept as long as the files do not change."""
+"""Data about runs for the pages, read from run directories and kept while the files do not change."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class RunData:
         return {**plan, "lock": msgspec.to_builtins(self.run.lock())}
 
     def process(self, name: str) -> dict[str, Any]:
-        """Return all of the plan about one process. Raises RunError."""
+        """Return the full plan of one process. Raises RunError."""
         for node in self._plan().get("nodes", []):
             for process in node.get("processes", []):
                 if process.get("name") == name:
@@ -236,13 +236,7 @@ class RunData:
 
 
 class RunIndex:
-    """All runs of a directory.
-
-    Args:
-        root: the directory.
-        states: states of jobs.
-        clock: monotonic seconds.
-    """
+    """All runs of a directory."""
 
     def __init__(self, root: Path, states: JobStates, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = root

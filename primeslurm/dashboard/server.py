@@ -85,10 +85,10 @@ def prepare(
     """Open the dashboard's socket.
 
     Args:
-        runs: directory of runs.
-        query_of: returns the function that asks Slurm about jobs of a run. It must not write.
-        host: address or name to listen on.
-        port: port; None: the first free one from 8420 on.
+        runs: directory with the runs to show.
+        query_of: returns the function that asks Slurm about the jobs of a run. It must not write files.
+        host: address or name of this machine to listen on.
+        port: port to listen on. None: the first free port from 8420 on.
 
     Raises:
         UsageError: the socket cannot be opened.

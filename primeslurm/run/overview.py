@@ -52,13 +52,13 @@ class RunOverview(msgspec.Struct, frozen=True):
 
 
 def read_overview(run: RunDirectory, job_state: JobQuery, now: float, recheck_s: float = 0.0) -> RunOverview:
-    """Return the overview of the newest attempt.
+    """Return the overview of the newest attempt at Unix time `now`.
 
     Args:
-        run: the run.
+        run: directory of the run.
         job_state: returns Slurm's state of a job.
-        now: Unix time.
-        recheck_s: seconds to watch the head's file if it looks old.
+        now: Unix time, with which heartbeats are compared.
+        recheck_s: seconds for which the head's file is watched if it looks old.
 
     Raises:
         RunError: the run has no attempt with a plan.

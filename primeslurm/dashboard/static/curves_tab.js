@@ -59,7 +59,7 @@ async function curvesTab(panel, run, signal) {
   signal.addEventListener("abort", destroyPlots);
   await load();
   run.onRows = ({ begin, rows }) => {
-    const fresh = rows.slice(Math.max(0, run.known.rows - begin)); // a stream that reconnects begins again
+    const fresh = rows.slice(Math.max(0, run.known.rows - begin));
     if (!fresh.length) return;
     run.known.rows = begin + rows.length;
     const shown = new Set(drawn.flatMap((plot) => plot.chart.lines.map((line) => line.metric)));

@@ -36,6 +36,7 @@ async function logsTab(panel, run, signal, wanted) {
     partial?.remove();
     lines.append(...fresh.lines.map(row));
     showPartial(fresh.partial);
+    page.end = fresh.end;
     while (atEnd && lines.childElementCount > MOST_LINES) {
       lines.firstChild.remove();
       page.begin = null;
@@ -67,7 +68,7 @@ async function logsTab(panel, run, signal, wanted) {
     show(lines);
     append(page);
     lines.scrollTop = lines.scrollHeight;
-    if (tail.checked) follow(`${base}/log/live?${parameters({ begin: page.end })}`, { lines: append }, stop.signal);
+    if (tail.checked) follow(() => `${base}/log/live?${parameters({ begin: page.end })}`, { lines: append }, stop.signal);
   }
   async function list(number) {
     const answer = await get(`${base}/logs${number ? `?attempt=${number}` : ""}`);

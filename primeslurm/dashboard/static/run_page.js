@@ -39,8 +39,7 @@ async function runPage(main, signal, name, tab = "curves", ...rest) {
   } catch (error) {
     show(panel, note(error.message, "error"));
   }
-  const known = run.known ? `?rows=${run.known.rows}&generation=${run.known.generation}` : "";
-  follow(`${base}/live${known}`, {
+  follow(() => `${base}/live${run.known ? `?rows=${run.known.rows}&generation=${run.known.generation}` : ""}`, {
     status: update,
     rows: (fresh) => run.onRows?.(fresh),
     reset: () => run.onReset?.(),

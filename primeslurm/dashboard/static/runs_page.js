@@ -67,7 +67,7 @@ async function runsPage(main, signal) {
       : emptyState("There are no runs here yet.", "`primeslurm submit` starts one. This page shows it by itself."));
   update();
   let empty = !runs.length;
-  follow("live", {
+  follow(() => "live", {
     runs: ({ changed, names }) => {
       const known = new Map([...runs, ...changed].map((run) => [run.run, run]));
       runs = names.map((name) => known.get(name)).filter(Boolean);

@@ -27,16 +27,34 @@ function hasExported(path) {
   return !exported || path in exported.answers;
 }
 
-// Call handlers[name] for each event of a stream until the signal aborts.
+// Call handlers[name] for each event of a stream until the signal aborts. `path` is called at each connection, so that
+// a stream goes on where it was interrupted. Pages in the background have no stream: browsers allow six for a host.
 function follow(path, handlers, signal) {
   if (exported || signal.aborted) return;
-  const source = new EventSource(`/api/${path}`);
-  for (const [name, handle] of Object.entries(handlers)) {
-    source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
-  }
-  source.addEventListener("open", () => setConnection(true));
-  source.addEventListener("error", () => setConnection(false));
-  signal.addEventListener("abort", () => source.close());
+  let source = null;
+  let timer = null;
+  const close = () => {
+    clearTimeout(timer);
+    source?.close();
+    source = null;
+  };
+  const open = () => {
+    close();
+    if (document.hidden) return;
+    source = new EventSource(`/api/${path()}`);
+    source.addEventListener("open", () => setConnection(true));
+    source.addEventListener("error", () => {
+      setConnection(false);
+      close();
+      timer = setTimeout(open, 3000);
+    });
+    for (const [name, handle] of Object.entries(handlers)) {
+      source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
+    }
+  };
+  document.addEventListener("visibilitychange", open, { signal });
+  signal.addEventListener("abort", close);
+  open();
 }
 
 function setConnection(connected) {
