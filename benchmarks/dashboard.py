@@ -136,8 +136,8 @@ def main(words: list[str]) -> None:
         served = Served(runs)
         try:
             result: dict[str, Any] = {
-                "list": page(served, "runs"),
-                "run": page(served, f"runs/{long.name}/status", f"runs/{long.name}/curves"),
+                "list_s": page(served, "runs"),
+                "run_s": page(served, f"runs/{long.name}/status", f"runs/{long.name}/curves"),
                 "watching": watch(served, long, args.steps, args.seconds),
                 "memory_mb": round(served.memory_mb()),
             }
@@ -145,4 +145,4 @@ def main(words: list[str]) -> None:
             served.close()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     head = {"command": "python -m benchmarks dashboard", "machine": machine, "runs": args.runs, "steps": args.steps}
-    print(json.dumps({**head, "seconds": result}, indent=2))
+    print(json.dumps({**head, **result}, indent=2))

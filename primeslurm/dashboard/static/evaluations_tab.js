@@ -16,8 +16,12 @@ async function evaluationsTab(panel, run, signal) {
     Object.entries(result.pass_at).map(([k, each]) => `pass@${k} ${estimate(each)}`).join(", ") || "–",
     percent(result.failed), percent(result.truncated), number(result.length, 3),
     `${record.oldest_version}–${record.newest_version}`, duration(record.seconds),
-    h("button", { type: "button", onclick: () => samples(record.step, result.label) }, "Samples"),
+    [h("button", { type: "button", onclick: () => samples(record.step, result.label) }, "Samples"), exported ? null : transcripts(record.step, result.label)],
   ]));
+  function transcripts(step, label) {
+    const filters = new URLSearchParams({ evaluation: "true", first_step: step, last_step: step, environment: label });
+    return [" ", h("a", { href: route("run", run.name, "rollouts", filters.toString()) }, "Transcripts")];
+  }
   async function samples(step, label) {
     const path = apiPath("runs", run.name, "evaluations", step, label);
     let examples;

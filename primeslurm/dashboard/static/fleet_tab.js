@@ -16,7 +16,8 @@ async function fleetTab(panel, run, signal) {
   function processChip(process) {
     const details = [process.state, process.restarts ? plural(process.restarts, "restart") : "", process.silent,
       process.pid ? `pid ${process.pid}` : ""].filter(Boolean).join(", ");
-    return h("span", { class: `chip ${STATE_LEVEL[process.state] ?? "idle"}`, title: details }, h("i"), process.name,
+    const log = exported ? null : route("run", run.name, "logs", `${process.role}/${process.name}`);
+    return h(log ? "a" : "span", { class: `chip ${STATE_LEVEL[process.state] ?? "idle"}`, title: details, href: log }, h("i"), process.name,
       process.restarts ? h("small", null, `↻${process.restarts}`) : null,
       FINE_STATES.includes(process.state) ? null : h("small", null, process.state.toLowerCase()));
   }

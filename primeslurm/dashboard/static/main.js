@@ -58,6 +58,13 @@ function start() {
   applyTheme(settings.get("theme", "auto") in THEMES ? settings.get("theme", "auto") : "auto");
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawPlots);
   addEventListener("hashchange", navigate);
+  addEventListener("keydown", (event) => {
+    const typing = event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey;
+    const search = document.querySelector("#main input[type=search]");
+    if (event.key !== "/" || typing || !search) return;
+    event.preventDefault();
+    search.focus();
+  });
   navigate();
 }
 

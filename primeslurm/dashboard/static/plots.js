@@ -3,6 +3,7 @@
 
 const PALETTE = 8;
 const PLOT_HEIGHT = 190;
+const TIME_STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * 86400)];
 const plots = new Set();
 
 // The colour that a custom property has in the current theme.
@@ -140,7 +141,7 @@ class Plot {
         y: this.chart.log ? { distr: 3 } : this.chart.stacked ? { range: (_, low, high) => [0, (high ?? 1) * 1.05] } : {},
       },
       axes: [
-        { ...axis, size: 26, space: 60, values: (_, splits) => splits.map((each) => (steps ? number(each) : duration(each))) },
+        { ...axis, size: 26, space: 60, ...(steps ? {} : { incrs: TIME_STEPS }), values: (_, splits) => splits.map((each) => (steps ? number(each) : duration(each))) },
         { ...axis, size: 52, space: 32, values: (_, splits) => splits.map((each) => (each === null ? "" : number(each, 3))) },
       ],
       series: [{}, ...this.series()],

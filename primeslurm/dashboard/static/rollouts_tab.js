@@ -3,6 +3,7 @@
 
 const STATE_OF_ROLLOUT = { trained: "good", evaluated: "busy", waiting: "idle", dropped: "warn", failed: "bad" };
 const ROLLOUT_PAGE = 100;
+let listed = []; // ids of the list that was shown last, for the way to the next one
 
 // `place` is a rollout's id, or the filters as a query string.
 async function rolloutsTab(panel, run, signal, place = "") {
@@ -69,6 +70,7 @@ async function rolloutList(panel, run, signal, filters) {
       h("button", { type: "button", disabled: offset === 0, onclick: () => { offset = Math.max(0, offset - ROLLOUT_PAGE); load(); } }, "Newer"),
       h("button", { type: "button", disabled: exported || last >= answer.total, onclick: () => { offset = last; load(); } }, "Older"),
       h("button", { type: "button", onclick: load, hidden: Boolean(exported) }, "Refresh"));
+    listed = answer.rollouts.map((each) => each.id);
     table.update(answer.rollouts);
     const unfiltered = ![...filters.keys()].length;
     show(body, answer.problems.map((problem) => note(visible(problem), "warning")),
@@ -82,9 +84,12 @@ async function rolloutPage(panel, run, signal, id) {
   const transcript = await get(apiPath("runs", run.name, "rollouts", id));
   if (signal.aborted) return;
   const { summary } = transcript;
+  const place = listed.indexOf(summary.id);
+  const neighbour = (text, offset) => place < 0 || !listed[place + offset] ? null : h("a", { href: route("run", run.name, "rollouts", listed[place + offset]) }, text);
   const filter = (text, parameters) => h("a", { href: route("run", run.name, "rollouts", new URLSearchParams(parameters).toString()) }, text);
   show(panel, h("div", { class: "title rollout-title" }, h("a", { href: route("run", run.name, "rollouts") }, "← Rollouts"), h("h2", null, visible(summary.id)),
     badge(summary.state, STATE_OF_ROLLOUT[summary.state] ?? "idle"), h("span", { class: "dim" }, visible(summary.environment)),
-    exported ? null : [filter("its group", { group: summary.group }), summary.step === null ? null : filter(`step ${summary.step}`, { first_step: summary.step, last_step: summary.step })]),
+    exported ? null : [filter("its group", { group: summary.group }), summary.step === null ? null : filter(`step ${summary.step}`, { first_step: summary.step, last_step: summary.step })],
+    h("span", { class: "space" }), neighbour("previous", -1), neighbour("next", 1)),
   rolloutFacts(summary), transcriptView(transcript));
 }
