@@ -113,6 +113,7 @@ _CHARTS = (
         (("sampled", "throughput/tokens_per_s"), ("trained, while training", "trainer/tokens_per_s")),
     ),
     ChartSpec("Speed", "Model FLOPs utilization", "fraction", (("MFU", "trainer/mfu"),)),
+    ChartSpec("Speed", "Computation", "TFLOP/s per GPU", (("model FLOPs", "trainer/tflops_per_gpu"),)),
     ChartSpec("Speed", "Weight update", "s", (("all engines current", "policy/update_seconds"),)),
     ChartSpec("Queues", "Rollouts in flight", "rollouts", (("in flight", "queue/inflight"),)),
     ChartSpec("Queues", "Groups", "groups", (("ready", "queue/ready_groups"), ("open", "queue/open_groups"))),

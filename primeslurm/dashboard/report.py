@@ -82,17 +82,17 @@ def _rollouts(data: RunData) -> dict[str, Any]:
     except RunError:  # rollouts cannot be read here; the report has everything else
         return {}
     transcripts, tokens = {}, 0
-    for summary in page["rollouts"]:
-        tokens += summary["tokens"]
+    for summary in page.rollouts:
+        tokens += summary.tokens
         if tokens > MAX_TOKENS:
             break
         with contextlib.suppress(RunError):  # a damaged file, or one that was removed meanwhile
-            transcripts[summary["id"]] = data.rollouts.transcript(summary["id"])
-    shown = [summary for summary in page["rollouts"] if summary["id"] in transcripts]
-    if not shown:
+            transcripts[summary.id] = data.rollouts.transcript(summary.id)
+    if not transcripts:
         return {}
+    shown = [summary for summary in page.rollouts if summary.id in transcripts]
     by_path = {f"rollouts/{_word(rollout_id)}": transcript for rollout_id, transcript in transcripts.items()}
-    return {"rollouts": {**page, "rollouts": shown}, **by_path}
+    return {"rollouts": msgspec.structs.replace(page, rollouts=shown), **by_path}
 
 
 def _word(text: str) -> str:

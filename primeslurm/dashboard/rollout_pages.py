@@ -7,12 +7,10 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from primeslurm.base.errors import RunError
-from primeslurm.run.rollouts.archive import RolloutArchive
+from primeslurm.records.rollouts import RolloutTranscript
+from primeslurm.run.rollouts.archive import RolloutArchive, RolloutPage
 from primeslurm.run.rollouts.query import RolloutQuery
 
 LIMIT = 100
@@ -32,19 +30,18 @@ class RolloutPages:
         self._archive = RolloutArchive(run_dir)
         self._lock = threading.Lock()
 
-    def page(self, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Return `rollouts`, their `total` number and `problems`. Raises NotValidError, RunError."""
+    def page(self, parameters: Mapping[str, str]) -> RolloutPage:
+        """Return the rollouts that parameters of a request ask for. Raises NotValidError, RunError."""
         query = query_of(parameters)
         offset, limit = number(parameters, "offset") or 0, number(parameters, "limit")
         limit, newest = min(LIMIT if limit is None else limit, MOST), parameters.get("order") != "oldest"
         with self._reading():
-            page = self._archive.page(query, offset=offset, limit=limit, newest=newest)
-        return {"offset": offset, **msgspec.to_builtins(page)}
+            return self._archive.page(query, offset=offset, limit=limit, newest=newest)
 
-    def transcript(self, rollout_id: str) -> Any:
+    def transcript(self, rollout_id: str) -> RolloutTranscript:
         """Return one rollout with its conversations. Raises RunError."""
         with self._reading():
-            return msgspec.to_builtins(self._archive.get(rollout_id))
+            return self._archive.get(rollout_id)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

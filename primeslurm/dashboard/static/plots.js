@@ -6,12 +6,17 @@ const PLOT_HEIGHT = 190;
 const TIME_STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * 86400)];
 const plots = new Set();
 
-// The colour that a custom property has in the current theme.
+// The colours that custom properties have in the current theme. Asking the browser for each one is slow.
+const colours = new Map();
+
 function themeColour(name, alpha = 1) {
-  const probe = h("span", { hidden: true, style: { color: `var(--${name})` } });
-  document.body.append(probe);
-  const colour = getComputedStyle(probe).color;
-  probe.remove();
+  if (!colours.has(name)) {
+    const probe = h("span", { hidden: true, style: { color: `var(--${name})` } });
+    document.body.append(probe);
+    colours.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  const colour = colours.get(name);
   return alpha === 1 ? colour : colour.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
 }
 
@@ -186,6 +191,7 @@ class Plot {
 }
 
 function redrawPlots() {
+  colours.clear();
   for (const plot of plots) plot.draw();
 }
 

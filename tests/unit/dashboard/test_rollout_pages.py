@@ -58,7 +58,7 @@ def test_a_wrong_parameter_is_named(client: TestClient, name: str, value: str) -
 
 
 def test_a_run_without_rollouts_has_an_empty_page(client: TestClient) -> None:
-    assert client.get("/api/runs/s/rollouts").json() == {"offset": 0, "rollouts": [], "total": 0, "problems": []}
+    assert client.get("/api/runs/s/rollouts").json() == {"rollouts": [], "total": 0, "problems": []}
     assert client.get("/api/runs/s/rollouts/none").status_code == 404
 
 
