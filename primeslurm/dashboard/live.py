@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
 from primeslurm.base.errors import RunError
 from primeslurm.dashboard.log_page import page_after
 from primeslurm.dashboard.run_data import RunData, RunIndex
+from primeslurm.dashboard.text import encode
 from primeslurm.run.status.run_status import ACTIVE
 
 POLL_S = 2.0
@@ -50,7 +50,7 @@ class RunChanges:
             yield "problem", str(error)
             return
         self.active = status["phase"] in ACTIVE
-        encoded = msgspec.json.encode({**status, "elapsed_s": None, "eta_s": None})
+        encoded = encode({**status, "elapsed_s": None, "eta_s": None})
         if encoded != self._status:
             self._status = encoded
             yield "status", status
@@ -75,7 +75,7 @@ class ListChanges:
     def look(self) -> Iterator[Change]:
         """Yield the runs that have changed since the last call, and the names of all runs if these have changed."""
         overviews = {each.run: each for each in self._index.overviews()}
-        encoded = {name: msgspec.json.encode(each) for name, each in overviews.items()}
+        encoded = {name: encode(each) for name, each in overviews.items()}
         changed = [overviews[name] for name in encoded if encoded[name] != self._seen.get(name)]
         if changed or encoded.keys() != self._seen.keys():
             yield "runs", {"changed": changed, "names": list(overviews)}
@@ -108,6 +108,6 @@ async def _events(look: Callable[[], Iterator[Change]], poll_s: Callable[[], flo
         except OSError as error:  # the file system does not answer, or a log was removed
             changes = [("problem", str(error))]
         for name, data in changes:
-            yield b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))
+            yield b"event: %s\ndata: %s\n\n" % (name.encode(), encode(data))
         yield b": alive\n\n"  # fails once the browser has closed the connection
         await asyncio.sleep(poll_s())

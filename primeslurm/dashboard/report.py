@@ -14,6 +14,7 @@ from primeslurm.base.errors import RunError
 from primeslurm.dashboard import assets, charts
 from primeslurm.dashboard.job_states import JobStates
 from primeslurm.dashboard.run_data import RunData
+from primeslurm.dashboard.text import encodable, encode
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.run_status import JobQuery
 
@@ -36,7 +37,7 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
         answers = _answers(RunData(run, states))
     finally:
         states.close()
-    data = msgspec.json.encode({"run": run.name, "written": now, "answers": answers}).decode()
+    data = encode({"run": run.name, "written": now, "answers": answers}).decode()
     # JSON in a script element ends at "</script>", whatever is around it.
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     style, script = assets.text(assets.STYLES), assets.text(assets.SCRIPTS)
@@ -97,7 +98,7 @@ def _rollouts(data: RunData) -> dict[str, Any]:
 
 def _word(text: str) -> str:
     """Encode a part of a path as JavaScript's encodeURIComponent does."""
-    return quote(text, safe="!'()*")
+    return quote(encodable(text), safe="!'()*")
 
 
 def _digest(text: str) -> str:

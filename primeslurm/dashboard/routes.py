@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -21,6 +20,7 @@ from primeslurm.dashboard import assets, charts, live, log_page
 from primeslurm.dashboard.access import AccessControl
 from primeslurm.dashboard.rollout_pages import NotValidError, number
 from primeslurm.dashboard.run_data import RunData, RunIndex
+from primeslurm.dashboard.text import encode
 
 Endpoint = Callable[[Request], Response]
 
@@ -74,8 +74,7 @@ def _handler(code: int) -> Callable[[Request, Exception], Response]:
 
 
 def _encoded(value: Any, code: int = 200) -> Response:
-    # msgspec writes numbers that are not finite as null.
-    return Response(msgspec.json.encode(value), code, media_type="application/json")
+    return Response(encode(value), code, media_type="application/json")
 
 
 def _json(index: RunIndex, answer: Callable[..., Any]) -> Endpoint:

@@ -19,6 +19,7 @@ from primeslurm.dashboard.event_log import EventLog
 from primeslurm.dashboard.job_states import JobStates
 from primeslurm.dashboard.metric_table import MetricTable
 from primeslurm.dashboard.rollout_pages import RolloutPages
+from primeslurm.dashboard.text import encodable
 from primeslurm.plan.plan_file import plain
 from primeslurm.records import resolved_recipe
 from primeslurm.records.attempt import newest_attempt
@@ -272,7 +273,8 @@ class RunIndex:
             return self._runs[name]
 
     def _list(self) -> None:
-        names = {path.name: path for path in files.listing(self.root) if not path.name.startswith(".")}
+        paths = [path for path in files.listing(self.root) if not path.name.startswith(".")]
+        names = {encodable(path.name): path for path in paths}
         self._runs = {name: run for name, run in self._runs.items() if name in names}
         for name, path in names.items():
             if name not in self._runs and (run := RunDirectory(path)).exists():

@@ -1,8 +1,11 @@
-"""Text from logs and rollouts without sequences that control a terminal or change the direction of text."""
+"""Texts of runs in a form that a browser can show: without control sequences, and as valid JSON."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import msgspec
 
 MAX_LINE = 4000
 """Most characters of a line that are shown."""
@@ -22,3 +25,27 @@ def clean_line(line: bytes) -> str:
     if len(text) <= MAX_LINE and len(line) <= 10 * MAX_LINE:
         return text
     return f"{text[:MAX_LINE]} … ({len(line):,} bytes)"
+
+
+def encode(value: Any) -> bytes:
+    """Encode an answer as JSON. Numbers that are not finite become null."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # a file name that is not UTF-8, or half of a surrogate pair in an event
+        return msgspec.json.encode(_encodable(msgspec.to_builtins(value, str_keys=True)))
+
+
+def encodable(text: str) -> str:
+    """Return a text whose lone surrogates, which UTF-8 lacks, are question marks."""
+    return text.encode(errors="replace").decode()
+
+
+def _encodable(value: Any) -> Any:
+    match value:
+        case str():
+            return encodable(value)
+        case dict():
+            return {encodable(key): _encodable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_encodable(item) for item in value]
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from starlette.testclient import TestClient
 from primeslurm.base.files import write_json
 from primeslurm.dashboard.charts import OTHER
 from primeslurm.dashboard.log_page import PAGE_BYTES
+from primeslurm.dashboard.report import report
 from primeslurm.dashboard.run_data import RunIndex
 from primeslurm.dashboard.text import MAX_LINE
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.liveness import RECHECK_S
 from tests.support.clock import Clock
 from tests.support.recorded_runs import HOSTILE, T0, recorded_run, write_metrics
@@ -245,3 +248,19 @@ def test_without_a_package_rollouts_say_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     answer = client.get("/api/runs/r/rollouts")
     assert answer.status_code == 404 and "pyarrow is not installed" in answer.json()["error"]
+
+
+def test_names_and_texts_that_are_not_unicode_are_shown(client: TestClient, runs: Path) -> None:
+    run = RunDirectory(recorded_run(runs / "bad").path.rename(os.fsdecode(os.fsencode(runs) + b"/bad\xff")))
+    event = '{"time": 1.0, "process": "agent-0", "kind": "start_failed", "name": "p", "error": "half \\ud800"}\n'
+    with (run.attempt(2).path / "events" / "head.jsonl").open("a") as file:
+        file.write(event)
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "time": 1.0, "\\udfff": 1, "trainer/loss": NaN}\n')
+    (run.attempt(2).path / "logs" / "trainer" / os.fsdecode(b"\xfe.log")).write_text("log\n")
+    assert "bad?" in [each["run"] for each in get(client, "runs")["runs"]]
+    for path in ("status", "curves", "fleet", "events", "logs", "plan", "recipe", "evaluations"):
+        get(client, f"runs/bad%3F/{path}")
+    assert "half ?" in get(client, "runs/bad%3F/events")[1]["events"][0]["text"]
+    assert len(get(client, "runs/bad%3F/curves", other=1)["charts"]) > 0
+    assert report(run, lambda job: None, T0).startswith("<!doctype html>")
