@@ -4,7 +4,7 @@
 async function curvesTab(panel, run, signal) {
   const path = apiPath("runs", run.name, "curves");
   const controls = plotControls((state) => plots.forEach((plot) => plot.set(state)));
-  const search = h("input", { type: "search", placeholder: "Filter charts", "aria-label": "Filter charts", oninput: () => filter() });
+  const search = searchField("Filter charts", () => filter());
   const body = h("div");
   let drawn = [];
 

@@ -13,18 +13,53 @@ function fill(element, props, children) {
     else if (name === "value" || name === "checked" || name === "selected") element[name] = value;
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...present(children));
   return element;
 }
 
+// Replace everything in an element.
 function show(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(...present(children));
   return element;
+}
+
+// Children may be nested lists, and null for none.
+function present(children) {
+  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+}
+
+function button(text, onclick, props) {
+  return h("button", { type: "button", onclick, ...props }, text);
+}
+
+// A link to an address within the page.
+function link(text, ...parts) {
+  return h("a", { href: route(...parts) }, text);
+}
+
+function section(title, ...children) {
+  return h("section", null, h("h2", null, title), children);
+}
+
+function searchField(label, oninput) {
+  return h("input", { type: "search", placeholder: label, "aria-label": label, oninput });
+}
+
+// options: [value, text]
+function choices(label, options, onchange, chosen = "") {
+  return h("select", { "aria-label": label, onchange: (event) => onchange(event.target.value) },
+    options.map(([value, text]) => h("option", { value, selected: value === chosen }, text)));
+}
+
+function more(title, ...children) {
+  return h("details", { class: "more" }, h("summary", null, title), children);
 }
 
 // Text with its control characters and direction marks made visible, so that it cannot pretend to be other text.
+const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
 function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (char) => {
+  return text.replace(CONTROL, (char) => {
     const code = char.codePointAt(0);
     return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   });

@@ -7,48 +7,34 @@ const STATE_LEVEL = {
 };
 const FINE_STATES = ["HEALTHY", "DONE", "STARTING", "LOADING"];
 
+const stateLevel = (state) => STATE_LEVEL[state] ?? "idle";
+const isUnhealthy = (process) => !FINE_STATES.includes(process.state);
+
 async function fleetTab(panel, run, signal) {
   const path = apiPath("runs", run.name, "fleet");
   const body = h("div");
   const only = h("input", { type: "checkbox", onchange: () => update() });
   let fleet = null;
 
-  function processChip(process) {
-    const details = [process.state, process.restarts ? plural(process.restarts, "restart") : "", process.silent,
-      process.pid ? `pid ${process.pid}` : ""].filter(Boolean).join(", ");
-    const log = exported ? null : route("run", run.name, "logs", `${process.role}/${process.name}`);
-    return h(log ? "a" : "span", { class: `chip ${STATE_LEVEL[process.state] ?? "idle"}`, title: details, href: log }, h("i"), process.name,
-      process.restarts ? h("small", null, `↻${process.restarts}`) : null,
-      FINE_STATES.includes(process.state) ? null : h("small", null, process.state.toLowerCase()));
-  }
-  function rolesTable() {
-    const rows = Object.entries(fleet.roles).map(([role, states]) => [role,
-      Object.values(states).reduce((sum, count) => sum + count, 0),
-      h("span", { class: "chips" }, Object.entries(states).map(([state, count]) => badge(`${count} ${state.toLowerCase()}`, STATE_LEVEL[state] ?? "idle")))]);
-    return simpleTable(["Role", "Processes", "States"], rows);
-  }
-  function replicasTable() {
-    const load = (replica, text) => Object.entries(replica.loads).map(([role, each]) => `${role} ${text(each)}`).join(", ") || "–";
-    const rows = fleet.replicas.map((replica) => [String(replica.index), badge(replica.router.toLowerCase(), STATE_LEVEL[replica.router] ?? "idle"),
-      `${replica.healthy} of ${replica.engines}`, load(replica, (each) => `${each.running}/${each.waiting}`),
-      load(replica, (each) => percent(each.kv_usage)), load(replica, (each) => number(each.generated_per_s, 3)),
-      replica.share ? `${replica.share.inflight} of ${replica.share.places} (${replica.share.limit})` : "–"]);
-    return simpleTable(["Replica", "Router", "Healthy engines", "Running/waiting", "KV cache", "Tokens/s", "Rollouts"], rows);
+  function nodesTable() {
+    const shown = (process) => !only.checked || isUnhealthy(process);
+    const nodes = fleet.nodes.filter((node) => node.processes.some(shown));
+    const rows = nodes.map((node) => [
+      h("b", null, node.name), node.role,
+      h("span", { class: "chips" }, node.processes.filter(shown).map((process) => processChip(run, process))),
+    ]);
+    return rows.length ? simpleTable(["Node", "Role", "Processes"], rows) : note("No process is unhealthy.");
   }
   function update() {
-    const ill = (process) => !FINE_STATES.includes(process.state);
-    const nodes = fleet.nodes.filter((node) => !only.checked || node.processes.some(ill));
-    const rows = nodes.map((node) => [h("b", null, node.name), node.role,
-      h("span", { class: "chips" }, node.processes.filter((process) => !only.checked || ill(process)).map(processChip))]);
+    const excluded = fleet.excluded.map((bad) => [bad.node, clock(bad.time), bad.reason]);
     show(body,
       fleet.silence ? note(fleet.silence.text, "error") : null,
-      h("div", { class: "columns" }, h("section", null, h("h2", null, "Roles"), rolesTable()),
-        fleet.replicas.length ? h("section", null, h("h2", null, "Inference replicas"), replicasTable()) : null),
-      h("section", null, h("h2", null, `Nodes (${fleet.nodes.length})`),
-        h("label", { class: "inline" }, only, " only with unhealthy processes"),
-        rows.length ? simpleTable(["Node", "Role", "Processes"], rows) : note("No process is unhealthy.")),
-      fleet.excluded.length ? h("section", null, h("h2", null, "Excluded nodes"),
-        simpleTable(["Node", "Since", "Reason"], fleet.excluded.map((bad) => [bad.node, clock(bad.time), bad.reason]))) : null);
+      h("div", { class: "columns" },
+        section("Roles", rolesTable(fleet.roles)),
+        fleet.replicas.length ? section("Inference replicas", replicasTable(fleet.replicas)) : null),
+      section(`Nodes (${fleet.nodes.length})`,
+        h("label", { class: "inline" }, only, " only with unhealthy processes"), nodesTable()),
+      excluded.length ? section("Excluded nodes", simpleTable(["Node", "Since", "Reason"], excluded)) : null);
   }
   show(panel, body);
   every(5, signal, async () => {
@@ -59,4 +45,42 @@ async function fleetTab(panel, run, signal) {
       show(body, note(error.message, "error"));
     }
   });
+}
+
+// A process with its state. It leads to its log.
+function processChip(run, process) {
+  const { name, role, state, restarts } = process;
+  const details = [state, restarts && plural(restarts, "restart"), process.silent, process.pid && `pid ${process.pid}`];
+  const props = { class: `chip ${stateLevel(state)}`, title: details.filter(Boolean).join(", ") };
+  const content = [
+    h("i"), name,
+    restarts ? h("small", null, `↻ ${restarts}`) : null,
+    isUnhealthy(process) ? h("small", null, state.toLowerCase()) : null,
+  ];
+  if (exported) return h("span", props, content);
+  return h("a", { ...props, href: route("run", run.name, "logs", `${role}/${name}`) }, content);
+}
+
+function rolesTable(roles) {
+  const rows = Object.entries(roles).map(([role, states]) => {
+    const total = Object.values(states).reduce((sum, count) => sum + count, 0);
+    const stateBadge = ([state, count]) => badge(`${count} ${state.toLowerCase()}`, stateLevel(state));
+    return [role, String(total), h("span", { class: "chips" }, Object.entries(states).map(stateBadge))];
+  });
+  return simpleTable(["Role", "Processes", "States"], rows);
+}
+
+function replicasTable(replicas) {
+  const titles = ["Replica", "Router", "Healthy engines", "Running/waiting", "KV cache", "Tokens/s", "Rollouts"];
+  const rows = replicas.map(({ index, router, healthy, engines, loads, share }) => {
+    const perRole = (text) => Object.entries(loads).map(([role, load]) => `${role} ${text(load)}`).join(", ") || "–";
+    return [
+      String(index), badge(router.toLowerCase(), stateLevel(router)), `${healthy} of ${engines}`,
+      perRole((load) => `${load.running}/${load.waiting}`),
+      perRole((load) => percent(load.kv_usage)),
+      perRole((load) => number(load.generated_per_s, 3)),
+      share ? `${share.inflight} of ${share.places} (${share.limit})` : null,
+    ];
+  });
+  return simpleTable(titles, rows);
 }

@@ -2,50 +2,51 @@
 // Logs of processes: the newest lines, older ones, and new ones as they are written.
 
 const MOST_LINES = 5000;
+const ERROR_WORDS = /\b(error|traceback|exception|critical)\b/i;
+const WARNING_WORDS = /\bwarn(ing)?\b/i;
 
+// `wanted` is the name of the log to open.
 async function logsTab(panel, run, signal, wanted) {
   const base = apiPath("runs", run.name);
+  const attemptPlace = h("div");
   const names = h("ul", { class: "log-names", role: "list" });
-  const search = h("input", { type: "search", placeholder: "Filter lines", "aria-label": "Filter lines", oninput: () => filterLines() });
-  const tail = h("input", { type: "checkbox", checked: true, onchange: () => openLog() });
-  const attemptChoice = h("select", { "aria-label": "Attempt", onchange: () => { wanted = null; list(Number(attemptChoice.value)); } });
-  const older = h("button", { type: "button", onclick: () => loadOlder() }, "Older lines");
-  const lines = h("div", { class: "log", role: "log", tabindex: 0, "aria-label": "Log" });
   const title = h("span", { class: "dim path" });
+  const search = searchField("Filter lines", () => filterLines());
+  const tail = h("input", { type: "checkbox", checked: true, onchange: () => openLog() });
+  const older = button("Older lines", () => loadOlder());
+  const lines = h("div", { class: "log", role: "log", tabindex: 0, "aria-label": "Log" });
   let attempt = null;
   let name = wanted ?? null;
-  let page = null;
-  let partial = null;
-  let stop = null;
+  let page = null; // bytes of the log that are shown
+  let partial = null; // the element of an incomplete last line
+  let stream = new AbortController();
 
-  const parameters = (more) => new URLSearchParams({ attempt, name, ...more });
+  const address = (kind, more) => `${base}/${kind}?${new URLSearchParams({ attempt, name, ...more })}`;
   const matches = (text) => text.toLowerCase().includes(search.value.toLowerCase());
+
   function row(text) {
-    return h("div", { class: /\b(error|traceback|exception|critical)\b/i.test(text) ? "error" : /\bwarn(ing)?\b/i.test(text) ? "warning" : null, hidden: !matches(text) }, text || " ");
+    const level = ERROR_WORDS.test(text) ? "error" : WARNING_WORDS.test(text) ? "warning" : null;
+    return h("div", { class: level, hidden: !matches(text) }, text || " ");
   }
   function filterLines() {
     for (const line of lines.children) line.hidden = !matches(line.textContent);
   }
-  function showPartial(text) {
-    partial?.remove();
-    partial = text ? row(text) : null;
-    if (partial) lines.append(partial);
-  }
   function append(fresh) {
     const atEnd = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 40;
     partial?.remove();
-    lines.append(...fresh.lines.map(row));
-    showPartial(fresh.partial);
+    partial = fresh.partial ? row(fresh.partial) : null;
+    lines.append(...fresh.lines.map(row), ...(partial ? [partial] : []));
     page.end = fresh.end;
+    // Whoever reads older lines keeps them.
     while (atEnd && lines.childElementCount > MOST_LINES) {
       lines.firstChild.remove();
-      page.begin = null;
+      page.begin = 0;
     }
     if (atEnd) lines.scrollTop = lines.scrollHeight;
     older.hidden = !page.begin;
   }
   async function loadOlder() {
-    const before = await get(`${base}/log?${parameters({ before: page.begin })}`);
+    const before = await get(address("log", { before: page.begin }));
     const height = lines.scrollHeight;
     lines.prepend(...before.lines.map(row));
     lines.scrollTop += lines.scrollHeight - height;
@@ -53,13 +54,14 @@ async function logsTab(panel, run, signal, wanted) {
     older.hidden = !page.begin;
   }
   async function openLog() {
-    stop?.abort();
-    stop = new AbortController();
-    signal.addEventListener("abort", () => stop.abort());
+    stream.abort();
+    stream = new AbortController();
     title.textContent = name;
-    for (const item of names.querySelectorAll("button")) item.setAttribute("aria-current", String(item.dataset.name === name));
+    for (const item of names.querySelectorAll("button")) {
+      item.setAttribute("aria-current", String(item.dataset.name === name));
+    }
     try {
-      page = await get(`${base}/log?${parameters({})}`);
+      page = await get(address("log", {}));
     } catch (error) {
       show(lines, note(error.message, "error"));
       return;
@@ -68,25 +70,34 @@ async function logsTab(panel, run, signal, wanted) {
     show(lines);
     append(page);
     lines.scrollTop = lines.scrollHeight;
-    if (tail.checked) follow(() => `${base}/log/live?${parameters({ begin: page.end })}`, { lines: append }, stop.signal);
+    if (tail.checked) follow(() => address("log/live", { begin: page.end }), { lines: append }, stream.signal);
   }
   async function list(number) {
     const answer = await get(`${base}/logs${number ? `?attempt=${number}` : ""}`);
     if (signal.aborted) return;
     attempt = answer.attempt;
-    show(attemptChoice, answer.attempts.map((each) => h("option", { value: String(each), selected: each === attempt }, `attempt ${each}`)));
+    const attempts = answer.attempts.map((each) => [String(each), `attempt ${each}`]);
+    show(attemptPlace, choices("Attempt", attempts, (value) => list(Number(value)), String(attempt)));
     if (!answer.logs.length) {
       show(lines, emptyState("No process of this attempt has a log yet."));
       return;
     }
-    show(names, answer.logs.map((log) => h("li", null, h("button", { type: "button", "data-name": log.name, onclick: () => { name = log.name; openLog(); } },
-      h("span", null, log.name), h("small", null, bytes(log.bytes))))));
+    const open = (log) => () => {
+      name = log.name;
+      openLog();
+    };
+    show(names, answer.logs.map((log) => h("li", null,
+      button([h("span", null, log.name), h("small", null, bytes(log.bytes))], open(log), { "data-name": log.name }))));
     if (!answer.logs.some((log) => log.name === name)) {
-      name = (answer.logs.find((log) => log.name.startsWith("orchestrator") || log.name.startsWith("trainer")) ?? answer.logs[0]).name;
+      const first = answer.logs.find((log) => /^(orchestrator|trainer)\//.test(log.name));
+      name = (first ?? answer.logs[0]).name;
     }
     await openLog();
   }
-  show(panel, h("div", { class: "logs" }, h("nav", { "aria-label": "Logs" }, attemptChoice, names),
-    h("div", { class: "log-pane" }, h("div", { class: "toolbar" }, title, search, h("label", { class: "inline" }, tail, " follow"), older), lines)));
+
+  signal.addEventListener("abort", () => stream.abort());
+  const toolbar = h("div", { class: "toolbar" }, title, search, h("label", { class: "inline" }, tail, " follow"), older);
+  show(panel, h("div", { class: "logs" },
+    h("nav", { "aria-label": "Logs" }, attemptPlace, names), h("div", { class: "log-pane" }, toolbar, lines)));
   await list(null);
 }

@@ -12,9 +12,10 @@ function applyTheme(name) {
 }
 
 function breadcrumbs(parts) {
-  const home = exported ? null : h("a", { href: "#/" }, "Runs");
+  const home = exported ? null : link("Runs");
   const place = parts[0] === "run" ? parts[1] : parts[0] === "compare" ? "Compare" : null;
-  show(document.getElementById("crumbs"), home, place ? [home ? h("span", { class: "dim" }, "/") : null, h("span", null, place)] : null);
+  const separator = home && place ? h("span", { class: "dim" }, "/") : null;
+  show(document.getElementById("crumbs"), home, separator, place ? h("span", null, place) : null);
 }
 
 async function navigate() {
@@ -39,22 +40,31 @@ async function navigate() {
     else if (parts[0] === "compare" && parts.length > 1) await comparePage(main, signal, parts.slice(1));
     else await runsPage(main, signal);
   } catch (error) {
-    if (!signal.aborted) show(main, note(error.message, "error"), exported ? null : h("p", null, h("a", { href: "#/" }, "All runs")));
+    if (!signal.aborted) show(main, note(error.message, "error"), exported ? null : link("All runs"));
   }
 }
 
+function nextTheme() {
+  const names = Object.keys(THEMES);
+  const next = names[(names.indexOf(settings.get("theme", "auto")) + 1) % names.length];
+  settings.set("theme", next);
+  applyTheme(next);
+}
+
 function start() {
-  const theme = h("button", { type: "button", id: "theme", class: "quiet", onclick: () => {
-    const names = Object.keys(THEMES);
-    const next = names[(names.indexOf(settings.get("theme", "auto")) + 1) % names.length];
-    settings.set("theme", next);
-    applyTheme(next);
-  } });
+  const main = h("main", { id: "main", tabindex: -1 });
+  const skip = (event) => {
+    event.preventDefault();
+    main.focus();
+  };
+  const status = exported ? h("span", { class: "dim" }, `report of ${clock(exported.written)}`)
+    : h("span", { id: "connection", class: "connection", role: "status" });
   document.body.append(
-    h("a", { class: "skip", href: "#main", onclick: (event) => { event.preventDefault(); document.getElementById("main").focus(); } }, "Skip to content"),
-    h("div", { class: "top" }, h("a", { class: "brand", href: "#/" }, "primeslurm"), h("nav", { id: "crumbs", "aria-label": "Place" }),
-      h("span", { class: "space" }), exported ? h("span", { class: "dim" }, `report of ${clock(exported.written)}`) : h("span", { id: "connection", class: "connection", role: "status" }), theme),
-    h("main", { id: "main", tabindex: -1 }));
+    h("a", { class: "skip", href: "#main", onclick: skip }, "Skip to content"),
+    h("div", { class: "top" },
+      h("a", { class: "brand", href: "#/" }, "primeslurm"), h("nav", { id: "crumbs", "aria-label": "Place" }),
+      h("span", { class: "space" }), status, button("", nextTheme, { id: "theme", class: "quiet" })),
+    main);
   applyTheme(settings.get("theme", "auto") in THEMES ? settings.get("theme", "auto") : "auto");
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawPlots);
   addEventListener("hashchange", navigate);

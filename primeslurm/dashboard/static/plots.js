@@ -3,7 +3,14 @@
 
 const PALETTE = 8;
 const PLOT_HEIGHT = 190;
-const TIME_STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * 86400)];
+const MINUTE = 60;
+const HOUR = 3600;
+const DAY = 86400;
+// Distances of marks on an axis of durations.
+const TIME_STEPS = [
+  1, 2, 5, 10, 20, 30, ...[1, 2, 5, 10, 20, 30].map((count) => count * MINUTE),
+  ...[1, 2, 4, 6, 12].map((count) => count * HOUR), ...[1, 2, 5, 10, 20, 50, 100].map((count) => count * DAY),
+];
 const plots = new Set();
 
 // The colours that custom properties have in the current theme. Asking the browser for each one is slow.
@@ -129,12 +136,18 @@ class Plot {
     }))];
   }
 
+  scale() {
+    if (this.chart.log) return { distr: 3 };
+    return this.chart.stacked ? { range: (_, low, high) => [0, (high ?? 1) * 1.05] } : {};
+  }
+
   options() {
     const text = themeColour("dim");
     const grid = { stroke: themeColour("grid"), width: 1 };
     const font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const axis = { stroke: text, grid, ticks: { show: false }, font };
     const steps = this.axis === "step";
+    const labels = (text) => (_, splits) => splits.map((value) => (value === null ? "" : text(value)));
     return {
       width: this.width,
       height: PLOT_HEIGHT,
@@ -143,11 +156,11 @@ class Plot {
       cursor: { sync: { key: `${this.sync}-${this.axis}` }, y: false, points: { size: 6 } },
       scales: {
         x: { time: false },
-        y: this.chart.log ? { distr: 3 } : this.chart.stacked ? { range: (_, low, high) => [0, (high ?? 1) * 1.05] } : {},
+        y: this.scale(),
       },
       axes: [
-        { ...axis, size: 26, space: 60, ...(steps ? {} : { incrs: TIME_STEPS }), values: (_, splits) => splits.map((each) => (steps ? number(each) : duration(each))) },
-        { ...axis, size: 52, space: 32, values: (_, splits) => splits.map((each) => (each === null ? "" : number(each, 3))) },
+        { ...axis, size: 26, space: 60, values: labels(steps ? number : duration), ...(steps ? {} : { incrs: TIME_STEPS }) },
+        { ...axis, size: 52, space: 32, values: labels((value) => number(value, 3)) },
       ],
       series: [{}, ...this.series()],
       hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },

@@ -1,9 +1,12 @@
 "use strict";
 // The rollouts of a run: a list with filters, and one of them.
 
-const STATE_OF_ROLLOUT = { trained: "good", evaluated: "busy", waiting: "idle", dropped: "warn", failed: "bad" };
+const ROLLOUT_LEVEL = { trained: "good", evaluated: "busy", waiting: "idle", dropped: "warn", failed: "bad" };
 const ROLLOUT_PAGE = 100;
+const YES_NO = [["", "any"], ["true", "yes"], ["false", "no"]];
 let listed = []; // ids of the list that was shown last, for the way to the next one
+
+const rolloutBadge = (state) => badge(state, ROLLOUT_LEVEL[state] ?? "idle");
 
 // `place` is a rollout's id, or the filters as a query string.
 async function rolloutsTab(panel, run, signal, place = "") {
@@ -14,82 +17,103 @@ async function rolloutsTab(panel, run, signal, place = "") {
 async function rolloutList(panel, run, signal, filters) {
   const path = apiPath("runs", run.name, "rollouts");
   const body = h("div");
+  const table = rolloutTable(run);
   let offset = 0;
 
   function filterBy(name, value) {
     if (value) filters.set(name, value);
     else filters.delete(name);
-    offset = 0;
-    const query = filters.toString();
-    history.replaceState(null, "", query ? route("run", run.name, "rollouts", query) : route("run", run.name, "rollouts"));
-    load();
+    history.replaceState(null, "", route("run", run.name, "rollouts", ...(filters.size ? [filters.toString()] : [])));
+    load(0);
   }
-  const field = (name, label, type, props) => h("label", { class: "field" }, h("span", null, label),
-    h("input", { type, value: filters.get(name) ?? "", onchange: (event) => filterBy(name, event.target.value.trim()), ...props }));
-  const choice = (name, label, options) => h("label", { class: "field" }, h("span", null, label),
-    h("select", { onchange: (event) => filterBy(name, event.target.value) }, [["", "any"], ...options].map(([value, text]) =>
-      h("option", { value, selected: (filters.get(name) ?? "") === value }, text))));
-  const yesNo = [["true", "yes"], ["false", "no"]];
-  const form = h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
-    field("first_step", "From step", "number", { min: 0 }), field("last_step", "To step", "number", { min: 0 }),
-    field("environment", "Environment", "text"), field("min_reward", "Reward from", "number", { step: "any" }), field("max_reward", "Reward to", "number", { step: "any" }),
-    field("group", "Group", "text"), field("version", "Version", "number", { min: 0 }),
-    choice("evaluation", "Evaluation", yesNo), choice("truncated", "Truncated", yesNo), choice("failed", "Failed", yesNo), choice("dropped", "Dropped", yesNo),
-    choice("order", "Order", [["oldest", "oldest first"]]));
-
-  const table = sortableTable([
-    { title: "Step", class: "num", sort: (each) => each.step ?? Infinity, cell: (each) => each.step === null ? "–" : String(each.step) },
-    { title: "Rollout", class: "name", cell: (each) => h("a", { href: route("run", run.name, "rollouts", each.id) }, each.id) },
-    { title: "Environment", cell: (each) => visible(each.environment) },
-    { title: "State", cell: (each) => badge(each.state, STATE_OF_ROLLOUT[each.state] ?? "idle") },
-    { title: "Reward", class: "num", sort: (each) => each.reward, cell: (each) => number(each.reward, 3) },
-    { title: "Advantage", class: "num", sort: (each) => each.advantage, cell: (each) => number(each.advantage, 3) },
-    { title: "Tokens", class: "num", sort: (each) => each.sampled_tokens, cell: (each) => number(each.sampled_tokens) },
-    { title: "Turns", class: "num", sort: (each) => each.turns, cell: (each) => String(each.turns) },
-    { title: "Versions", class: "num", cell: (each) => each.oldest_version === null ? "–" : each.oldest_version === each.newest_version ? String(each.newest_version) : `${each.oldest_version}–${each.newest_version}` },
-    { title: "Time", class: "num", sort: (each) => each.seconds, cell: (each) => duration(each.seconds) },
-    { title: "Remark", class: "text", cell: (each) => remark(each) },
-  ], { caption: "Rollouts" });
-
-  const remark = (each) => {
-    const text = visible(each.error || each.dropped || (each.truncated ? "truncated" : ""));
-    return h("span", { class: each.error ? "error" : "warning", title: text }, text);
-  };
-  async function load() {
+  async function load(from) {
+    offset = from;
+    const parameters = new URLSearchParams([...filters, ["offset", offset], ["limit", ROLLOUT_PAGE]]);
     let answer;
     try {
-      answer = await get(exported ? path : `${path}?${new URLSearchParams([...filters, ["offset", offset], ["limit", ROLLOUT_PAGE]])}`);
+      answer = await get(exported ? path : `${path}?${parameters}`);
     } catch (error) {
       show(body, note(error.message, "error"));
       return;
     }
     if (signal.aborted) return;
     const last = offset + answer.rollouts.length;
+    const range = `${number(offset + 1)} to ${number(last)} of ${plural(answer.total, "rollout")}`;
     const pages = h("div", { class: "toolbar" },
-      h("span", { class: "dim num", role: "status" }, answer.total ? `${number(offset + 1)} to ${number(last)} of ${plural(answer.total, "rollout")}` : "No rollout matches."),
-      h("button", { type: "button", disabled: offset === 0, onclick: () => { offset = Math.max(0, offset - ROLLOUT_PAGE); load(); } }, "Newer"),
-      h("button", { type: "button", disabled: exported || last >= answer.total, onclick: () => { offset = last; load(); } }, "Older"),
-      h("button", { type: "button", onclick: load, hidden: Boolean(exported) }, "Refresh"));
-    listed = answer.rollouts.map((each) => each.id);
+      h("span", { class: "dim num", role: "status" }, answer.total ? range : "No rollout matches."),
+      button("Previous", () => load(Math.max(0, offset - ROLLOUT_PAGE)), { disabled: offset === 0 }),
+      button("Next", () => load(last), { disabled: Boolean(exported) || last >= answer.total }),
+      exported ? null : button("Refresh", () => load(offset)));
+    listed = answer.rollouts.map((rollout) => rollout.id);
     table.update(answer.rollouts);
-    const unfiltered = ![...filters.keys()].length;
     show(body, answer.problems.map((problem) => note(visible(problem), "warning")),
-      !answer.total && unfiltered ? emptyState("This run has kept no rollouts.", "Rollouts appear here once a group is complete.") : [pages, table.element]);
+      answer.total || filters.size ? [pages, table.element]
+        : emptyState("This run has kept no rollouts.", "Rollouts appear here once a group is complete."));
   }
-  show(panel, exported ? null : form, body);
-  await load();
+  show(panel, exported ? null : rolloutFilters(filters, filterBy), body);
+  await load(0);
+}
+
+function rolloutFilters(filters, filterBy) {
+  const field = (name, label, control) => h("label", { class: "field" }, h("span", null, label), control);
+  const input = (name, label, props) => field(name, label, h("input", {
+    name, value: filters.get(name) ?? "", onchange: (event) => filterBy(name, event.target.value.trim()), ...props,
+  }));
+  const whole = { type: "number", min: 0 };
+  const decimal = { type: "number", step: "any" };
+  const flag = (name, label, options = YES_NO) =>
+    field(name, label, choices(label, options, (value) => filterBy(name, value), filters.get(name) ?? ""));
+  return h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
+    input("first_step", "From step", whole), input("last_step", "To step", whole),
+    input("environment", "Environment"), input("group", "Group"), input("version", "Version", whole),
+    input("min_reward", "Reward from", decimal), input("max_reward", "Reward to", decimal),
+    flag("evaluation", "Evaluation"), flag("truncated", "Truncated"), flag("failed", "Failed"), flag("dropped", "Dropped"),
+    flag("order", "Order", [["", "newest first"], ["oldest", "oldest first"]]));
+}
+
+function rolloutTable(run) {
+  const numeric = (title, value, text = (rollout) => number(value(rollout), 3)) =>
+    ({ title, class: "num", sort: value, cell: text });
+  return sortableTable([
+    numeric("Step", ({ step }) => step ?? Infinity, ({ step }) => (step === null ? "–" : String(step))),
+    { title: "Rollout", class: "name", cell: ({ id }) => link(id, "run", run.name, "rollouts", id) },
+    { title: "Environment", cell: ({ environment }) => visible(environment) },
+    { title: "State", cell: ({ state }) => rolloutBadge(state) },
+    numeric("Reward", ({ reward }) => reward),
+    numeric("Advantage", ({ advantage }) => advantage),
+    numeric("Tokens", ({ sampled_tokens }) => sampled_tokens, ({ sampled_tokens }) => number(sampled_tokens)),
+    numeric("Turns", ({ turns }) => turns),
+    numeric("Versions", ({ oldest_version }) => oldest_version, versionRange),
+    numeric("Time", ({ seconds }) => seconds, ({ seconds }) => duration(seconds)),
+    { title: "Remark", class: "text", cell: rolloutRemark },
+  ], { caption: "Rollouts" });
+}
+
+function rolloutRemark({ error, dropped, truncated }) {
+  const text = visible(error || dropped || (truncated ? "truncated" : ""));
+  return h("span", { class: error ? "error" : "warning", title: text }, text);
+}
+
+function versionRange({ oldest_version: oldest, newest_version: newest }) {
+  return oldest === null ? "–" : oldest === newest ? String(oldest) : `${oldest}–${newest}`;
 }
 
 async function rolloutPage(panel, run, signal, id) {
   const transcript = await get(apiPath("runs", run.name, "rollouts", id));
   if (signal.aborted) return;
   const { summary } = transcript;
-  const place = listed.indexOf(summary.id);
-  const neighbour = (text, offset) => place < 0 || !listed[place + offset] ? null : h("a", { href: route("run", run.name, "rollouts", listed[place + offset]) }, text);
-  const filter = (text, parameters) => h("a", { href: route("run", run.name, "rollouts", new URLSearchParams(parameters).toString()) }, text);
-  show(panel, h("div", { class: "title rollout-title" }, h("a", { href: route("run", run.name, "rollouts") }, "← Rollouts"), h("h2", null, visible(summary.id)),
-    badge(summary.state, STATE_OF_ROLLOUT[summary.state] ?? "idle"), h("span", { class: "dim" }, visible(summary.environment)),
-    exported ? null : [filter("its group", { group: summary.group }), summary.step === null ? null : filter(`step ${summary.step}`, { first_step: summary.step, last_step: summary.step })],
-    h("span", { class: "space" }), neighbour("previous", -1), neighbour("next", 1)),
-  rolloutFacts(summary), transcriptView(transcript));
+  const { step } = summary;
+  const position = listed.indexOf(summary.id);
+  const neighbour = (text, offset) =>
+    position >= 0 && listed[position + offset] ? link(text, "run", run.name, "rollouts", listed[position + offset]) : null;
+  const filtered = (text, parameters) =>
+    exported ? null : link(text, "run", run.name, "rollouts", new URLSearchParams(parameters).toString());
+  show(panel,
+    h("div", { class: "title rollout-title" },
+      link("← Rollouts", "run", run.name, "rollouts"), h("h2", null, visible(summary.id)), rolloutBadge(summary.state),
+      h("span", { class: "dim" }, visible(summary.environment)),
+      filtered("its group", { group: summary.group }),
+      step === null ? null : filtered(`step ${step}`, { first_step: step, last_step: step }),
+      h("span", { class: "space" }), neighbour("previous", -1), neighbour("next", 1)),
+    rolloutFacts(summary), transcriptView(transcript));
 }

@@ -53,10 +53,13 @@ function runHeader(status) {
   const step = status.step ?? metrics.step ?? 0;
   const sft = status.task === "sft";
   const failed = Object.values(progress.failures ?? {}).reduce((sum, each) => sum + each.failed, 0);
+  const job = status.job_id ? `job ${status.job_id}` : "no job";
   return [
-    h("div", { class: "title" }, h("h1", null, status.run), phaseBadge(status.phase), status.emulated ? badge("emulated", "warn") : null,
-      h("span", { class: "dim" }, [status.task, `attempt ${status.attempt}`, status.job_id ? `job ${status.job_id}` : "no job"].join(" · "))),
-    h("div", { class: "headline" }, progressBar(step, status.max_steps), h("span", { class: "num" }, `step ${step} of ${status.max_steps}`),
+    h("div", { class: "title" },
+      h("h1", null, status.run), phaseBadge(status.phase), status.emulated ? badge("emulated", "warn") : null,
+      h("span", { class: "dim" }, `${status.task} · attempt ${status.attempt} · ${job}`)),
+    h("div", { class: "headline" },
+      progressBar(step, status.max_steps), h("span", { class: "num" }, `step ${step} of ${status.max_steps}`),
       isNumber(status.eta_s) ? h("span", { class: "dim" }, `${duration(status.eta_s)} left`) : null),
     facts([
       sft ? ["Loss", number(metrics["trainer/loss"])] : ["Reward", number(metrics["reward/mean"], 3)],
@@ -75,18 +78,23 @@ function runHeader(status) {
 }
 
 function runMessages(status) {
-  const advice = status.advice.map((each) => h("div", { class: "note warning" }, h("strong", null, each.text), h("p", null, each.reason),
-    Object.entries(each.changes).map(([field, value]) => h("code", null, `${field}: ${value}`))));
-  const ended = ["failed", "lost", "silent"].includes(status.phase) ? "error" : "";
+  const level = ["failed", "lost", "silent"].includes(status.phase) ? "error" : "";
+  const obstacle = ({ component, never, text, reason, fix }) =>
+    `${component || "The job"} ${never ? "cannot" : "does not"} start: ${text} (${reason}). ${fix}`;
+  const failures = ([label, { failed, of_reason: same, reason }]) =>
+    `${label}: ${plural(failed, "rollout")} failed, ${same} with: ${reason}`;
+  const advice = ({ text, reason, changes }) => h("div", { class: "note warning" },
+    h("strong", null, text), h("p", null, reason),
+    Object.entries(changes).map(([field, value]) => h("code", null, `${field}: ${value}`)));
   return [
     status.emulated ? note("Emulated: stand-ins made up all rewards, losses and speeds.", "warning") : null,
-    status.reason ? note(status.reason, ended) : null,
+    status.reason ? note(status.reason, level) : null,
     status.silence ? note([status.silence.text, ...status.silence.causes].join(". "), "error") : null,
     status.waits_for ? note(status.waits_for, "warning") : null,
     status.invalid.map((problem) => note(`Invalid: ${problem}`, "error")),
-    status.obstacles.map((each) => note(`${each.component || "The job"} ${each.never ? "cannot" : "does not"} start: ${each.text} (${each.reason}). ${each.fix}`, "warning")),
+    status.obstacles.map((each) => note(obstacle(each), "warning")),
     status.damaged.map((text) => note(text, "warning")),
-    Object.entries(status.progress?.failures ?? {}).map(([label, each]) => note(`${label}: ${plural(each.failed, "rollout")} failed, ${each.of_reason} with: ${each.reason}`, "warning")),
-    advice,
+    Object.entries(status.progress?.failures ?? {}).map((each) => note(failures(each), "warning")),
+    status.advice.map(advice),
   ];
 }
