@@ -11,8 +11,8 @@ from primeslurm.records.metrics import Row
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 34
+# Of one line; more are averaged in buckets.
 MAX_POINTS = 240
-"""Of one line; more are averaged in buckets."""
 TICKS = 5
 
 Points = list[tuple[float, float]]

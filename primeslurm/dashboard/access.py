@@ -15,8 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+# Name of the query parameter.
 TOKEN = "token"
-"""Name of the query parameter."""
 COOKIE_AGE_S = 30 * 24 * 3600
 POLICY = "; ".join(
     (

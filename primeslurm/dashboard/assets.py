@@ -9,6 +9,7 @@ from primeslurm.base.templating import environment
 
 STATIC = Path(__file__).parent / "static"
 STYLES = ("vendor/uPlot.min.css", "dashboard.css")
+# Scripts in the order in which they run. They share one scope, so a report can hold all of them as one script.
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     *("dom.js", "source.js", "plots.js", "tables.js"),
@@ -17,7 +18,6 @@ SCRIPTS = (
     *("run_page.js", "compare_page.js"),
     "main.js",
 )
-"""Scripts in the order in which they run. They share one scope, so a report can hold all of them as one script."""
 
 
 def text(names: Iterable[str]) -> str:

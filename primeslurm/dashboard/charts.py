@@ -11,18 +11,18 @@ import numpy as np
 from primeslurm.dashboard.metric_table import Columns, MetricTable, spread
 from primeslurm.records.metrics import EVALUATION
 
+# Most points of a chart, about as many as it has pixels.
 POINTS = 600
-"""Most points of a chart, about as many as it has pixels."""
+# Section of the metrics that no chart of `_CHARTS` shows.
 OTHER = "Other metrics"
-"""Section of the metrics that no chart of `_CHARTS` shows."""
 _ROLES = ("engine", "prefill", "decode")
+# First parts of metric names that are no label of an environment.
 _OWN = frozenset(
     {
         *("reward", "groups", "env", "length_penalty", "memory", "trainer", "staleness", "rollouts", "router_replay"),
         *("teacher", "throughput", "policy", "queue", "engines", "eval"),
     }
 )
-"""First parts of metric names that are no label of an environment."""
 
 
 class ChartSpec(NamedTuple):

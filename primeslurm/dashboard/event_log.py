@@ -16,10 +16,10 @@ from primeslurm.records.record import Event
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status.event_text import notable
 
+# Newest notable events that are kept of each file.
 PER_FILE = 2000
-"""Newest notable events that are kept of each file."""
+# Newest events of an attempt that are shown.
 SHOWN = 1000
-"""Newest events of an attempt that are shown."""
 
 
 class EventLog:

@@ -8,8 +8,8 @@ from typing import BinaryIO, NamedTuple
 
 from primeslurm.base import files
 
+# Most bytes of one read. The next read returns the rest.
 LIMIT_BYTES = 64 << 20
-"""Most bytes of one read. The next read returns the rest."""
 
 
 class Appended(NamedTuple):

@@ -14,8 +14,8 @@ from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, JobQuery
 
+# Seconds for which the state of a job that has not ended is used.
 ACTIVE_S = 20.0
-"""Seconds for which the state of a job that has not ended is used."""
 ENDED_S = 600.0
 _NOT_ENDED = ("PENDING", "CONFIGURING", "COMPLETING", SUBMITTING, NO_ANSWER, *ALIVE)
 

@@ -16,17 +16,17 @@ from primeslurm.dashboard.run_data import RunData, RunIndex
 from primeslurm.dashboard.text import encode
 from primeslurm.run.status.run_status import ACTIVE
 
+# Seconds between two looks at an active run.
 POLL_S = 2.0
-"""Seconds between two looks at an active run."""
+# The same for a run that has ended.
 SLOW_POLL_S = 10.0
-"""The same for a run that has ended."""
 LIST_POLL_S = 5.0
 LOG_POLL_S = 0.7
+# If more rows are new, the browser loads all charts again.
 MOST_ROWS = 200
-"""If more rows are new, the browser loads all charts again."""
 
+# Name and data of an event.
 Change = tuple[str, Any]
-"""Name and data of an event."""
 
 
 class RunChanges:

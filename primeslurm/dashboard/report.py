@@ -18,12 +18,12 @@ from primeslurm.dashboard.text import encodable, encode
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.run_status import JobQuery
 
+# Most evaluated examples in a report; those of the newest evaluations come first.
 MAX_EXAMPLES = 2000
-"""Most evaluated examples in a report; those of the newest evaluations come first."""
+# Most rollouts in a report; the newest ones.
 MAX_ROLLOUTS = 30
-"""Most rollouts in a report; the newest ones."""
+# Most tokens of these rollouts. A token takes about 60 bytes.
 MAX_TOKENS = 50_000
-"""Most tokens of these rollouts. A token takes about 60 bytes."""
 
 
 def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:

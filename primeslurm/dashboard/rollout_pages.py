@@ -13,8 +13,8 @@ from primeslurm.records.rollouts import RolloutTranscript
 from primeslurm.run.rollouts.archive import RolloutArchive, RolloutPage
 from primeslurm.run.rollouts.query import RolloutQuery
 
+# Rollouts of a page, if the browser does not say how many.
 LIMIT = 100
-"""Rollouts of a page, if the browser does not say how many."""
 MOST = 1000
 _FLAGS = {"true": True, "false": False}
 

@@ -35,16 +35,16 @@ from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
 
 T = TypeVar("T")
+# Seconds for which a status is used again, so that several viewers cost as much as one.
 FRESH_S = 1.5
-"""Seconds for which a status is used again, so that several viewers cost as much as one."""
+# The same for the list of all runs.
 LIST_FRESH_S = 4.0
-"""The same for the list of all runs."""
+# Longest time that the page of one run waits for Slurm's first answer [s].
 SLURM_WAIT_S = 1.0
-"""Longest time that the page of one run waits for Slurm's first answer [s]."""
+# Runs whose metrics and events are kept in memory.
 OPEN_RUNS = 16
-"""Runs whose metrics and events are kept in memory."""
+# Errors that files of a damaged run, or of another release, cause.
 _DAMAGED = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors that files of a damaged run, or of another release, cause."""
 
 
 class RunData:

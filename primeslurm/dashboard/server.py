@@ -20,8 +20,8 @@ from primeslurm.dashboard.run_data import RunIndex
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.run_status import JobQuery
 
+# First port that is tried if the user names none.
 PORT = 8420
-"""First port that is tried if the user names none."""
 TRIES = 20
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _EVERY_ADDRESS = ("0.0.0.0", "::")

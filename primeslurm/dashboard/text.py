@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+# Most characters of a line that are shown.
 MAX_LINE = 4000
-"""Most characters of a line that are shown."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 

@@ -57,11 +57,7 @@ class MetricsLog:
         self._wandb = _wandb(run_dir, wandb) if wandb is not None else None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Add the row of a step. A second row of the same step is ignored.
-
-        Raises:
-            OSError: the row is not in the file yet; the next row or `flush` writes it.
-        """
+        """Add the row of a step, unless it has one. Raises OSError if the next row or `flush` must write it."""
         if step <= self._last:
             return
         self._last = step
@@ -96,7 +92,6 @@ class MetricsLog:
                 self._unwritten = b""
 
     def sync(self) -> None:
-        """Flush all rows to disk. Raises OSError."""
         self.flush()
         with self._lock:
             durable.sync_if_there(self._path)
@@ -116,10 +111,7 @@ def sync(run_dir: Path) -> None:
 
 
 def with_rl_names(row: Row) -> Row:
-    """Return a row with the names of RL runs.
-
-    RL runs measure `throughput/step_seconds`. For SFT it is the sum of the trainer's phases.
-    """
+    """Return a row with the names of RL runs. The time of an SFT step is the sum of the trainer's phases."""
     if "loss" not in row:
         return row
     common = {name: row[name] for name in ("step", "time") if name in row}

@@ -15,8 +15,8 @@ from primeslurm.run.records import progress_of
 from primeslurm.run.status.liveness import SILENT_S, HeadSilence, unresponsive_writers
 from primeslurm.run.status.run_status import ACTIVE, FINE, JobQuery, phase_and_reason
 
+# Bytes of metrics.jsonl that are read.
 TAIL_BYTES = 32 * 1024
-"""Bytes of metrics.jsonl that are read."""
 
 Health = Literal["ok", "warning", "error"]
 

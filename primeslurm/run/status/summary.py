@@ -20,8 +20,8 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 from primeslurm.run.status.plan_outline import read_outline
 
+# Steps averaged at the start and at the end of the run.
 WINDOW = 5
-"""Steps averaged at the start and at the end of the run."""
 
 
 class Summary(msgspec.Struct, frozen=True):

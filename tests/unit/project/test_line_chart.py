@@ -18,7 +18,7 @@ from scripts.line_chart import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH, chart, ni
         (-4.0, -4.0, [-4.0, -3.0, -2.0, -1.0, 0.0]),
     ],
 )
-def test_marks_are_round_and_span_the_values(low: float, high: float, marks: list[float]) -> None:
+def test_ticks_are_round_and_span_the_values(low: float, high: float, marks: list[float]) -> None:
     assert nice_marks(low, high) == pytest.approx(marks)
 
 
@@ -26,7 +26,7 @@ def rows(*values: float) -> list[dict[str, float]]:
     return [{"step": i, "x": value} for i, value in enumerate(values, 1)]
 
 
-def test_a_chart_spans_its_frame() -> None:
+def test_chart_spans_its_frame() -> None:
     found = chart("T", "u", rows(0.0, 5.0, 10.0), [("x", "x"), ("not there", "y")])
     assert found is not None
     (line,) = found.lines
@@ -36,13 +36,13 @@ def test_a_chart_spans_its_frame() -> None:
     assert [tick.label for tick in found.y_ticks] == ["0", "2.5", "5", "7.5", "10"]
 
 
-def test_nothing_to_draw_is_no_chart() -> None:
+def test_there_is_no_chart_without_values() -> None:
     assert chart("T", "", rows(1.0), [("y", "y")]) is None
     assert chart("T", "", rows(float("nan"), float("inf")), [("x", "x")]) is None
     assert chart("T", "", [], [("x", "x")]) is None
 
 
-def test_missing_steps_break_the_line_and_long_runs_are_thinned() -> None:
+def test_missing_steps_break_the_line_and_long_runs_are_averaged() -> None:
     gap = [*rows(1.0, 2.0), {"step": 30, "x": 3.0}, {"step": 31, "x": 3.0}]
     found = chart("T", "", gap, [("x", "x")])
     assert found is not None and len(found.lines[0].paths) == 2
