@@ -46,8 +46,8 @@ function searchField(label, oninput) {
 }
 
 // options: [value, text]
-function choices(label, options, onchange, chosen = "") {
-  return h("select", { "aria-label": label, onchange: (event) => onchange(event.target.value) },
+function choices(label, options, onchange, chosen = "", props = {}) {
+  return h("select", { "aria-label": label, onchange: (event) => onchange(event.target.value), ...props },
     options.map(([value, text]) => h("option", { value, selected: value === chosen }, text)));
 }
 

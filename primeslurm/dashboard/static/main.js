@@ -1,13 +1,15 @@
 "use strict";
 // Routes addresses to pages, and switches between light and dark.
 
-const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
+const THEMES = { auto: "◐ System", light: "○ Light", dark: "● Dark" };
 let page = new AbortController();
 
 function applyTheme(name) {
   if (name === "auto") document.documentElement.removeAttribute("data-theme");
   else document.documentElement.setAttribute("data-theme", name);
-  document.getElementById("theme").textContent = THEMES[name];
+  const button = document.getElementById("theme");
+  button.textContent = THEMES[name];
+  button.setAttribute("aria-label", `Theme: ${THEMES[name].slice(2)}`);
   redrawPlots();
 }
 

@@ -120,8 +120,8 @@ class Plot {
 
   series() {
     const { lines, stacked, steps } = this.chart;
-    const points = { show: steps.length <= 60, size: 4 };
-    const common = (index) => ({ show: this.visible(index), spanGaps: true, points });
+    const points = (index) => ({ show: steps.length <= 40, size: 4, fill: this.colour(index) });
+    const common = (index) => ({ show: this.visible(index), spanGaps: true, points: points(index) });
     if (stacked) {
       return lines.map((_, index) => ({
         ...common(index), points: { show: false }, stroke: this.colour(index), fill: this.colour(index, 0.55), width: 1,

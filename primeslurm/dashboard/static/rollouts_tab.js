@@ -62,7 +62,7 @@ function rolloutFilters(filters, filterBy) {
   const whole = { type: "number", min: 0 };
   const decimal = { type: "number", step: "any" };
   const flag = (name, label, options = YES_NO) =>
-    field(name, label, choices(label, options, (value) => filterBy(name, value), filters.get(name) ?? ""));
+    field(name, label, choices(label, options, (value) => filterBy(name, value), filters.get(name) ?? "", { name }));
   return h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
     input("first_step", "From step", whole), input("last_step", "To step", whole),
     input("environment", "Environment"), input("group", "Group"), input("version", "Version", whole),

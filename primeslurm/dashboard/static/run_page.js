@@ -69,10 +69,10 @@ function runHeader(status) {
       ["Step time", duration(metrics["throughput/step_seconds"])],
       ["Tokens/s", number(metrics["throughput/tokens_per_s"] ?? metrics["trainer/tokens_per_s"], 3)],
       isNumber(metrics["trainer/mfu"]) ? ["MFU", percent(metrics["trainer/mfu"])] : null,
-      sft ? null : ["In flight", isNumber(progress.inflight) ? `${progress.inflight} rollouts` : "–"],
-      ["Committed", status.committed_step === null ? "–" : `step ${status.committed_step}`],
+      isNumber(progress.inflight) ? ["In flight", plural(progress.inflight, "rollout")] : null,
+      status.committed_step === null ? null : ["Committed", `step ${status.committed_step}`],
       failed ? ["Failed rollouts", number(failed), "warning"] : null,
-      ["Elapsed", duration(status.elapsed_s)],
+      isNumber(status.elapsed_s) ? ["Elapsed", duration(status.elapsed_s)] : null,
     ].filter(Boolean)),
   ];
 }
