@@ -70,6 +70,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         ),
         "dashboard": Verb("dashboard:dashboard", "Serve a web page about all runs, with live curves."),
         "logs": Verb("watch:logs", "Print the logs of a run's processes."),
+        "rollouts": Verb("rollouts:rollouts", "Read what the policy wrote, and how it was trained."),
         "doctor": Verb(
             "doctor:doctor",
             "Find out why a run failed, or check an installation.",

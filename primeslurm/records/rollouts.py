@@ -27,7 +27,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0  # attempt of the run; 0 if unknown
     example: int = 0  # position in the environment's task stream
     task: int | None = None  # index in the taskset, if a curriculum or an evaluation chose the task
-    agents: list[str] = []  # names of the agents that acted, if the environment has several
+    agents: list[str] = []  # names of the agents that acted
     reward: float | None = None  # from the environment; the mean if several agents acted. None: failed
     length_penalty: float = 0.0  # subtracted from the reward before advantages are computed
     reward_parts: dict[str, float] = {}  # weighted terms of the reward by name
@@ -105,7 +105,7 @@ class TokenSequence(msgspec.Struct, frozen=True, kw_only=True):
 class AgentConversation(msgspec.Struct, frozen=True, kw_only=True):
     """What one agent said and saw. A conversation that was rewritten or branched has several sequences."""
 
-    agent: str = ""  # empty if the environment has only one
+    agent: str = ""
     reward: float | None = None
     messages: list[Message] = []  # empty if the conversation was not kept
     tools: list[str] = []  # names of the tools that the policy was offered

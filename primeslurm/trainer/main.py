@@ -25,6 +25,7 @@ from primeslurm.trainer.data.sft_data import Conversations
 from primeslurm.trainer.distributed.world import RankError, World, bound_memory, host_memory, join
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
+from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.collective import CollectiveTransfer, Sender
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
@@ -78,7 +79,8 @@ def _task(
     reader = None
     if recipe.model.vlm is not None:
         reader = ImageReader(policy.source, model_directory.load_config(policy.source).image_token_id)
-    train_step = TrainStep(policy, recipe, world, reader)
+    kept = KeptLogprobs(run_dir, attempt, world.rank) if recipe.task == "rl" else None
+    train_step = TrainStep(policy, recipe, world, reader, kept=kept)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)

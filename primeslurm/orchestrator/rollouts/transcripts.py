@@ -113,6 +113,7 @@ class Credited(msgspec.Struct, frozen=True):
 
     mask: Bool
     advantages: Float32
+    number: int | None = None  # of the sequence in its batch
 
 
 def stored(
@@ -129,7 +130,10 @@ def stored(
         DamagedError: a transcript cannot be decoded.
     """
     credits = credits or [Credited(sequence.mask, np.full(0, np.nan, np.float32)) for sequence in rollout]
-    conversations, pieces, reward_parts = [], {}, {}
+    agents = list(dict.fromkeys(sequence.info.agent for sequence in rollout))
+    conversations: list[StoredConversation] = []
+    pieces: dict[int, str] = {}
+    reward_parts: dict[str, float] = {}
     remaining = iter(credits)
     for trace in traces_of(rollout):
         info = trace[0].info
@@ -139,7 +143,7 @@ def stored(
         if transcript is not None:
             conversation = msgspec.structs.replace(conversation, messages=transcript.messages, tools=transcript.tools)
             pieces |= transcript.pieces
-            prefix = f"{info.agent}/" if info.agent else ""
+            prefix = f"{info.agent}/" if len(agents) > 1 else ""
             reward_parts |= {f"{prefix}{name}": value for name, value in transcript.reward_parts.items()}
         conversations.append(conversation)
     summary = msgspec.structs.replace(_summary(rollout, credits, facts), reward_parts=reward_parts)
@@ -159,6 +163,7 @@ def _sequence(sequence: Rollout, credit: Credited, transcript: Transcript | None
     trained[: len(credit.mask)] = credit.mask
     return StoredSequence(
         spans=spans,
+        number=credit.number,
         token_ids=_bytes(sequence.token_ids, "<i4"),
         trained=_bytes(trained, "?"),
         versions=_bytes(sequence.versions, "<i4"),
@@ -181,7 +186,7 @@ def _summary(rollout: Sequence[Rollout], credits: Sequence[Credited], facts: Map
         "id": first.id,
         "group": first.group,
         "environment": first.environment,
-        "agents": list(dict.fromkeys(info.agent for info in infos if info.agent)),
+        "agents": list(dict.fromkeys(info.agent for info in infos)),
         "reward": fmean(info.reward for info in infos),
         "length_penalty": fmean(info.length_penalty for info in infos),
         "metrics": {name: value for info in infos for name, value in info.metrics.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import (
@@ -174,6 +174,18 @@ class Wandb(Section):
     W&B."""
 
 
+class KeptRollouts(Section):
+    """Rollouts that are kept as readable text, for `primeslurm rollouts`."""
+
+    per_step: NonNegativeInt = 16
+    """Rollouts of each step's batch that are kept, and as many of those that were dropped, and of those that failed. 0:
+    none."""
+    evaluations: bool = True
+    """Keep all rollouts of evaluations."""
+    max_gb: PositiveFloat = 4.0
+    """Largest size of the archive in GB. The oldest steps are removed first, evaluations last."""
+
+
 class Monitor(Section):
     """Where metrics are logged besides `metrics.jsonl`."""
 
@@ -182,6 +194,8 @@ class Monitor(Section):
     wandb: Wandb | None = None
     """Log to Weights & Biases, for example `{project: my-project}`. Also put WANDB_API_KEY in `pass_env`. Default: no
     W&B."""
+    rollouts: KeptRollouts = KeptRollouts()
+    """Which rollouts are kept as readable text in `rollouts/archive/` of the run directory."""
 
 
 class MetricsOptions(TypedDict):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -33,6 +34,16 @@ class RolloutSource(Protocol):
         ...
 
 
+class _ArchivedFile(NamedTuple):
+    """A file of the archive, and those of trainer ranks for the same step."""
+
+    file: ArchiveFile
+    logprobs: list[Path]
+
+    def read(self, id: str) -> RolloutTranscript:
+        return self.file.read(id, self.logprobs)
+
+
 class RolloutArchive:
     """The rollouts of one run, finished or live.
 
@@ -46,6 +57,7 @@ class RolloutArchive:
         self._files: dict[FileName, ArchiveFile] = {}
         self._spool = SpoolReader(run_dir)
         self._problems: dict[str, str] = {}
+        self._followed: set[FileName] = set()
 
     def page(
         self, query: RolloutQuery | None = None, *, offset: int = 0, limit: int | None = 100, newest: bool = True
@@ -68,7 +80,34 @@ class RolloutArchive:
                     if total >= offset and (end is None or total < end):
                         rollouts.append(summary)
                     total += 1
-        return RolloutPage(rollouts, total, sorted(self._problems.values()))
+        return RolloutPage(rollouts, total, self.problems)
+
+    @property
+    def problems(self) -> list[str]:
+        """Files and rollouts that the last call could not read, and why."""
+        return sorted(self._problems.values())
+
+    def transcripts(
+        self, query: RolloutQuery | None = None, *, limit: int | None = None
+    ) -> Iterator[RolloutTranscript]:
+        """Yield the rollouts that a query admits, newest first. Those that cannot be read are noted as problems."""
+        query = query or RolloutQuery()
+        remaining = math.inf if limit is None else limit
+        for source, summaries in self._sources(query, newest=True):
+            for summary in reversed(summaries):
+                if remaining > 0 and query.admits(summary):
+                    remaining -= 1
+                    try:
+                        yield source.read(summary.id)
+                    except (DamagedFileError, OSError) as error:
+                        self._problems[summary.id] = f"rollout {summary.id}: {error}"
+
+    def fresh(self, query: RolloutQuery | None = None) -> list[RolloutSummary]:
+        """Return summaries that a query admits, oldest first, of archive files that no earlier call has read."""
+        query = query or RolloutQuery()
+        names = [name for name in _names(files.listing(self._directory)) if name not in self._followed]
+        self._followed.update(names)
+        return [each for name in names for each in self._summaries(name) if query.admits(each)]
 
     def get(self, id: str) -> RolloutTranscript:
         """Read one rollout.
@@ -103,7 +142,11 @@ class RolloutArchive:
     def _sources(self, query: RolloutQuery, *, newest: bool) -> Iterator[tuple[RolloutSource, list[RolloutSummary]]]:
         """Yield the files that a query may admit, in order, with their summaries. Notes files with problems."""
         self._problems.clear()
-        names = self._names()
+        paths = files.listing(self._directory)
+        names = _names(paths)
+        logprobs: dict[str, list[Path]] = {}
+        for path in paths:
+            logprobs.setdefault(rollout_files.logprobs_stem(path.name), []).append(path)
         spooled = self._spool.files(self._problems)
         # A group of a batch stays in the spool until a checkpoint covers it, and some of its rollouts are in the
         # archive, too. The archive knows their advantages.
@@ -116,13 +159,10 @@ class RolloutArchive:
             if query.steps is None or query.steps[0] <= name.step <= query.steps[1]:
                 summaries = self._summaries(name)
                 if summaries:
-                    yield self._files[name], summaries
+                    of_trainer = logprobs.get(name.stem, []) if name.kind == "batch" else []
+                    yield _ArchivedFile(self._files[name], of_trainer), summaries
         if not newest:
             yield from waiting
-
-    def _names(self) -> list[FileName]:
-        names = (rollout_files.parse_name(path.name) for path in files.listing(self._directory))
-        return sorted(name for name in names if name is not None)
 
     def _summaries(self, name: FileName) -> list[RolloutSummary]:
         """Return the summaries of a file; none if it cannot be read."""
@@ -135,3 +175,8 @@ class RolloutArchive:
         except (DamagedFileError, OSError) as error:
             self._problems[str(name)] = f"{name}: {error}"
             return []
+
+
+def _names(paths: Iterable[Path]) -> list[FileName]:
+    names = (rollout_files.parse_name(path.name) for path in paths)
+    return sorted(name for name in names if name is not None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from primeslurm.records.rollouts import RolloutSummary
 
 
-@dataclass(frozen=True)
-class RolloutQuery:
+class RolloutQuery(msgspec.Struct, frozen=True):
     """Conditions that all must hold. A default admits every rollout."""
 
     steps: tuple[int, int] | None = None  # first and last step

@@ -45,7 +45,7 @@ class SpooledFile(NamedTuple):
         """Read one rollout. Raise DamagedFileError, or OSError."""
         for summary, rollout in _stored(self.path, self.step, self.attempt):
             if summary.id == id:
-                return rollout.shown(summary)
+                return rollout.shown(summary, {})
         raise DamagedFileError("the group was sampled again meanwhile")
 
 

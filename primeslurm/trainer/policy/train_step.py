@@ -24,8 +24,9 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
+from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.wire.batches.batch import Batch, Row, stack
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, stack
 
 # Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
 # weights are broken.
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 class TrainStep:
     """The policy with the recipe's loss (or `loss`), optimizer and learning rate schedule.
 
-    `reader` is None for text-only training.
+    `reader` is None for text-only training. `kept` writes log-probabilities of rollouts in the archive.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class TrainStep:
         world: World,
         reader: ImageReader | None = None,
         loss: LossFunction | None = None,
+        kept: KeptLogprobs | None = None,
     ) -> None:
         self.policy = policy
         self._config = config = recipe.trainer.optimizer
         self._loss = loss or (from_recipe(recipe.trainer.loss) if recipe.task == "rl" else cross_entropy)
         self._world = world
         self._reader = reader
+        self._kept = kept
         self._compilations = CompilationMetrics(policy.compiled, world)
         self.optimizer = optimizers.build(config, policy.model, policy.dtype, policy.host_states)
         self.scheduler = optimizers.schedule(config, recipe.max_steps, self.optimizer)
@@ -73,6 +76,8 @@ class TrainStep:
         with timer.phase("optimizer"):
             lr = self.optimizer.lr
             grad_norm, skipped = self._update(batch.info.step)
+        if self._kept is not None:
+            self._kept.write(batch.info.step)
         seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
         if on_policy := metrics.get("on_policy_fraction", 0.0):
@@ -93,6 +98,7 @@ class TrainStep:
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
         layout, micro_batches = self.policy.layout, self._micro_batches(batch)
+        first_row = 0
         for number, rows in enumerate(micro_batches, 1):
             liveness().heartbeat()
             if layout.reduce_gradients == "step":
@@ -101,7 +107,10 @@ class TrainStep:
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # If any row of the batch has images, every rank runs the vision encoder in every micro batch, because the
             # encoder's weights are gathered from all ranks.
-            sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
+            sums = self._micro_batch(
+                arrays, self._images(rows) if batch.info.has_images else None, batch.info, first_row
+            )
+            first_row += len(rows)
             (sums.loss / tokens).backward()
             for name, value in sums.metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
@@ -121,7 +130,9 @@ class TrainStep:
         images = self._world.attempt(lambda: [read(row, reader) for row in rows], "reading images")
         return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
-    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
+    def _micro_batch(
+        self, row: dict[str, torch.Tensor], images: VisionInput | None, info: BatchInfo, first_row: int
+    ) -> Any:
         positions = row.pop("positions")
         length = positions.shape[1] // self.policy.cp_world
         # Logits at a position predict the next token, so targets are shifted by one.
@@ -142,7 +153,10 @@ class TrainStep:
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
         whole_positions = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
-        return self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
+        logprobs, entropy, trained = self.policy.score(tokens, whole_positions, mask, targets, routed, images)
+        if self._kept is not None:
+            self._kept.add(info, first_row, mask, logprobs)
+        return self._loss(logprobs, entropy, trained)
 
     def _update(self, step: int) -> tuple[float, bool]:
         """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""

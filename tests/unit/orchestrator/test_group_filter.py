@@ -109,7 +109,7 @@ def test_actions_mask_or_drop_a_rollout() -> None:
     results = {}
     for action in ("drop", "mask", "monitor"):
         options = Orchestrator.model_validate({"filters": [{"type": "truncated", "action": action}]})
-        rest, counts = sift(made, rollout_filters(options.filters, "/none"))
+        rest, counts, _ = sift(made, rollout_filters(options.filters, "/none"))
         assert counts == Counter(truncated=1) and rest is not None
         docs = documents([rest], 128, 0, Grpo())
         results[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
@@ -122,7 +122,7 @@ def test_drop_takes_precedence_over_mask() -> None:
     filters = [{"type": "truncated"}, {"type": "length", "max_tokens": 2}]
     options = Orchestrator.model_validate({"filters": filters})
     made = group(rollout(), rollout(finish="length", logprobs=[-1.0] * 9), rollout(finish="length"))
-    rest, counts = sift(made, rollout_filters(options.filters, "/none"))
+    rest, counts, _ = sift(made, rollout_filters(options.filters, "/none"))
     assert counts == Counter(truncated=2, length=1)
     assert rest is not None and [int(one.mask.sum()) for one in rest.sequences] == [2, 0]
 

@@ -16,6 +16,8 @@ from primeslurm.orchestrator.algorithms import Algorithm, Grpo
 from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGroup, GroupFinalizer
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
+from primeslurm.recipe.sections.slurm import KeptRollouts
 from tests.unit.orchestrator.test_group_filter import group, group_filter, rollout
 
 
@@ -33,7 +35,8 @@ def finalizer(tmp_path: Path, spool: Spool) -> Iterator[GroupFinalizer]:
 
 def finalizer_of(tmp_path: Path, spool: Spool, algorithm: Algorithm | None = None) -> GroupFinalizer:
     filters = group_filter(tmp_path, algorithm, orchestrator={"filters": [{"type": "zero_advantage"}]})
-    return GroupFinalizer(filters, spool, retry_s=0.01)
+    recorder = RolloutRecorder(tmp_path, 1, KeptRollouts(), lambda: 1)
+    return GroupFinalizer(filters, spool, recorder, retry_s=0.01)
 
 
 def good(name: str) -> CompleteGroup:

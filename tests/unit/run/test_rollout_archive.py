@@ -46,6 +46,7 @@ def rollout(number: int, reward: float = 1.0, group: str = "e-00000000", finish:
         metrics={"commands": 1.0},
         turns=2,
         finish_reason=finish,
+        agent="agent",
         transcript=transcripts.encode(transcript),
     )
     versions = np.array([-1, -1, -1, 4, 4, -1, -1, 5], np.int32)
@@ -53,10 +54,10 @@ def rollout(number: int, reward: float = 1.0, group: str = "e-00000000", finish:
     return Rollout(info, np.arange(100, 108, dtype=np.int32), versions >= 0, logprobs, versions)
 
 
-def write(run: Path, step: int, numbers: range, kind: str = "training") -> Path:
+def write(run: Path, step: int, numbers: range, kind: str = "batch") -> Path:
     """Write a file of the archive with one rollout per number, and return its path."""
     credit = Credited(rollout(0).mask, np.full(8, 0.25, np.float32))
-    facts = {"state": "trained" if kind == "training" else "evaluated", "step": step, "evaluation": kind != "training"}
+    facts = {"state": "trained" if kind == "batch" else "evaluated", "step": step, "evaluation": kind != "batch"}
     stored = [transcripts.stored([rollout(n, n / 10, f"e-{step:08d}")], facts, [credit]) for n in numbers]
     path = run / rollout_files.DIRECTORY / str(FileName(step, 1, kind, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +74,7 @@ def test_archived_rollout_is_read_as_it_was(tmp_path: Path) -> None:
         environment="e",
         state="trained",
         step=6,
+        agents=["agent"],
         reward=0.2,
         reward_parts={"right": 0.2},
         metrics={"commands": 1.0},
@@ -98,6 +100,27 @@ def test_archived_rollout_is_read_as_it_was(tmp_path: Path) -> None:
     assert sequence.logprobs == [None if version is None else -0.5 for version in sequence.versions]
     assert sequence.advantages == [None if version is None else 0.25 for version in sequence.versions]
     assert sequence.trainer_logprobs is None and sequence.ref_logprobs is None
+
+
+def test_log_probabilities_of_all_trainer_ranks_are_shown(tmp_path: Path) -> None:
+    """Two ranks may share a sequence. They write after the step, so the values are unknown before."""
+    made, facts = rollout(2), {"state": "trained", "step": 6}
+    stored = transcripts.stored([made], facts, [Credited(made.mask, np.ones(8, np.float32), number=5)])
+    path = tmp_path / rollout_files.DIRECTORY / str(FileName(6, 1, "batch", 0))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"".join(rollout_files.encode([stored])))
+    archive = RolloutArchive(tmp_path)
+
+    def shown() -> list[float | None] | None:
+        return archive.get("abc2").conversations[0].sequences[0].trainer_logprobs
+
+    assert shown() is None
+    values = {0: [(5, [3, 4], [-0.5, -0.25])], 1: [(5, [7], [-1.0]), (4, [0], [-9.0])]}
+    for rank, of_rank in values.items():
+        rollout_files.logprobs_path(tmp_path, 6, 1, rank).write_bytes(rollout_files.encode_logprobs(of_rank))
+    rollout_files.logprobs_path(tmp_path, 6, 2, 0).write_bytes(rollout_files.encode_logprobs([(5, [3], [-7.0])]))
+    rollout_files.logprobs_path(tmp_path, 7, 1, 0).write_bytes(rollout_files.encode_logprobs([(5, [3], [-7.0])]))
+    assert shown() == [None, None, None, -0.5, -0.25, None, None, -1.0]
 
 
 def test_pages_follow_the_steps(tmp_path: Path) -> None:
@@ -168,7 +191,7 @@ def test_damaged_file_hides_only_its_own_rollouts(tmp_path: Path) -> None:
 
 def test_other_files_in_the_directory_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, 1, range(2))
-    (path.parent / ".00000001-001-training-0000.rollouts.tmp").write_bytes(b"half")
+    (path.parent / ".00000001-001-batch-0000.rollouts.tmp").write_bytes(b"half")
     (path.parent / "notes.txt").write_text("mine")
     page = RolloutArchive(tmp_path).page()
     assert page.total == 2 and page.problems == []
