@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from primeslurm.base.errors import RunError
 from primeslurm.records.rollouts import RolloutTranscript
 from primeslurm.run.rollouts.archive import RolloutArchive, RolloutPage
 from primeslurm.run.rollouts.query import RolloutQuery
@@ -35,22 +33,13 @@ class RolloutPages:
         query = query_of(parameters)
         offset, limit = number(parameters, "offset") or 0, number(parameters, "limit")
         limit, newest = min(LIMIT if limit is None else limit, MOST), parameters.get("order") != "oldest"
-        with self._reading():
+        with self._lock:
             return self._archive.page(query, offset=offset, limit=limit, newest=newest)
 
     def transcript(self, rollout_id: str) -> RolloutTranscript:
         """Return one rollout with its conversations. Raises RunError."""
-        with self._reading():
+        with self._lock:
             return self._archive.get(rollout_id)
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        except ImportError as error:
-            what = f"rollouts are compressed, and {error.name} is not installed here"
-            raise RunError(f"{what}: pip install 'primeslurm[runtime]'") from error
 
 
 def query_of(parameters: Mapping[str, str]) -> RolloutQuery:

@@ -85,32 +85,33 @@ class RunData:
         """Return the line of the list of runs. A damaged run has the phase `damaged`."""
         with self._lock:
             try:
-                signature = self._files()
+                attempt = self.run.attempt(newest_attempt(self.run.path))
+                signature = self._files(attempt)
                 if self._overview is None or self._overview.active or signature != self._signature:
                     self._overview = read_overview(
-                        self.run, self._states.of(self.run), time.time(), recheck_s=self._recheck_s()
+                        self.run, self._states.of(self.run), time.time(), recheck_s=self._recheck_s(attempt)
                     )
                     self._signature = signature
             except (RunError, *_DAMAGED) as error:
                 self._overview = _damaged(self.run, error)
             return self._overview
 
-    def _recheck_s(self) -> float:
+    def _recheck_s(self, attempt: Attempt) -> float:
         """Return how long to watch a file of the head that looks old [s].
 
         Watching would delay the pages of many dead runs. A head that was seen to write is worth it: its clock differs.
         """
-        about = files.status(self.run.attempt(newest_attempt(self.run.path)).fleet_file)
+        about = files.status(attempt.fleet_file)
         seen = (about.st_ino, about.st_mtime_ns, about.st_size) if about else None
         if seen != self._head_file:
             self._head_wrote = -inf if self._head_file is None else self._clock()
             self._head_file = seen
         return RECHECK_S if self._clock() - self._head_wrote < 3 * SILENT_S else 0.0
 
-    def _files(self) -> object:
+    def _files(self, attempt: Attempt) -> object:
         # The files from which `read_overview` reads, except those that change while a run is active.
-        attempt = self.run.attempt(newest_attempt(self.run.path)).path
-        paths = (self.run.path / "attempts", self.run.path / FILE, attempt / "end.json", attempt / "job.json")
+        names = ("end.json", "job.json")
+        paths = [self.run.path / "attempts", self.run.path / FILE, *(attempt.path / name for name in names)]
         return [(about.st_mtime_ns, about.st_size) if (about := files.status(path)) else None for path in paths]
 
     def status(self, *, processes: bool = False) -> dict[str, Any]:
@@ -118,7 +119,8 @@ class RunData:
         with self._lock:
             read_at, status = self._statuses.get(processes, (0.0, {}))
             if not status or self._clock() - read_at > FRESH_S:
-                query, recheck_s = self._states.of(self.run, SLURM_WAIT_S), self._reading(self._recheck_s)
+                query = self._states.of(self.run, SLURM_WAIT_S)
+                recheck_s = self._recheck_s(self.run.latest())
                 status = self._reading(
                     lambda: msgspec.to_builtins(read_status(self.run, query, processes=processes, recheck_s=recheck_s))
                 )

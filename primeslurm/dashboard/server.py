@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,10 @@ class Dashboard:
     def serve(self) -> None:
         """Answer requests until SIGINT or SIGTERM."""
         states = JobStates(self.query_of)
-        app = application(RunIndex(self.runs, states), self.token, self._names(), f"primeslurm-{self.port}")
+        index = RunIndex(self.runs, states)
+        # The list of hundreds of runs takes a second. It is ready when a browser asks for it.
+        threading.Thread(target=_read_list, args=(index,), daemon=True).start()
+        app = application(index, self.token, self._names(), f"primeslurm-{self.port}")
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -95,6 +99,11 @@ def prepare(
     """
     listener = _listen(host, port)
     return Dashboard(runs, secrets.token_urlsafe(24), host, listener.getsockname()[1], listener, query_of)
+
+
+def _read_list(index: RunIndex) -> None:
+    with contextlib.suppress(OSError):  # a request for the list reports it
+        index.overviews()
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
