@@ -223,5 +223,5 @@ def write_rollouts(run: RunDirectory, steps: range = range(1, 4), of_a_step: int
                 finish_reason="stop",
             )
             made.append((summary, rollout))
-        name = FileName(step, 2, "training", 0)
+        name = FileName(step, 2, "batch", 0)
         (directory / str(name)).write_bytes(b"".join(rollout_files.encode(made)))
