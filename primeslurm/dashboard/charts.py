@@ -56,7 +56,7 @@ _CHARTS = (
         log=True,
     ),
     ChartSpec("Learning", "Entropy", "nats per token", (("entropy", "trainer/entropy"),)),
-    ChartSpec("Learning", "Loss", "per token", (("loss", "trainer/loss"), ("echo", "trainer/echo_loss"))),
+    ChartSpec("Learning", "Loss", "per token", (("loss", "trainer/loss"),)),
     ChartSpec("Learning", "Gradient norm", "before clipping", (("norm", "trainer/grad_norm"),)),
     ChartSpec("Learning", "Groups without signal", "fraction", (("all rewards equal", "groups/zero_signal"),)),
     ChartSpec(

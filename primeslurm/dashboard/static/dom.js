@@ -77,7 +77,7 @@ function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 10000 && Number.isInteger(value)) return value.toLocaleString("en-US");
   if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
-  if (size !== 0 && size < 0.001) return value.toExponential(1);
+  if (size !== 0 && size < 0.001) return value.toExponential(1).replace(".0e", "e");
   return String(Number(value.toPrecision(digits)));
 }
 

@@ -87,7 +87,8 @@ async function logsTab(panel, run, signal, wanted) {
       openLog();
     };
     show(names, answer.logs.map((log) => h("li", null,
-      button([h("span", null, log.name), h("small", null, bytes(log.bytes))], open(log), { "data-name": log.name }))));
+      button([h("span", null, log.name.split("/").pop()), h("small", null, bytes(log.bytes))], open(log),
+        { "data-name": log.name, title: log.name }))));
     if (!answer.logs.some((log) => log.name === name)) {
       const first = answer.logs.find((log) => /^(orchestrator|trainer)\//.test(log.name));
       name = (first ?? answer.logs[0]).name;

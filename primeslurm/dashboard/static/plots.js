@@ -38,6 +38,13 @@ function smoothed(values, weight) {
   });
 }
 
+// Marks of a logarithmic axis, at most about six.
+function powersOfTen(plot, axis, low, high) {
+  const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+  const step = Math.max(1, Math.ceil((last - first) / 5));
+  return Array.from({ length: Math.max(0, Math.floor((last - first) / step) + 1) }, (_, i) => 10 ** (last - i * step)).reverse();
+}
+
 // One chart. `chart`: {title, unit, log, stacked, lines: [{label, metric, colour?}], steps, times, values}.
 class Plot {
   constructor(chart, { smoothing = 0, axis = "step", sync = "page" } = {}) {
@@ -151,7 +158,7 @@ class Plot {
     return {
       width: this.width,
       height: PLOT_HEIGHT,
-      padding: [8, 8, 0, 0],
+      padding: [8, 14, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: `${this.sync}-${this.axis}` }, y: false, points: { size: 6 } },
       scales: {
@@ -160,7 +167,7 @@ class Plot {
       },
       axes: [
         { ...axis, size: 26, space: 60, values: labels(steps ? number : duration), ...(steps ? {} : { incrs: TIME_STEPS }) },
-        { ...axis, size: 52, space: 32, values: labels((value) => number(value, 3)) },
+        { ...axis, size: 52, space: 32, values: labels((value) => number(value, 3)), ...(this.chart.log ? { splits: powersOfTen } : {}) },
       ],
       series: [{}, ...this.series()],
       hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },

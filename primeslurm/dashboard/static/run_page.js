@@ -27,7 +27,9 @@ async function runPage(main, signal, name, tab = "curves", ...rest) {
   function update(current) {
     run.status = current;
     show(header, runHeader(current));
+    const isOpen = messages.querySelector("details")?.open;
     show(messages, runMessages(current));
+    messages.querySelector("details")?.toggleAttribute("open", Boolean(isOpen));
     document.title = `${name}: ${current.phase} · primeslurm`;
   }
   show(main, header, messages, h("nav", { class: "tabs", "aria-label": "Views of the run" }, tabs.map(([id, text]) =>
@@ -69,7 +71,7 @@ function runHeader(status) {
       ["Step time", duration(metrics["throughput/step_seconds"])],
       ["Tokens/s", number(metrics["throughput/tokens_per_s"] ?? metrics["trainer/tokens_per_s"], 3)],
       isNumber(metrics["trainer/mfu"]) ? ["MFU", percent(metrics["trainer/mfu"])] : null,
-      isNumber(progress.inflight) ? ["In flight", plural(progress.inflight, "rollout")] : null,
+      isActive(status.phase) && isNumber(progress.inflight) ? ["In flight", plural(progress.inflight, "rollout")] : null,
       status.committed_step === null ? null : ["Committed", `step ${status.committed_step}`],
       failed ? ["Failed rollouts", number(failed), "warning"] : null,
       isNumber(status.elapsed_s) ? ["Elapsed", duration(status.elapsed_s)] : null,
@@ -86,15 +88,18 @@ function runMessages(status) {
   const advice = ({ text, reason, changes }) => h("div", { class: "note warning" },
     h("strong", null, text), h("p", null, reason),
     Object.entries(changes).map(([field, value]) => h("code", null, `${field}: ${value}`)));
+  const warnings = present([
+    status.damaged.map((text) => note(text, "warning")),
+    Object.entries(status.progress?.failures ?? {}).map((each) => note(failures(each), "warning")),
+  ]);
   return [
     status.emulated ? note("Emulated: stand-ins made up all rewards, losses and speeds.", "warning") : null,
-    status.reason ? note(status.reason, level) : null,
+    status.reason && status.phase !== "completed" ? note(status.reason, level) : null,
     status.silence ? note([status.silence.text, ...status.silence.causes].join(". "), "error") : null,
     status.waits_for ? note(status.waits_for, "warning") : null,
     status.invalid.map((problem) => note(`Invalid: ${problem}`, "error")),
     status.obstacles.map((each) => note(obstacle(each), "warning")),
-    status.damaged.map((text) => note(text, "warning")),
-    Object.entries(status.progress?.failures ?? {}).map((each) => note(failures(each), "warning")),
     status.advice.map(advice),
+    warnings.length > 1 ? more(plural(warnings.length, "warning"), warnings) : warnings,
   ];
 }

@@ -44,9 +44,9 @@ function simpleTable(titles, rows, props) {
   return h("div", { class: "wide" }, h("table", props, head, h("tbody", null, body)));
 }
 
-// pairs: [name, value, level?]
+// pairs: [name, value, level?]. Pairs without a value are left out.
 function facts(pairs) {
-  const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const shown = pairs.filter(([, value]) => ![null, undefined, "", "–"].includes(value));
   return h("dl", { class: "facts" }, shown.map(([name, value, level]) =>
     h("div", null, h("dt", null, name), h("dd", { class: level }, value))));
 }
