@@ -45,6 +45,8 @@ function powersOfTen(plot, axis, low, high) {
   return Array.from({ length: Math.max(0, Math.floor((last - first) / step) + 1) }, (_, i) => 10 ** (last - i * step)).reverse();
 }
 
+const LOG_AXIS = { splits: powersOfTen, filter: (plot, splits) => splits };
+
 // One chart. `chart`: {title, unit, log, stacked, lines: [{label, metric, colour?}], steps, times, values}.
 class Plot {
   constructor(chart, { smoothing = 0, axis = "step", sync = "page" } = {}) {
@@ -167,7 +169,7 @@ class Plot {
       },
       axes: [
         { ...axis, size: 26, space: 60, values: labels(steps ? number : duration), ...(steps ? {} : { incrs: TIME_STEPS }) },
-        { ...axis, size: 52, space: 32, values: labels((value) => number(value, 3)), ...(this.chart.log ? { splits: powersOfTen } : {}) },
+        { ...axis, size: 52, space: 32, values: labels((value) => number(value, 3)), ...(this.chart.log ? LOG_AXIS : {}) },
       ],
       series: [{}, ...this.series()],
       hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
