@@ -17,7 +17,7 @@ from primeslurm.dashboard.text import encode
 from primeslurm.run.status.run_status import ACTIVE
 
 # Seconds between two looks at an active run.
-POLL_S = 2.0
+POLL_S = 3.0
 # The same for a run that has ended.
 SLOW_POLL_S = 10.0
 LIST_POLL_S = 5.0
