@@ -16,7 +16,7 @@ from primeslurm.run.status.liveness import SILENT_S, HeadSilence, unresponsive_w
 from primeslurm.run.status.run_status import ACTIVE, FINE, JobQuery, phase_and_reason
 
 # Bytes of metrics.jsonl that are read.
-TAIL_BYTES = 32 * 1024
+TAIL_BYTES = 16 * 1024
 
 Health = Literal["ok", "warning", "error"]
 
