@@ -56,21 +56,25 @@ async function logsTab(panel, run, signal, wanted) {
   async function openLog() {
     stream.abort();
     stream = new AbortController();
+    const { signal: replaced } = stream;
     title.textContent = name;
     for (const item of names.querySelectorAll("button")) {
       item.setAttribute("aria-current", String(item.dataset.name === name));
     }
+    let newest;
     try {
-      page = await get(address("log", {}));
+      newest = await get(address("log", {}));
     } catch (error) {
       show(lines, note(error.message, "error"));
       return;
     }
+    if (replaced.aborted) return; // another log was opened meanwhile
+    page = newest;
     partial = null;
     show(lines);
     append(page);
     lines.scrollTop = lines.scrollHeight;
-    if (tail.checked) follow(() => address("log/live", { begin: page.end }), { lines: append }, stream.signal);
+    if (tail.checked) follow(() => address("log/live", { begin: page.end }), { lines: append }, replaced);
   }
   async function list(number) {
     const answer = await get(`${base}/logs${number ? `?attempt=${number}` : ""}`);

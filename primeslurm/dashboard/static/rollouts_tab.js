@@ -19,6 +19,7 @@ async function rolloutList(panel, run, signal, filters) {
   const body = h("div");
   const table = rolloutTable(run);
   let offset = 0;
+  let requests = 0;
 
   function filterBy(name, value) {
     if (value) filters.set(name, value);
@@ -28,6 +29,8 @@ async function rolloutList(panel, run, signal, filters) {
   }
   async function load(from) {
     offset = from;
+    requests += 1;
+    const request = requests;
     const parameters = new URLSearchParams([...filters, ["offset", offset], ["limit", ROLLOUT_PAGE]]);
     let answer;
     try {
@@ -36,7 +39,7 @@ async function rolloutList(panel, run, signal, filters) {
       show(body, note(error.message, "error"));
       return;
     }
-    if (signal.aborted) return;
+    if (signal.aborted || request !== requests) return; // a later filter was answered first
     const last = offset + answer.rollouts.length;
     const range = `${number(offset + 1)} to ${number(last)} of ${plural(answer.total, "rollout")}`;
     const pages = h("div", { class: "toolbar" },
