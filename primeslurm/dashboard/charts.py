@@ -114,6 +114,12 @@ _CHARTS = (
     ),
     ChartSpec("Speed", "Model FLOPs utilization", "fraction", (("MFU", "trainer/mfu"),)),
     ChartSpec("Speed", "Computation", "TFLOP/s per GPU", (("model FLOPs", "trainer/tflops_per_gpu"),)),
+    ChartSpec(
+        "Speed",
+        "Idle time",
+        "fraction",
+        (("trainer", "trainer/idle_fraction"), *((role, f"engines/{role}/idle_fraction") for role in _ROLES)),
+    ),
     ChartSpec("Speed", "Weight update", "s", (("all engines current", "policy/update_seconds"),)),
     ChartSpec("Queues", "Rollouts in flight", "rollouts", (("in flight", "queue/inflight"),)),
     ChartSpec("Queues", "Groups", "groups", (("ready", "queue/ready_groups"), ("open", "queue/open_groups"))),
