@@ -204,8 +204,8 @@ class Run:
             return diagnose(self.directory, chosen, state, limit, find_causes, find_obstacles=find_obstacles)
 
     def report(self, *, if_silent: OnNoAnswer | None = None) -> str:
-        """Return an HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
-        from primeslurm.run.report.page import report
+        """Return the dashboard's pages about the run as one HTML file. Raises RunError, ClusterError as `status`."""
+        from primeslurm.dashboard.report import report
 
         with reading(self):
             return report(self.directory, job_query(self.directory, if_silent), time.time())

@@ -17,7 +17,7 @@ from rich.console import Console
 from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.files import write_json
-from primeslurm.cli.views.dashboard import view
+from primeslurm.cli.views.status import view
 from primeslurm.plan.model import Process, Replica
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe

@@ -1,10 +1,10 @@
-"""Positions of ticks and lines in a chart."""
+"""Where ticks and lines of a figure's chart go."""
 
 from __future__ import annotations
 
 import pytest
 
-from primeslurm.run.report.charts import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH, chart, nice_marks
+from scripts.line_chart import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH, chart, nice_marks
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,6 @@ def test_chart_spans_its_frame() -> None:
     (line,) = drawn.lines
     assert [dot.x for dot in line.dots] == [LEFT, (LEFT + WIDTH - RIGHT) / 2, WIDTH - RIGHT]
     assert line.dots[0].y > line.dots[1].y > line.dots[2].y and all(0 <= dot.y <= HEIGHT for dot in line.dots)
-    assert [dot.title for dot in line.dots][1] == "x, step 2: 5"
     assert [tick.label for tick in drawn.x_ticks] == ["1", "2", "3"]
     assert [tick.label for tick in drawn.y_ticks] == ["0", "2.5", "5", "7.5", "10"]
 
@@ -40,7 +39,6 @@ def test_chart_spans_its_frame() -> None:
 def test_there_is_no_chart_without_values() -> None:
     assert chart("T", "", rows(1.0), [("y", "y")]) is None
     assert chart("T", "", rows(float("nan"), float("inf")), [("x", "x")]) is None
-    assert chart("T", "", rows(0.0, -1.0), [("x", "x")], log=True) is None
     assert chart("T", "", [], [("x", "x")]) is None
 
 
@@ -49,12 +47,5 @@ def test_missing_steps_break_the_line_and_long_runs_are_averaged() -> None:
     drawn = chart("T", "", gap, [("x", "x")])
     assert drawn is not None and len(drawn.lines[0].paths) == 2
     drawn = chart("T", "", rows(*map(float, range(10_000))), [("x", "x")])
-    assert drawn is not None and len(drawn.lines[0].dots) <= MAX_POINTS and not drawn.lines[0].sparse
+    assert drawn is not None and len(drawn.lines[0].dots) <= MAX_POINTS
     assert len(drawn.x_ticks) <= 11
-
-
-def test_logarithmic_chart_labels_the_values() -> None:
-    drawn = chart("T", "", rows(1e-3, 1e-6), [("x", "x")], log=True)
-    assert drawn is not None
-    assert [tick.label for tick in drawn.y_ticks] == ["1e-6", "1e-5", "1e-4", "1e-3"]
-    assert drawn.lines[0].dots[1].title == "x, step 2: 1e-06"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.verbs import watch
-from primeslurm.cli.views.dashboard import numbers_of, one_line, sparkline, view
+from primeslurm.cli.views.status import numbers_of, one_line, sparkline, view
 from primeslurm.cli.views.tables import PlainConsole
 from primeslurm.records.evaluation import BestCheckpoint, Estimated, EvaluationProgress, EvaluationRecord, LabelResult
 from primeslurm.records.state import FailedRollouts, Load
