@@ -74,7 +74,7 @@ class FakeWandb(types.ModuleType):
 
     def log(self, row: dict[str, float], step: int | None = None, commit: bool = True) -> None:
         if step is None:
-            assert not commit, "it would end the step that is being trained"
+            assert not commit, "a commit would close the step that is being trained"
             self.evaluations.append(row)
             return
         assert row == {"loss": float(step)}
