@@ -40,6 +40,7 @@ from primeslurm.recipe.sections.slurm import KeptRollouts
 from primeslurm.records.journal import Journal
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until_async
 
 LABEL = "reverse-text"
 
@@ -369,8 +370,7 @@ async def test_event_loop_continues_during_filters_and_writes(
 async def test_full_disk_holds_groups_back(tmp_path: Path, spool: Spool, finalizer: GroupFinalizer) -> None:
     assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
     finalizing = asyncio.create_task(finalizer.finalize(good("a")))
-    while not spool.waiting:
-        await asyncio.sleep(0.001)
+    await wait_until_async(lambda: spool.waiting)
     assert not finalizing.done()
     assert durable.fill_reserve(tmp_path)
     await finalizing
