@@ -14,9 +14,8 @@ from primeslurm.node.head.fleet import Fleet, News
 from primeslurm.plan.model import HetGroup, Plan, Process
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState
-from primeslurm.run.bad_nodes import BadNode
+from primeslurm.run.bad_nodes import BadNode, excludable_nodes, excluded, write_excluded
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
-from primeslurm.run.node_exclusion import excludable_nodes, excluded, write_excluded
 from tests.support.plans import plan_of, python
 
 FULL = "0.10 GiB free in the run directory /runs/x"

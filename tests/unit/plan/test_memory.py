@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
-from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision
@@ -414,7 +414,7 @@ def test_plan_sets_the_kv_cache_of_colocated_engines(tmp_path: Path) -> None:
         recipe_data(**merge({"model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"}}, changes))
     )
     where = site(nodes={"default": {"gres": "gpu:h200"}})
-    plan = make_plan(recipe, where, tmp_path, look_at_files(recipe)).plan
+    plan = make_plan(recipe, where, tmp_path, read_file_metadata(recipe)).plan
     assert plan.estimate is not None
     trainer, engine = plan.estimate.roles
     assert (trainer.limit_gib, engine.limit_gib) == (68.9, 69.9)
@@ -423,7 +423,7 @@ def test_plan_sets_the_kv_cache_of_colocated_engines(tmp_path: Path) -> None:
     assert size == engine.kv_tokens * engine.kv_bytes_per_token
     assert sum(engine.parts.values()) == pytest.approx(engine.limit_gib, abs=0.2)
     assert [f.field for f in plan.findings if "GPUs 0 to 7" in f.text] == ["inference.gpu_memory_utilization"]
-    unknown = make_plan(recipe, site(), tmp_path, look_at_files(recipe)).plan
+    unknown = make_plan(recipe, site(), tmp_path, read_file_metadata(recipe)).plan
     assert "--kv-cache-memory-bytes" not in unknown.process("engine-r0-0").argv
     assert [f.fix for f in unknown.findings if f.field == "inference.kv_cache_bytes"] == ["set it"]
 

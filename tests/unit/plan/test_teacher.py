@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.checks.files import with_absolute_paths
@@ -116,7 +116,7 @@ def tokenizer(directory: Path, *tokens: str) -> Path:
 
 def problems(asked: Recipe) -> list[Violation]:
     """Return problems of the teacher's files. Those of the policy have none."""
-    return list(look_at_files(asked).problems)
+    return list(read_file_metadata(asked).problems)
 
 
 def test_its_files_and_tokenizer_are_checked(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_its_files_and_tokenizer_are_checked(tmp_path: Path) -> None:
     assert problems(recipe(changes, path=str(teacher))) == []
     (found,) = problems(recipe({**changes, "seq_len": 4096}, path=str(teacher)))
     assert (found.field, found.value, found.fix) == ("seq_len", "4096", "nearest: 4095")
-    files = look_at_files(recipe(changes, path="/models/none"))
+    files = read_file_metadata(recipe(changes, path="/models/none"))
     assert files.problems == () and files.teacher is not None and files.teacher.absent is not None and files.blocked
     link = tmp_path / "link"
     link.symlink_to(teacher)
