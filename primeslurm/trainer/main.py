@@ -26,6 +26,7 @@ from primeslurm.trainer.data.sft_data import Conversations
 from primeslurm.trainer.distributed.world import RankError, World, bound_memory, host_memory, join
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
+from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.collective import CollectiveTransfer, Sender
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
@@ -80,7 +81,8 @@ def _task(
     reader = None
     if recipe.model.vlm is not None:
         reader = ImageReader(policy.source, model_directory.load_config(policy.source).image_token_id)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader)
+    meter = FlopsMeter.of(policy, model_directory.load_config(policy.source), recipe, world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader, meter)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)

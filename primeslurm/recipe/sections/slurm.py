@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import (
@@ -182,6 +182,9 @@ class Monitor(Section):
     wandb: Wandb | None = None
     """Log to Weights & Biases, for example `{project: my-project}`. Also put WANDB_API_KEY in `pass_env`. Default: no
     W&B."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak rate of a trainer's GPU [TFLOP/s], of which `trainer/mfu` is the used fraction. Default: the dense peak of
+    known GPUs (A100, H100, H200, B200 and others) in bfloat16, or in FP8 with `trainer.fp8`."""
 
 
 class MetricsOptions(TypedDict):

@@ -23,6 +23,7 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
+from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Batch, Row, stack
 
@@ -38,6 +39,7 @@ class TrainStep:
 
     Args:
         reader: Image reader. None for text-only training.
+        meter: Counts operations. None: steps have no metrics of them.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class TrainStep:
         loss: LossFunction,
         world: World,
         reader: ImageReader | None = None,
+        meter: FlopsMeter | None = None,
     ) -> None:
         self.policy = policy
         self._config = optimizer
         self._loss = loss
         self._world = world
         self._reader = reader
+        self._meter = meter
         self._compilations = CompilationMetrics(policy.compiled, world)
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype, policy.host_states)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
@@ -92,6 +96,7 @@ class TrainStep:
             "peak_memory_gb": self._world.peak_memory_bytes() / 1e9,
             "allocation_retries": float(self._world.allocation_retries()),
             **self._compilations.take(),
+            **(self._meter.take(seconds) if self._meter else {}),
         }
 
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
@@ -105,7 +110,10 @@ class TrainStep:
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # If any row of the batch has images, every rank runs the vision encoder in every micro batch, because the
             # encoder's weights are gathered from all ranks.
-            sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
+            images = self._images(rows) if batch.info.has_images else None
+            sums, trained = self._micro_batch(arrays, images)
+            if self._meter is not None:
+                self._meter.add(rows, trained, images)
             (sums.loss / tokens).backward()
             for name, value in sums.metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
@@ -125,7 +133,8 @@ class TrainStep:
         images = self._world.attempt(lambda: [read(row, reader) for row in rows], "reading images")
         return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
-    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
+    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> tuple[Any, int]:
+        """Return the sums of the loss, and the number of tokens that this rank trains."""
         positions = row.pop("positions")
         length = positions.shape[1] // self.policy.cp_world
         # Logits at a position predict the next token, so targets are shifted by one.
@@ -146,7 +155,8 @@ class TrainStep:
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
         whole_positions = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
-        return self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
+        sums = self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
+        return sums, int(mask.sum())
 
     def _update(self, step: int) -> tuple[float, bool]:
         """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""

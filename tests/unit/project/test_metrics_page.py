@@ -24,6 +24,7 @@ WRITERS = (
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
     ("trainer/policy/train_step.py", "trainer/", {"train"}),
     ("trainer/policy/compilation_metrics.py", "trainer/", {"take"}),
+    ("trainer/policy/flops_meter.py", "trainer/", {"take"}),
 )
 """Module, prefix of its metric names, and the functions that write them; None for all."""
 PLACEHOLDERS = {"E", "A", "R", "*"}
