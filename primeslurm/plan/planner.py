@@ -194,7 +194,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         nodes=finish(builders),
         replicas=tuple(replicas),
         totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
-        env=batch_job.environment(site),
+        env=batch_job.environment(recipe, site),
         library_path=site.library_path,
         interface=site.network.interface,
         hcas=site.network.hcas,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from primeslurm.base import compiled_code, files
+from primeslurm.base import compiled_code, files, logs
 from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
@@ -43,8 +43,7 @@ def run(
 ) -> int:
     """Train as rank RANK of WORLD_SIZE. Return the exit code. Expected errors are logged, not raised."""
     rank = os.environ["RANK"]
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
-    logging.getLogger("torchtitan").setLevel(logging.WARNING)
+    logs.configure(f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
     journal = Journal(run_dir / "attempts" / str(attempt), f"trainer-rank-{rank}")
     journal.note_storage_faults()
     journal.write(TrainerStarted(os.getpid()))

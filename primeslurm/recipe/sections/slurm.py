@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import (
@@ -174,6 +174,16 @@ class Wandb(Section):
     W&B."""
 
 
+class Mlflow(Section):
+    """MLflow logging. All attempts of a run log to one MLflow run. The nodes need the package mlflow-skinny."""
+
+    experiment: str = Field(min_length=1)
+    """MLflow experiment that the run is logged to."""
+    tracking_uri: str = Field(pattern=r"^(https?://[^/\s]+\S*|databricks(://\S+)?)$")
+    """Address of the tracking server, for example `http://mlflow.example.org:5000`, or `databricks`. Put
+    MLFLOW_TRACKING_TOKEN or other variables of MLflow in `pass_env`."""
+
+
 class Monitor(Section):
     """Where metrics are logged besides `metrics.jsonl`."""
 
@@ -182,6 +192,12 @@ class Monitor(Section):
     wandb: Wandb | None = None
     """Log to Weights & Biases, for example `{project: my-project}`. Also put WANDB_API_KEY in `pass_env`. Default: no
     W&B."""
+    mlflow: Mlflow | None = None
+    """Log to MLflow, for example `{experiment: my-project, tracking_uri: "http://mlflow.example.org:5000"}`. Default:
+    no MLflow."""
+    sample_interval: NonNegativeInt = 10
+    """Steps between tables with eight rollouts of the batch, as text with rewards, in Weights & Biases and MLflow. 0:
+    no tables."""
     peak_tflops: PositiveFloat | None = None
     """Peak rate of a trainer's GPU [TFLOP/s], of which `trainer/mfu` is the used fraction. Default: the dense peak of
     known GPUs (A100, H100, H200, B200 and others) in bfloat16, or in FP8 with `trainer.fp8`."""
@@ -193,3 +209,5 @@ class MetricsOptions(TypedDict):
     tensorboard: bool
     wandb: dict[str, Any] | None
     """Keyword arguments of `wandb.init`; None without Weights & Biases."""
+    mlflow: dict[str, Any] | None
+    """Options of `records.monitors.Mlflow`; None without MLflow."""
