@@ -20,6 +20,8 @@ from primeslurm.base.files import Appender, write_atomic
 from primeslurm.records.monitors import EVALUATION, Mlflow, Monitor, SampleRow, TensorBoard, WeightsAndBiases
 from primeslurm.records.reading import last_lines, whole_lines
 
+# Prefix of metrics of the whole run, which SFT writes, too.
+_OF_RUN = "throughput/"
 # In the run directory.
 FILE = "metrics.jsonl"
 
@@ -127,7 +129,7 @@ def with_rl_names(row: Row) -> Row:
     if "loss" not in row:
         return row
     common = {name: row[name] for name in ("step", "time") if name in row}
-    trainer = {f"trainer/{name}": value for name, value in row.items() if name not in common}
+    trainer = {name if name.startswith(_OF_RUN) else f"trainer/{name}": row[name] for name in row if name not in common}
     phases = [value for name, value in row.items() if name.startswith("seconds/")]
     return common | trainer | ({"throughput/step_seconds": sum(phases)} if phases else {})
 

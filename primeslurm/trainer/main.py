@@ -101,4 +101,4 @@ def _task(
     data = recipe.sft.data
     conversations = Conversations(Path(data.path), tokenizer, recipe.seq_len, reader, data.train == "all")
     examples = token_files.tokenized(run_dir, conversations, policy.source, world)
-    return SftTask(recipe, run_dir, train_step, publisher, saver, world, examples, journal)
+    return SftTask(recipe, run_dir, attempt, train_step, publisher, saver, world, examples, journal)

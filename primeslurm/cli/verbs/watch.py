@@ -24,6 +24,7 @@ from primeslurm.cli.views.dashboard import failures_text, one_line, process_tabl
 from primeslurm.cli.views.tables import err, out
 from primeslurm.records.fleet import outcome_text
 from primeslurm.run.status.run_status import EMULATED
+from primeslurm.run.status.summary import Summary
 
 REFRESH_S = 1.0
 """Interval between two queries of a run's status."""
@@ -156,6 +157,7 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         if found.first_loss is not None:
             out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
         out.print(f"restarts: {found.engine_restarts}; {number(found.trained_tokens_per_s)} trained tokens/s")
+        _print_gpus(found)
         return
     if found.gain is not None:
         out.print(
@@ -171,3 +173,12 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
     if found.mismatch_kl_max is not None:
         out.print(f"KL between trainer and engines: at most {found.mismatch_kl_max:.1e}")
     out.print(f"restarts: {found.engine_restarts}; {number(found.tokens_per_s)} sampled tokens/s")
+    _print_gpus(found)
+
+
+def _print_gpus(found: Summary) -> None:
+    for role, hours in found.gpu_hours.items():
+        mfu = f", MFU {found.mfu:.1%}" if role == "trainer" and found.mfu is not None else ""
+        out.print(f"{role}: {hours:.3g} GPU-hours, {found.idle_fraction[role]:.0%} idle{mfu}")
+    if found.first_step_seconds is not None:
+        out.print(f"time to first step: {duration(found.first_step_seconds)}")

@@ -20,7 +20,7 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.sample_tables import SampleTables
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
-from primeslurm.records.attempt import require_newest
+from primeslurm.records.attempt import first_step_metrics, require_newest
 from primeslurm.records.metrics import MetricsLog, Row
 from primeslurm.records.monitors import SampleRow
 from primeslurm.wire.batches.file_ranges import FrameSource
@@ -58,6 +58,7 @@ class TrainerService:
         self._batch, self._batches, self._files = batch, batches, files
         self._finalizer, self._filter, self._progress = finalizer, group_filter, progress
         self._sessions, self._metrics = sessions, metrics
+        self._is_first_step = not context.journal.has_begun
         self._samples = SampleTables(context.recipe)
         # A report counts once: a repeat waits until the first one is on disk.
         self._reporting = asyncio.Lock()
@@ -151,6 +152,10 @@ class TrainerService:
         require_newest(self._context.arguments.run_dir, self._context.arguments.attempt)
         version = self._policy.current_version
         row |= self._monitor.step_metrics(self._dispatcher.counts, self._dispatcher.queue_lengths, version)
+        row |= self._policy.update_metrics()
+        if self._is_first_step:
+            self._is_first_step = False
+            row |= first_step_metrics(self._context.arguments.attempt_dir)
         row |= self._filter.take_metrics()
         row |= {f"memory/{name}": value for name, value in self._progress.now.memory.get(request.step + 1, {}).items()}
         row |= self._batch.scoring.take_metrics() if self._batch.scoring is not None else {}

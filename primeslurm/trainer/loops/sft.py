@@ -7,6 +7,7 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.attempt import first_step_metrics
 from primeslurm.records.events.training import (
     CheckpointLoaded,
     StepSkipped,
@@ -35,6 +36,7 @@ class SftTask:
         self,
         recipe: Recipe,
         run_dir: Path,
+        attempt: int,
         train_step: TrainStep,
         publisher: Publisher,
         saver: Checkpoints,
@@ -44,6 +46,7 @@ class SftTask:
     ) -> None:
         self._recipe = recipe
         self._run_dir = run_dir
+        self._attempt_dir = run_dir / "attempts" / str(attempt)
         self._train_step = train_step
         self._publisher = publisher
         self._saver = saver
@@ -64,8 +67,10 @@ class SftTask:
         while step < self._recipe.max_steps and not interrupted:
             step += 1
             self._timer.step = step
-            values = self._train_step.train(self._batch(step), self._timer) | self._timer.take()
+            values = self._train_step.train(self._batch(step), self._timer) | self._timer.take(self._world.size)
             if metrics is not None:
+                if self._timer.steps_done == 1:
+                    values |= first_step_metrics(self._attempt_dir)
                 self._saver.require_owned()
                 metrics.write(step, values)
                 self._journal.write(StepTrained(step, values["loss"]))
