@@ -30,7 +30,18 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         tests = [f"{TESTS}::test_fault[{name}]" for name in names] or [TESTS]
-        argv = [sys.executable, "-m", "pytest", "-q", *tests, f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        argv = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "",
+            *tests,
+            f"--junitxml={report}",
+            "-o",
+            "junit_family=xunit1",
+        ]
         code = subprocess.call(argv, cwd=RESULT.parents[2])
         found = recorded(report) if report.is_file() else []
     if not found:

@@ -33,7 +33,7 @@ import httpx
 
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.servers import Server, start_engine
-from primeslurm.orchestrator.telemetry import engine_metrics
+from primeslurm.orchestrator.telemetry import engine_load
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.plan.commands.command import Device
@@ -130,7 +130,7 @@ async def counters(server: Server) -> dict[str, float]:
     """Return the engine's counters: tokens, and bytes and seconds of transfers."""
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         text = (await client.get(f"{server.url}/metrics", timeout=30)).text
-    found = dict.fromkeys(engine_metrics.COUNTERS, 0.0) | engine_metrics.parse(text)
+    found = dict.fromkeys(engine_load.COUNTERS, 0.0) | engine_load.parse(text)
     for name in ("load_bytes", "load_time", "store_bytes", "store_time"):
         found[name] = sum(float(value) for kind, value in _TRANSFERRED.findall(text) if kind == name)
     return found
@@ -142,12 +142,12 @@ async def turn(server: Server, endpoint: GenerateEndpoint, said: Sequence[list[i
 
     async def go_on(tokens: list[int]) -> float:
         async with places:
-            asked = time.monotonic()
+            asked_at = time.monotonic()
             sampling = {"max_tokens": load.sampled, "temperature": 1.0, "ignore_eos": True}
             body = {"token_ids": tokens, "cache_salt": "0", "sampling_params": sampling}
             answer = await endpoint.generate(body, {})
         tokens += answer.token_ids
-        return time.monotonic() - asked
+        return time.monotonic() - asked_at
 
     answers = await asyncio.gather(*map(go_on, said))
     seconds, after = time.monotonic() - begun, await counters(server)
@@ -155,7 +155,7 @@ async def turn(server: Server, endpoint: GenerateEndpoint, said: Sequence[list[i
 
 
 async def converse(
-    server: Server, asked: Recipe, load: Load, vocabulary: int, within_s: float, rows: list[dict[str, Any]]
+    server: Server, run_recipe: Recipe, load: Load, vocabulary: int, within_s: float, rows: list[dict[str, Any]]
 ) -> None:
     """Serve all turns of all conversations, and append the results of each turn to `rows`.
 
@@ -167,11 +167,11 @@ async def converse(
     def words(count: int) -> list[int]:
         return [draw.randrange(3, vocabulary) for _ in range(count)]
 
-    client = EngineClient(lambda: server.url, asked.model.path)
-    endpoint = GenerateEndpoint(lambda: server.url, asked.max_len, within_s)
+    client = EngineClient(lambda: server.url, run_recipe.model.path)
+    endpoint = GenerateEndpoint(lambda: server.url, run_recipe.max_len, within_s)
     async with asyncio.timeout(within_s):
         # engines serve nobody before their first policy
-        await client.apply(PolicyVersion(0, asked.model.path), within_s)
+        await client.apply(PolicyVersion(0, run_recipe.model.path), within_s)
         await turn(server, endpoint, [words(load.prompt)], load)  # compiles kernels
         said = [words(load.prompt) for _ in range(load.conversations)]
         for number in range(load.turns):
@@ -214,17 +214,19 @@ def report(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(asked: Recipe, device: Device, load: Load, vocabulary: int, cell_s: float, log: Path) -> dict[str, Any]:
+def measure(
+    run_recipe: Recipe, device: Device, load: Load, vocabulary: int, cell_s: float, log: Path
+) -> dict[str, Any]:
     """Start an engine, serve the load, end it, and return the results or the reason for their absence."""
     begun = time.monotonic()
     log.unlink(missing_ok=True)
-    server = start_engine(Engines(asked, device, "engine", sys.executable).command(ALONE), log)
+    server = start_engine(Engines(run_recipe, device, "engine", sys.executable).command(ALONE), log)
     found: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     try:
         start_s = server.wait("/primeslurm/status", cell_s)
         found["start_seconds"] = round(start_s, 1)
-        asyncio.run(converse(server, asked, load, vocabulary, cell_s - start_s, rows))
+        asyncio.run(converse(server, run_recipe, load, vocabulary, cell_s - start_s, rows))
     except (RuntimeError, TimeoutError, NoAnswerError, EngineDownError) as error:
         found["failed"] = f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {str(error)[-500:]}"
     finally:
@@ -284,8 +286,8 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         config.save_pretrained(name)
         for cell in options.cells or CELLS[:2]:
-            asked = recipe(Path(name), dtype, load.longest, *caches[cell])
+            run_recipe = recipe(Path(name), dtype, load.longest, *caches[cell])
             log = options.out.with_suffix(f".{cell}.log")
-            result["cells"][cell] = measure(asked, device, load, config.vocab_size, options.cell_s, log)
+            result["cells"][cell] = measure(run_recipe, device, load, config.vocab_size, options.cell_s, log)
             print(cell, json.dumps(result["cells"][cell]), flush=True)
             options.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -245,6 +245,8 @@ def main(words: list[str]) -> None:
     parser.add_argument("--of", type=int, help="ranks in all. Default: the recipe's")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
     torch.set_num_threads(1)
-    asked = parser.parse_args(words)
-    found = measure(asked.recipe, [int(rank) for rank in asked.ranks.split(",")], asked.layers, asked.stored, asked.of)
+    options = parser.parse_args(words)
+    found = measure(
+        options.recipe, [int(rank) for rank in options.ranks.split(",")], options.layers, options.stored, options.of
+    )
     print(json.dumps(found), flush=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.api.checks.recipe_check import look_at_files
-from primeslurm.plan.checks import check_plan, check_run
+from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.model import Plan
 from primeslurm.plan.plan_file import from_file, plain, to_file
 from primeslurm.plan.planner import derive, requests_of

@@ -77,10 +77,10 @@ def recipe(model: Path, options: argparse.Namespace, dtype: str) -> Recipe:
     return Recipe.model_validate({"name": "policy-update", "max_steps": 1, "inference": inference, **sections})
 
 
-def start_engines(asked: Recipe, device: Device, options: argparse.Namespace, first_gpu: int) -> list[Server]:
+def start_engines(run_recipe: Recipe, device: Device, options: argparse.Namespace, first_gpu: int) -> list[Server]:
     """Start the engines, each on its own GPU if there are any, beginning with `first_gpu`."""
     unset = [word for name in _OF_RANKS for word in ("-u", name)]
-    command = Engines(asked, device, "engine", sys.executable).command(ALONE)
+    command = Engines(run_recipe, device, "engine", sys.executable).command(ALONE)
     command = command._replace(argv=("env", *unset, *command.argv))
     logs = [options.out.with_suffix(f".engine-{number}.log") for number in range(options.engines)]
     return [start_engine(command, log, first_gpu + number) for number, log in enumerate(logs)]
@@ -117,7 +117,7 @@ def difference(answers: Sequence[Completion] | None, policy: PolicyModel, world:
 
 
 async def updates(
-    servers: Sequence[Server], asked: Recipe, sender: Callable[[str], Sender], meet: Callable[[str], None]
+    servers: Sequence[Server], run_recipe: Recipe, sender: Callable[[str], Sender], meet: Callable[[str], None]
 ) -> list[dict[str, float]]:
     """Send the policy several times, as rank 0. The first update also connects.
 
@@ -139,7 +139,7 @@ async def updates(
     sends = sender(address)
 
     def client_of(server: Server) -> EngineClient:
-        return EngineClient(lambda: server.url, asked.model.path, sessions)
+        return EngineClient(lambda: server.url, run_recipe.model.path, sessions)
 
     clients = list(map(client_of, servers))
 
@@ -164,19 +164,19 @@ async def updates(
     return rows
 
 
-async def opened(servers: Sequence[Server], asked: Recipe) -> list[Completion]:
+async def opened(servers: Sequence[Server], run_recipe: Recipe) -> list[Completion]:
     """Make the engines serve their initial weights, and return their completions."""
 
     async def open_up(server: Server) -> None:
-        client = EngineClient(lambda: server.url, asked.model.path)
-        await client.apply(PolicyVersion(0, asked.model.path), TIMEOUT_S)
+        client = EngineClient(lambda: server.url, run_recipe.model.path)
+        await client.apply(PolicyVersion(0, run_recipe.model.path), TIMEOUT_S)
 
     await asyncio.gather(*map(open_up, servers))
     return await sampled(servers)
 
 
 def send_and_compare(
-    servers: Sequence[Server], asked: Recipe, policy: PolicyModel, world: World
+    servers: Sequence[Server], run_recipe: Recipe, policy: PolicyModel, world: World
 ) -> tuple[list[dict[str, float]], list[float]]:
     """Send the policy several times with all ranks. Only rank 0 has `servers`.
 
@@ -185,15 +185,15 @@ def send_and_compare(
     """
 
     def sender(address: str) -> Sender:
-        return Sender(policy, published(asked, frozenset()), TrainerLink(address), world, TIMEOUT_S)
+        return Sender(policy, published(run_recipe, frozenset()), TrainerLink(address), world, TIMEOUT_S)
 
     def meet(what: str) -> None:
         world.agree(None, what)
 
-    before = difference(asyncio.run(opened(servers, asked)) if world.is_main else None, policy, world)
+    before = difference(asyncio.run(opened(servers, run_recipe)) if world.is_main else None, policy, world)
     rows: list[dict[str, float]] = []
     if world.is_main:
-        rows = asyncio.run(updates(servers, asked, sender, meet))
+        rows = asyncio.run(updates(servers, run_recipe, sender, meet))
     else:
         sends = sender("tcp://127.0.0.1:1")  # only rank 0 talks to the orchestrator
         for number in range(1, UPDATES + 1):
@@ -213,17 +213,17 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
     device: Device = "cpu" if compat.ON_CPU else "cuda"
     with tempfile.TemporaryDirectory() as name:
         model = Path(world.share(name))
-        asked = recipe(model, options, "float32" if compat.ON_CPU else "bfloat16")
+        run_recipe = recipe(model, options, "float32" if compat.ON_CPU else "bfloat16")
         try:
             if world.is_main:
                 config.save_pretrained(model)
-                servers += start_engines(asked, device, options, world.size)
+                servers += start_engines(run_recipe, device, options, world.size)
             world.barrier()
             torch.manual_seed(0)
-            policy = build.assemble(config, model, asked, world)
+            policy = build.assemble(config, model, run_recipe, world)
             for server in servers:
                 server.wait("/primeslurm/status", timeout_s=300)
-            rows, differences = send_and_compare(servers, asked, policy, world)
+            rows, differences = send_and_compare(servers, run_recipe, policy, world)
         finally:
             for server in servers:
                 server.stop()

@@ -106,7 +106,9 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
     }
     model = {"path": options.shape, "dtype": options.dtype or ("float32" if on_cpu else "bfloat16")}
     sections = {"seq_len": options.seq, "model": model, "trainer": trainer}
-    return Recipe.model_validate({"name": "training-speed", "environments": [{"id": "none"}], **sections})
+    return Recipe.model_validate(
+        {"name": "training-speed", "max_steps": 10_000, "environments": [{"id": "none"}], **sections}
+    )
 
 
 def ours(
@@ -123,11 +125,10 @@ def ours(
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
     from primeslurm.trainer.base.phase_timer import PhaseTimer
-    from primeslurm.trainer.components.loss import from_recipe
     from primeslurm.trainer.policy.train_step import TrainStep
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     batches = itertools.cycle(
         random_batch(
             recipe.seq_len,

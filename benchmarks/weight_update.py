@@ -76,16 +76,16 @@ def recipe(model: Path, transport: str) -> Recipe:
     )
 
 
-def start(asked: Recipe, log: Path) -> Server:
-    server = start_process(Engines(asked, "cpu", "engine", sys.executable).command(ALONE), {}, log)
+def start(run_recipe: Recipe, log: Path) -> Server:
+    server = start_process(Engines(run_recipe, "cpu", "engine", sys.executable).command(ALONE), {}, log)
     server.wait("/primeslurm/status")
     return server
 
 
 async def by_files(model: Path, directory: Path, world: World) -> list[dict[str, float]]:
-    asked = recipe(model, "filesystem")
-    publisher = Publisher(build(asked, world), directory, Encoding(torch.float32), 2, world)
-    server = start(asked, directory / "files.log")
+    run_recipe = recipe(model, "filesystem")
+    publisher = Publisher(build(run_recipe, world), directory, Encoding(torch.float32), 2, world)
+    server = start(run_recipe, directory / "files.log")
     client = TimedClient(lambda: server.url, str(model))
     rows = []
     try:
@@ -101,7 +101,7 @@ async def by_files(model: Path, directory: Path, world: World) -> list[dict[str,
 
 
 async def by_sending(model: Path, directory: Path, world: World) -> list[dict[str, float]]:
-    asked = recipe(model, "nccl")
+    run_recipe = recipe(model, "nccl")
     sessions, wanting = TransferSessions(workers=1, timeout_s=60), [0]
 
     async def handle(request: Request) -> Answer:
@@ -109,8 +109,8 @@ async def by_sending(model: Path, directory: Path, world: World) -> list[dict[st
 
     address = f"tcp://127.0.0.1:{free_port()}"
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
-    sender = Sender(build(asked, world), Encoding(torch.float32), TrainerLink(address), world, 60)
-    server = start(asked, directory / "sent.log")
+    sender = Sender(build(run_recipe, world), Encoding(torch.float32), TrainerLink(address), world, 60)
+    server = start(run_recipe, directory / "sent.log")
     client = TimedClient(lambda: server.url, str(model), sessions)
     rows = []
     try:

@@ -80,9 +80,9 @@ def recipe(model: Path, dtype: str, cell: str, at_once: int) -> Recipe:
     return Recipe.model_validate({"name": "wide-ep", "max_steps": 1, "inference": inference, **sections})
 
 
-def start_group(asked: Recipe, device: Device, size: int, stem: Path) -> list[Server]:
+def start_group(run_recipe: Recipe, device: Device, size: int, stem: Path) -> list[Server]:
     """Start the engines of a group, each on its own GPU. They wait for one another, so do not wait for any here."""
-    engines, port, servers = Engines(asked, device, "engine", sys.executable), free_port(), []
+    engines, port, servers = Engines(run_recipe, device, "engine", sys.executable), free_port(), []
     for rank in range(size):
         command = engines.command(DataParallel(size, rank, "rank-0") if size > 1 else ALONE)
         elsewhere = {"host:rank-0": HOST, "port:rank-0:dp_rpc": str(port)}
@@ -93,27 +93,27 @@ def start_group(asked: Recipe, device: Device, size: int, stem: Path) -> list[Se
     return servers
 
 
-async def serve(servers: Sequence[Server], asked: Recipe, load: Load) -> dict[str, Any]:
+async def serve(servers: Sequence[Server], run_recipe: Recipe, load: Load) -> dict[str, Any]:
     """Sample with all engines at the same time. Raise TimeoutError."""
     async with asyncio.timeout(load.within_s):
-        await asyncio.gather(*(open_up(server, asked, load.within_s) for server in servers))
-        await ask(servers, asked, load, 8)  # compiles kernels
-        return await ask(servers, asked, load, SAMPLED)
+        await asyncio.gather(*(open_up(server, run_recipe, load.within_s) for server in servers))
+        await ask(servers, run_recipe, load, 8)  # compiles kernels
+        return await ask(servers, run_recipe, load, SAMPLED)
 
 
-async def open_up(server: Server, asked: Recipe, within_s: float) -> None:
+async def open_up(server: Server, run_recipe: Recipe, within_s: float) -> None:
     """Tell an engine that its weights are version 0, before which it serves nobody."""
-    client = EngineClient(lambda: server.url, asked.model.path)
-    await client.apply(PolicyVersion(0, asked.model.path), within_s)
+    client = EngineClient(lambda: server.url, run_recipe.model.path)
+    await client.apply(PolicyVersion(0, run_recipe.model.path), within_s)
     await client.close()
 
 
-async def ask(servers: Sequence[Server], asked: Recipe, load: Load, sampled: int) -> dict[str, Any]:
+async def ask(servers: Sequence[Server], run_recipe: Recipe, load: Load, sampled: int) -> dict[str, Any]:
     """Send all requests at the same time, and return the throughput."""
     draw = random.Random(sampled)
 
     def endpoint_of(server: Server) -> GenerateEndpoint:
-        return GenerateEndpoint(lambda: server.url, asked.max_len, load.within_s)
+        return GenerateEndpoint(lambda: server.url, run_recipe.max_len, load.within_s)
 
     async def one(endpoint: GenerateEndpoint) -> float:
         tokens = [draw.randrange(3, load.vocabulary) for _ in range(PROMPT)]
@@ -137,16 +137,16 @@ async def ask(servers: Sequence[Server], asked: Recipe, load: Load, sampled: int
     }
 
 
-def measure(asked: Recipe, device: Device, size: int, load: Load, stem: Path) -> dict[str, Any]:
+def measure(run_recipe: Recipe, device: Device, size: int, load: Load, stem: Path) -> dict[str, Any]:
     """Start a cell's engines, serve, end them, and return the results or the reason for their absence."""
     begun = time.monotonic()
-    servers = start_group(asked, device, size, stem)
+    servers = start_group(run_recipe, device, size, stem)
     try:
         for server in servers:
             server.wait("/primeslurm/status", load.within_s)
         start_s = time.monotonic() - begun
         left = Load(load.at_once, load.vocabulary, load.within_s - start_s)
-        return {"start_seconds": round(start_s, 1), **asyncio.run(serve(servers, asked, left))}
+        return {"start_seconds": round(start_s, 1), **asyncio.run(serve(servers, run_recipe, left))}
     except (RuntimeError, TimeoutError, NoAnswerError, EngineDownError) as error:
         return {"failed": f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {str(error)[-500:]}"}
     finally:
@@ -185,8 +185,8 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         config.save_pretrained(name)
         for cell in options.cells:
-            asked = recipe(Path(name), dtype, cell, options.at_once)
+            run_recipe = recipe(Path(name), dtype, cell, options.at_once)
             size = int(cell.partition("-")[0])
-            result["cells"][cell] = measure(asked, device, size, load, options.out.with_suffix(f".{cell}"))
+            result["cells"][cell] = measure(run_recipe, device, size, load, options.out.with_suffix(f".{cell}"))
             print(cell, json.dumps(result["cells"][cell]), flush=True)
             options.out.write_text(json.dumps(result, indent=2) + "\n")

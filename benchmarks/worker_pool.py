@@ -21,8 +21,7 @@ from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, ToWorker
 from primeslurm.orchestrator.rollouts.job_runner import STATUS_INTERVAL_S
-from primeslurm.orchestrator.rollouts.worker_events import WorkerEvent
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import WorkerEvent, WorkerPool
 from primeslurm.wire.transport import curve
 
 ROOT = Path(__file__).resolve().parents[1]

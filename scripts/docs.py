@@ -8,9 +8,9 @@ from pathlib import Path
 from primeslurm.models import GENERIC, Capabilities, bundled, model_types
 from primeslurm.plan.checks.compatibility import as_markdown
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reference import markdown
 from scripts.cli_reference import cli_reference
 from scripts.generated import write_or_check
+from scripts.recipe_reference import markdown
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 

@@ -28,11 +28,6 @@ PAGES = {
     "orchestration": ("Orchestration", "Dispatch, data path, rendering, planning and emulated jobs, all on CPUs."),
     "faults": ("Faults", "Recovery from injected faults. All but one row ran on CPUs, most of them with stand-ins."),
 }
-NOT_SHOWN = {
-    "batch_selection": "micro-benchmark of filters and curricula, used when that code changes",
-    "spooled_groups": "micro-benchmark of reading group headers after a restart, used when that code changes",
-}
-"""Results files that no page shows, and why."""
 SHAPES = {
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "glm5": "GLM-5",
@@ -225,7 +220,6 @@ def index() -> str:
         f"- {Template().vformat(each['text'], (), load(each['file']))} ([{each['page']}]({each['page']}.md))"
         for each in specification()["headlines"]
     )
-    left = table_of([["File", "Reason"], *([f"`{name}.json`", why] for name, why in NOT_SHOWN.items())])
     return f"""# Measurements
 
 {WRITTEN}
@@ -238,10 +232,7 @@ often ran other work: they show ratios and scaling rather than absolute speed.
 
 {shown}
 
-`python -m benchmarks` lists all benchmarks, `python -m benchmarks NAME --help` explains one. Results files that are on
-no page:
-
-{left}
+`python -m benchmarks` lists all benchmarks, `python -m benchmarks NAME --help` explains one.
 """
 
 

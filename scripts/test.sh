@@ -23,7 +23,8 @@ fi
 components=tests/trainer/components
 compiled=$components/test_compile.py
 declare -A groups=(
-  [clusters]="tests/cluster tests/emulated tests/power tests/chaos"
+  [clusters]="tests/cluster tests/power tests/chaos"
+  [emulated]="tests/emulated"
   [engines]="tests/engine tests/gpu"
   [unit]="tests/unit --ignore=tests/unit/orchestrator $compiled"
   [trainer]="tests/trainer --ignore=$components"
@@ -62,14 +63,15 @@ reap() {
   wait -n -p pid || code=$?
   group=${running[$pid]}
   unset "running[$pid]"
-  [[ $group == clusters ]] || computing=$((computing - 1))
+  [[ $group == clusters || $group == emulated ]] || computing=$((computing - 1))
   ((code == 0)) || failed+=("$group")
   echo "$group ended with $code after $SECONDS s"
 }
 
-# Tests of clusters mostly wait for Slurm, so they run beside the others. Of the others one runs per core, the longest
-# first.
+# Tests of clusters mostly wait for Slurm and for timeouts, so they run beside the others. Of the others one runs per
+# core, the longest first.
 start clusters
+start emulated
 for group in lint engines unit trainer runs rollouts; do
   while ((computing >= $(nproc))); do reap; done
   start "$group"
@@ -77,7 +79,7 @@ for group in lint engines unit trainer runs rollouts; do
 done
 while ((${#running[@]})); do reap; done
 
-cat build/{lint,clusters,engines,unit,trainer,runs,rollouts}.log
+cat build/{lint,clusters,emulated,engines,unit,trainer,runs,rollouts}.log
 if ((${#failed[@]})); then
   echo "failed: ${failed[*]} (see build/*.log)" >&2
   exit 1

@@ -1,4 +1,4 @@
-"""State of a run's job in Slurm (or of its local process), and the end of the job."""
+"""Query and end a run's job in Slurm, or its local process."""
 
 from __future__ import annotations
 
@@ -24,75 +24,73 @@ from primeslurm.slurm import pending_reasons
 from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
 from primeslurm.slurm.launch_failures import ended_tasks
 
+# Called if Slurm does not answer.
 OnNoAnswer = Callable[[ClusterError], None]
-"""Called if Slurm does not answer."""
+# Timeout for Slurm [s] in commands that only show a run.
 ANSWER_S = 8.0
-"""Timeout for Slurm [s] in commands that only show a run."""
-_ELSEWHERE = "which cannot be seen from this host: if it is gone, `primeslurm cancel` gives the run up"
+_ELSEWHERE = "and this host cannot see its processes. If that host is lost, give the run up with `primeslurm cancel`"
+# Age up to which a submission from another host may still be in progress [s].
 SUBMISSION_S = 900.0
-"""Age up to which a submission from another host may still be in progress [s]."""
+# Bytes read from the end of a job's output.
 _OUTPUT_BYTES = 1 << 20
-"""Bytes read from the end of a job's output."""
 
 
 def job_query(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> JobQuery:
     """Return a function that queries the state of a job of this run.
 
-    Args:
-        run: the run.
-        if_silent: called if Slurm does not answer within `ANSWER_S`; the state is `NO_ANSWER` then. Without it, the
-            query waits up to a minute and raises ClusterError.
+    If Slurm does not answer within `ANSWER_S`, `if_silent` is called and the state is `NO_ANSWER`. Without `if_silent`,
+    the query waits up to a minute and raises ClusterError.
     """
     return queries(run, if_silent)[0]
 
 
 def queries(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> tuple[JobQuery, FindCauses, FindObstacles]:
-    """Return functions that query a job's state, its unresponsive nodes, and what keeps a pending job from starting."""
+    """Return functions that query a job's state, its unresponsive nodes, and why a pending job does not start."""
     # After one timeout, the other queries do not wait for Slurm again.
     timeout_s = None if if_silent is None else ANSWER_S
-    mute: list[ClusterError] = []
+    timeouts: list[ClusterError] = []
     try:
         settle(run, timeout_s)
     except ClusterError as error:
         if if_silent is None:
             raise
-        mute.append(error)
+        timeouts.append(error)
 
-    def ask(job: JobRecord) -> str | None:
-        if mute and if_silent is not None:
-            if_silent(mute[0])
+    def query_state(job: JobRecord) -> str | None:
+        if timeouts and if_silent is not None:
+            if_silent(timeouts[0])
             return NO_ANSWER
         try:
             return _state(run, job, timeout_s) if job.job_id else _state_without_id(job)
         except ClusterError as error:
             if if_silent is None:
                 raise
-            mute.append(error)
+            timeouts.append(error)
             if_silent(error)
             return NO_ANSWER
 
-    def ask_of_nodes(attempt: Attempt, nodes: Sequence[str]) -> list[str]:
+    def find_causes(attempt: Attempt, nodes: Sequence[str]) -> list[str]:
         job = attempt.job()
         if job is None or job.executor != "slurm":
             return []
         ended = ended_tasks(_end_of(run.job_output(job.job_id)))
-        found = [f"srun says of the task on {name}: {ended[name]}" for name in nodes if name in ended]
+        causes = [f"srun reports about the task on {name}: {ended[name]}" for name in nodes if name in ended]
         try:
-            known = {node.name: node for node in SlurmClient(job.slurm_conf, ANSWER_S).nodes()}
+            states = {node.name: node for node in SlurmClient(job.slurm_conf, ANSWER_S).nodes()}
         except ClusterError as error:
-            mute.append(error)
-            return [*found, f"Slurm does not answer: {error}"]
-        return found + [words for name in nodes if name in known and (words := _ill(known[name]))]
+            timeouts.append(error)
+            return [*causes, f"Slurm does not answer: {error}"]
+        return causes + [problem for name in nodes if name in states and (problem := _node_problem(states[name]))]
 
-    def ask_why(job: JobRecord) -> list[Obstacle]:
-        if job.executor != "slurm" or mute:
+    def find_obstacles(job: JobRecord) -> list[Obstacle]:
+        if job.executor != "slurm" or timeouts:
             return []
         try:
             return _obstacles(run, SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S), job.job_id)
         except ClusterError:  # the query of the state reports it
             return []
 
-    return ask, ask_of_nodes, ask_why
+    return query_state, find_causes, find_obstacles
 
 
 def _obstacles(run: RunDirectory, client: SlurmClient, job_id: str) -> list[Obstacle]:
@@ -112,11 +110,11 @@ def _component_names(run: RunDirectory) -> dict[int, str]:
     return {group.index: group.name for group in run.latest().plan().groups}
 
 
-def _ill(node: NodeState) -> str:
+def _node_problem(node: NodeState) -> str:
     if node.responding and not node.state.startswith(("down", "drain", "drng", "fail")):
         return ""
-    mute, why = "" if node.responding else ", not responding", f" ({node.reason})" if node.reason else ""
-    return f"Slurm says that {node.name} is {node.state}{mute}{why}"
+    unresponsive, reason = "" if node.responding else ", not responding", f" ({node.reason})" if node.reason else ""
+    return f"Slurm reports that {node.name} is {node.state}{unresponsive}{reason}"
 
 
 def _end_of(path: Path) -> str:
@@ -131,10 +129,7 @@ def _end_of(path: Path) -> str:
 
 
 def settle(run: RunDirectory, timeout_s: float | None = None) -> None:
-    """Record the job id of the newest attempt if the submission was interrupted after Slurm had taken the job.
-
-    `timeout_s` is the timeout for Slurm, a minute by default. Raises ClusterError if Slurm does not answer.
-    """
+    """Record the job's id if the submission was interrupted after Slurm had accepted the job. Raises ClusterError."""
     attempts = run.attempts()
     job = attempts[-1].job() if attempts else None
     if job is None or job.job_id or not job.submission:
@@ -147,7 +142,7 @@ def settle(run: RunDirectory, timeout_s: float | None = None) -> None:
 
 
 def find_job(job: JobRecord, timeout_s: float | None = None) -> str | None:
-    """Find the job of a submission whose answer was lost; None if there is none. Raises ClusterError."""
+    """Return the id of a job whose submission got no answer; None if Slurm does not have it. Raises ClusterError."""
     if job.executor == "local":
         from primeslurm.slurm.local import submit
 
@@ -172,7 +167,7 @@ def _state_without_id(job: JobRecord) -> str | None:
 
 
 def end_job(plan: Plan, job: JobRecord) -> None:
-    """Cancel a job, unless it has already ended. Raises ClusterError."""
+    """Cancel a job that has not ended. Raises ClusterError."""
     if not job.job_id:
         return
     if job.executor == "slurm":
@@ -193,7 +188,7 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
 
         attempt = run.latest()
         if job.host not in ("", socket.gethostname()):
-            # Its processes cannot be seen from here. If the host is gone, `cancel` gives the run up.
+            # This host cannot see the processes. `cancel` gives the run up if their host is lost.
             return None if files.exists(attempt.cancel_file) else f"RUNNING on {job.host}, {_ELSEWHERE}"
         return "RUNNING" if submit.is_running(attempt.plan(), job.job_id) else None
     if job.slurm_conf is not None and not files.is_file(Path(job.slurm_conf)):

@@ -1,4 +1,4 @@
-"""Which site file counts, and where runs live."""
+"""Find the site file and the directory of runs."""
 
 from __future__ import annotations
 
@@ -21,27 +21,22 @@ from primeslurm.recipe.reading.validation_errors import InputFault
 from primeslurm.recipe.site import Network, NodeKind
 from primeslurm.slurm.environment import allocated_elsewhere, cpus_given, gpus_given, memory_given_mib
 
+# Paths that are searched, in order, if no site file is given.
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
-"""Where a site file is looked for if none is named."""
 _LOCAL_NODES = 64
 _FAKE_GPUS = 8
 
 
 def find_site(path: Path | None, *, local: bool = False) -> Site:
-    """Find the site to use: of a file, or of this machine.
+    """Return the site of a file (by default the first existing one of `SITE_FILES`), or with `local` this machine.
 
-    Args:
-        path: a site file; None: the first of `SITE_FILES` that is there.
-        local: without a file, take this machine, and no Slurm.
-
-    Raises:
-        UsageError: there is no site file, or something is wrong in it.
+    Raises UsageError if there is no site file, or it is wrong.
     """
     return draft_site(path, local=local).valid_value()
 
 
 def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
-    """Find the site to use as `find_site` does, whatever is wrong with it."""
+    """Return the site as `find_site` does, but with its errors instead of an exception."""
     if local and (nodes := allocated_elsewhere(os.environ, socket.gethostname())):
         why = f"this shell is on {socket.gethostname()}, and its Slurm allocation is node {compress(nodes)}"
         fix = "start it there: srun --ntasks=1 --cpus-per-task=N primeslurm submit RECIPE --local --wait"
@@ -58,7 +53,6 @@ def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
 
 
 def _located(draft: Draft[Site], file: Path) -> Draft[Site]:
-    """The site of a file, with absolute paths."""
     if draft.value is None:
         return draft
     try:
@@ -75,25 +69,20 @@ def local_site(
     driver_dir: Path = Path("/proc/driver/nvidia/gpus"),
     environ: Mapping[str, str] = os.environ,
 ) -> Site:
-    """Describe this machine as a site: its GPUs, or CPU processes on pretended GPUs if it has none.
+    """Describe this machine as a site: its GPUs, or CPU processes on fake GPUs if it has none.
 
-    Inside an allocation of Slurm, the site is what Slurm gives this shell of the machine's GPUs, cores and memory.
-    Every agent gets a loopback address of its own, so that "nodes" may use the same ports.
-
-    Args:
-        runs: directory of all runs.
-        device_dir: where the devices of GPUs are.
-        driver_dir: where NVIDIA's driver describes its GPUs.
-        environ: environment of this shell.
+    In a shell of a Slurm allocation, the site has only the allocated GPUs, cores and memory. Each agent gets its own
+    loopback address, so that "nodes" may use the same ports. `device_dir` has the device files of GPUs, and
+    `driver_dir` their descriptions by NVIDIA's driver.
     """
     devices = len([path for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
-    given = gpus_given(environ)
-    gpus = devices if given is None else min(devices, len(given))
+    allocated_gpus = gpus_given(environ)
+    gpus = devices if allocated_gpus is None else min(devices, len(allocated_gpus))
     cpus = min(len(os.sched_getaffinity(0)), cpus_given(environ) or sys.maxsize)
     memory = memory_given_mib(environ, cpus)
     kind = NodeKind(
         partition="local",
-        gpus=gpus or len(given or ()) or _FAKE_GPUS,
+        gpus=gpus or len(allocated_gpus or ()) or _FAKE_GPUS,
         cpus=cpus,
         gpu=_gpu_type(driver_dir) if gpus else None,
         memory_gib=memory and memory / 1024,
@@ -109,7 +98,7 @@ def local_site(
 
 
 def _gpu_type(driver_dir: Path) -> str | None:
-    """Return the type of this machine's GPUs, for the memory estimate; None if it is unknown or they differ."""
+    """Return the GPU type for the memory estimate; None if it is unknown, or if the GPUs differ."""
     models = {line for path in driver_dir.glob("*/information") for line in re.findall(r"Model:\s*(.*)", _text(path))}
     types = {name for model in models for name in GPUS if re.search(rf"\b{name}\b", model, re.IGNORECASE)}
     smaller = any("40GB" in model for model in models)  # an A100 of half the size
@@ -124,12 +113,10 @@ def _text(path: Path) -> str:
 
 
 def runs_directory(runs: str | Path | None) -> Path:
-    """Find where runs live: as given, else as the site file says, else ./runs.
+    """Return the directory of runs: as given, as the site file says, or ./runs.
 
-    Other mistakes in the site file do not matter here: runs can be watched and cancelled while it is edited.
-
-    Raises:
-        UsageError: the site file does not say it, because it cannot be read, or its `runs` is wrong.
+    Other errors in the site file are ignored, so that runs can be watched and cancelled while it is edited. Raises
+    UsageError if the site file cannot be read, or its `runs` is wrong.
     """
     if runs is not None:
         return Path(runs)
@@ -139,19 +126,19 @@ def runs_directory(runs: str | Path | None) -> Path:
     draft = _located(read_site(file), file)
     if draft.value is not None:
         return Path(draft.value.runs)
-    said = draft.data.get("runs", Site.model_fields["runs"].default)
-    if not draft.data or not isinstance(said, str):
+    runs_field = draft.data.get("runs", Site.model_fields["runs"].default)
+    if not draft.data or not isinstance(runs_field, str):
         raise UsageError(draft.violations)
-    return _runs(file, said)
+    return _runs(file, runs_field)
 
 
 def with_python(site: Site) -> Site:
-    """Put this interpreter on the nodes of a site that names none."""
+    """Use this interpreter on the nodes of a site that does not set `python`."""
     return site.model_copy(update={"python": site.python or sys.executable})
 
 
 def _runs(site_file: Path, runs: str) -> Path:
-    """The site's directory of runs, which is relative to its file. Raises UsageError."""
+    """Resolve a directory of runs relative to its site file. Raises UsageError."""
     try:
         return (site_file.resolve().parent / Path(runs).expanduser()).resolve()
     except (OSError, RuntimeError) as error:  # no such user's home, a loop of links
@@ -159,6 +146,5 @@ def _runs(site_file: Path, runs: str) -> Path:
 
 
 def _with_libraries(site: Site) -> Site:
-    """The site with a UCX built in this checkout first on its library path."""
     built = Path(__file__).resolve().parents[2] / "third_party" / "ucx" / "lib"
     return site.model_copy(update={"library_path": (str(built), *site.library_path)}) if built.is_dir() else site

@@ -1,4 +1,4 @@
-"""Submission of jobs: submit, resume and dry run; bad nodes; and packages that nodes have installed."""
+"""Submit, resume and dry-run jobs; list bad nodes; and compare the packages of nodes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from primeslurm.node.entry import AgentTask
 
 
+# Seconds to look for a job that slurmctld may have accepted after sbatch had timed out.
 LATE_JOB_S = 10.0
-"""Seconds to look for a job that slurmctld may have accepted after sbatch had timed out."""
 _LATE_JOB_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of a dry run."""
+    """Plan and batch script of a dry run."""
 
     plan: Plan
     script: str
@@ -59,7 +59,6 @@ class DryRun:
     unasked: tuple[str, ...] = ()
     """Checks that could not be made, and why."""
     details: str = ""
-    """Error text of the Slurm command that failed."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,9 @@ class Submitted:
 
 
 def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
-    """Make all checks of a submission, and render its script, without writing anything.
+    """Make all checks of a submission, and render its script. Nothing is written.
 
-    Args:
-        plan: the run's plan.
-        slurm_conf: SLURM_CONF of its cluster; None for the system's default.
-        ask: whether the cluster exists and may be queried.
-
-    Raises:
-        UsageError: the plan would be refused anywhere; with all reasons.
+    Slurm is queried only if `ask` is set. Raises UsageError with all reasons why any machine would refuse the plan.
     """
     unasked, details = tuple[str, ...](), ""
     problems = (
@@ -113,16 +106,10 @@ def refuse_unfit(plan: Plan) -> None:
 
 
 def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
-    """Create the run directory and submit the job.
+    """Create the run directory, copy the recipe file `source` into it, and submit the job.
 
-    Args:
-        planned: plan and resolved recipe of the run.
-        source: the recipe file, which is copied to the run directory.
-        slurm_conf: SLURM_CONF of the cluster; None for the system's default.
-
-    Raises:
-        UsageError: the plan is refused; with all reasons.
-        ClusterError: Slurm refused the job or did not answer. The run directory is removed.
+    Raises UsageError with all reasons if the plan is refused. Raises ClusterError if Slurm refused the job or did not
+    answer; the run directory is then removed.
     """
     plan = planned.plan
     refuse_unfit(plan)
@@ -131,21 +118,16 @@ def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
         if problems := _placement(plan, slurm_conf):
             raise UsageError(problems)
     script = _script(plan)
+    # A signal between sbatch and the record of the job's id would leave a job that nobody knows.
     with signals_held(plan.run) as held:
         return _start(create(planned.recipe, plan, source, _intent(plan, slurm_conf)), plan, script, held)
 
 
 def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
-    """Submit a new attempt of a run that has ended.
+    """Submit a new attempt of a run whose newest attempt, `previous`, has ended.
 
-    Args:
-        directory: the run.
-        previous: the newest attempt, which has ended.
-
-    Raises:
-        UsageError: a variable of `pass_env` is not set, or another process has resumed the run.
-        ClusterError: Slurm refused the job or did not answer.
-        RunError: records of the run are damaged.
+    Raises UsageError if a variable of `pass_env` is not set, or another process has resumed the run; ClusterError if
+    Slurm refused the job or did not answer; RunError if records are damaged.
     """
     if problems := permission_problems(directory.path):
         raise UsageError(problems)
@@ -165,7 +147,7 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
 
 
 def in_use(directory: RunDirectory, phase: str) -> Violation:
-    """Return the violation that names the job that owns a run, which therefore cannot be resumed."""
+    """Return the violation that names the owner of an active run, which cannot be resumed."""
     why = f"is {phase}: there is nothing to resume, {owner(directory.latest())} owns it"
     return Violation("RUN", directory.name, why)
 
@@ -184,12 +166,10 @@ def _placement(plan: Plan, slurm_conf: str | None) -> list[Violation]:
 
 
 def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = True) -> SlurmAnswer:
-    """Ask Slurm whether it can ever run a job. Nothing is submitted.
+    """Ask Slurm whether it can ever run a job, without submitting it.
 
-    Args:
-        plans: variants of one recipe's plan; problems that all variants have are reported.
-        slurm_conf: SLURM_CONF of the cluster; None for the system's default.
-        whole: also run `sbatch --test-only` on the first plan.
+    Only problems of all `plans`, which are variants of one recipe, are reported. With `whole`, `sbatch --test-only` is
+    run on the first plan.
     """
     client = SlurmClient(slurm_conf, ANSWER_S)
     try:
@@ -239,7 +219,7 @@ class _UnknownError(ClusterError):
 
 
 def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -> str:
-    """Submit a job and return its id, also if sbatch failed after slurmctld had accepted the job."""
+    """Submit a job and return its id, even if sbatch failed after slurmctld had accepted the job."""
     from primeslurm.slurm import executor
 
     try:
@@ -249,32 +229,32 @@ def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -
         until = time.monotonic() + (LATE_JOB_S if uncertain else 0.0)
         while True:
             try:
-                found = _taken(job, uncertain)
-            except ClusterError as silence:
+                job_id = _taken(job, uncertain)
+            except ClusterError as no_answer:
                 if not uncertain:
-                    raise error from silence
+                    raise error from no_answer
                 if time.monotonic() >= until:
                     why = "Slurm does not answer, so it is unknown whether Slurm has the job"
                     raise _UnknownError(
                         f"{error}; {why}. `primeslurm status {shlex.quote(plan.run_dir)}` asks again"
-                    ) from silence
+                    ) from no_answer
             else:
-                if found is not None:
-                    return found
+                if job_id is not None:
+                    return job_id
                 if time.monotonic() >= until:
                     raise
             time.sleep(_LATE_JOB_POLL_S)
 
 
 def _taken(job: JobRecord, uncertain: bool) -> str | None:
-    """Return the id of the job if Slurm has it although sbatch failed, else None."""
-    found = find_job(job, ANSWER_S)
-    if found is None or uncertain:
-        return found
+    """Return the job's id if Slurm has the job although sbatch failed, else None."""
+    job_id = find_job(job, ANSWER_S)
+    if job_id is None or uncertain:
+        return job_id
     # Slurm creates the components of a heterogeneous job one by one. If a limit refuses a later component, Slurm
     # cancels the earlier ones, and still lists them for some minutes.
-    state = SlurmClient(job.slurm_conf, ANSWER_S).job(found)
-    return None if state is not None and state.state == "CANCELLED" else found
+    state = SlurmClient(job.slurm_conf, ANSWER_S).job(job_id)
+    return None if state is not None and state.state == "CANCELLED" else job_id
 
 
 def _record_excluded(plan: Plan) -> None:
@@ -290,47 +270,37 @@ def bad_nodes(runs: Path, now: float) -> list[BadNode]:
 
 
 def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
-    """Exclude bad nodes from a plan's job, as far as its partitions can spare them. Raises ClusterError."""
+    """Exclude bad nodes from a plan's job, unless a partition needs them. Raises ClusterError."""
     now = time.time()
     bad = bad_nodes(Path(plan.run_dir).parent, now)
     if not bad:
         return exclude_bad_nodes(plan, [], now)
     names = {group.partition for group in plan.groups}
     partitions = SlurmClient(slurm_conf).nodes_by_partition(names, plan.job.reservation)
-    known = {node for nodes in partitions.values() for node in nodes}
+    partition_nodes = {node for nodes in partitions.values() for node in nodes}
     avoided = excludable_nodes(plan, bad, partitions)
-    needed = [entry for entry in bad if entry.node in known and entry not in avoided]
+    needed = [entry for entry in bad if entry.node in partition_nodes and entry not in avoided]
     return exclude_bad_nodes(plan, avoided, now, needed=needed)
 
 
 def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every: bool = False) -> list[str]:
-    """Remove nodes from the ledger of bad nodes, so that jobs use them again.
+    """Remove nodes (with `every`, all nodes) from the ledger of bad nodes, and return their names, sorted.
 
-    Args:
-        runs: directory of all runs.
-        hostlists: names or host lists. At least one node of each must be in the ledger.
-        now: Unix time.
-        every: remove all nodes.
-
-    Returns:
-        The names of the nodes, sorted.
-
-    Raises:
-        UsageError: a host list has no node of the ledger. Then no node is removed.
+    Raises UsageError if a host list has no node of the ledger. No node is removed in this case.
     """
     ledger = BadNodeLedger(runs)
-    known = [entry.node for entry in ledger.entries(now)]
-    nodes, problems = set(known) if every else set[str](), list[Violation]()
+    bad = [entry.node for entry in ledger.entries(now)]
+    nodes, problems = set(bad) if every else set[str](), list[Violation]()
     for hostlist in hostlists:
         try:
-            named = set(expand(hostlist)) & set(known)
+            matches = set(expand(hostlist)) & set(bad)
         except ValueError as error:
             problems.append(Violation("--forget", hostlist, str(error), "for example node[001-003],login1"))
             continue
-        if not named:
+        if not matches:
             why = "is not in the ledger of bad nodes"
-            problems.append(Violation("--forget", hostlist, why, suggestion(hostlist, known)))
-        nodes |= named
+            problems.append(Violation("--forget", hostlist, why, suggestion(hostlist, bad)))
+        nodes |= matches
     if problems:
         raise UsageError(problems)
     for name in sorted(nodes):
@@ -343,26 +313,20 @@ class Installed:
     """Installed packages of nodes."""
 
     nodes: Mapping[str, Parts]
-    """Node to part to version. A node that runs no jobs now has only the part `node`, with its state."""
+    """Package versions by node. A node that runs no jobs now has only the entry `node`, with its state."""
     differences: Sequence[InstalledDifference]
 
     @property
     def well(self) -> bool:
-        """Whether all required packages have the locked version."""
+        """True if all required packages have the locked version."""
         return not any(each.required for each in self.differences)
 
 
 def installed(site_file: Path | None, node: str | None = None, *, every: bool = False) -> Installed:
-    """Compare the installed packages of this host, one node, or all nodes with the lock file.
+    """Compare the installed packages of this host, one node, or all nodes of the site with the lock file.
 
-    Args:
-        site_file: site file, as for `find_site`. Without all three arguments, this host is checked.
-        node: name of one node of the site.
-        every: check all nodes of the site.
-
-    Raises:
-        UsageError: there is no such node or no site file.
-        ClusterError: Slurm does not answer, or nodes are not free within a minute.
+    Raises UsageError if the node or the site file does not exist, and ClusterError if Slurm does not answer, or nodes
+    are not free within a minute.
     """
     if node is not None and every:
         raise UsageError([Violation("--node", node, "contradicts --all", "keep one of them")])

@@ -1,6 +1,6 @@
 """Embedded Slurm clusters on this machine, for `primeslurm cluster` and `--emulate`.
 
-Only this module of the product imports `primeslurm.testbed`. Other modules import its names from here.
+This is the only module of the product that imports `primeslurm.testbed`.
 """
 
 from __future__ import annotations
@@ -37,39 +37,34 @@ def start_cluster(
     runs: Path = Path("runs"),
     directory: Path | None = None,
 ) -> tuple[Cluster, bool]:
-    """Start a cluster, and wait until all of its nodes are idle. It runs until its `down` method is called.
+    """Start a cluster and wait until all of its nodes are idle. Return it, and False if it was up already.
+
+    `Cluster.down` stops it, and `spec.site_file` is its site file.
 
     Args:
-        name: name of the cluster.
+        name: name of the cluster, for `find_cluster`.
         nodes: number of nodes in partition `gpu`.
-        gpus_per_node: fake GPUs of each of these nodes.
-        cpus_per_node: CPU cores that each node reports to Slurm.
+        gpus_per_node: number of fake GPUs per GPU node.
+        cpus_per_node: number of CPU cores that each node reports to Slurm.
         control_nodes: number of nodes in partition `cpu`.
-        runs: directory of runs, for the site file of the cluster. It outlives the cluster.
-        directory: directory of everything that the cluster writes. Default: ~/.primeslurm/clusters/NAME.
-
-    Returns:
-        The cluster, whose `spec.site_file` is the site of recipes on it, and False if it was already up.
+        runs: directory of runs in the cluster's site file. It remains when the cluster is stopped.
+        directory: directory for all files of the cluster. Default: ~/.primeslurm/clusters/NAME.
 
     Raises:
         UsageError: a setting is wrong, programs are missing, or the directory is in use.
-        ClusterError: a daemon did not start. Nothing is left behind.
+        ClusterError: a daemon did not start. All others are stopped.
     """
     where = _directory(name, directory)
     return up(ClusterSpec(name, where, runs.absolute(), nodes, gpus_per_node, cpus_per_node, control_nodes))
 
 
 def find_cluster(name: str = "local", directory: Path | None = None) -> Cluster:
-    """Return a cluster, whether it is up or not. Pass the `directory` that was passed to `start_cluster`.
-
-    Raises:
-        UsageError: there is no such cluster.
-    """
+    """Return a cluster that may be up or down. Raises UsageError if it does not exist."""
     return Cluster.load(_directory(name, directory))
 
 
 def find_clusters() -> list[Cluster]:
-    """Return the clusters that this user started in their default directory, whether they are up or not."""
+    """Return this user's clusters in the default directory, up or down."""
     return [Cluster.load(directory) for directory in known_directories()]
 
 

@@ -65,7 +65,6 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def make_anew(path: Path) -> None:
-    """Replace whatever is at `path` by an empty directory."""
     files.remove_tree(path)
     make_directory(path)
 
@@ -174,10 +173,8 @@ def reserve_released(path: Path) -> bool:
 def write_bulk(path: Path, action: Callable[[], object]) -> str:
     """Run `action`, which writes a large file at `path`, without using the run's reserve.
 
-    Return why the file must be written later (the disk is full, read-only or away); empty if it is written.
-
-    Raises:
-        OSError: the file cannot be written for another reason.
+    Return why the file must be written later (the disk is full, read-only or away); empty if it is written. Other
+    errors are raised.
     """
     if reserve_released(path):
         return RESERVE_RELEASED
@@ -197,16 +194,10 @@ def retry_until_written(
     pause_s: float = RETRY_S,
     refused: Callable[[Exception], None] | None = None,
 ) -> T:
-    """Repeat `action` until the disk is neither full nor read-only.
+    """Repeat `action`, from its beginning each time, until the disk is neither full nor read-only.
 
-    Args:
-        action: writes, and starts from the beginning each time.
-        within_s: how long it is repeated [s].
-        pause_s: time between two tries [s].
-        refused: called with the error before each pause. Default: log it.
-
-    Raises:
-        Exception: the last error after `within_s`, and any other error at once.
+    `refused` gets the error before each pause of `pause_s`; by default it is logged. After `within_s`, the last error
+    is raised, and any other error at once.
     """
     deadline = files.clock() + within_s
     while True:
@@ -220,7 +211,6 @@ def retry_until_written(
 
 
 def warn(error: Exception) -> None:
-    """Log why the process waits for the file system."""
     log.warning("waiting for the file system: %s", error)
 
 

@@ -44,28 +44,12 @@ CACHE_S = 60.0
 QUIET_S = 60.0
 # Errors that network file systems return temporarily, and that say nothing about the file.
 TRANSIENT = frozenset(
-    {
-        errno.ESTALE,
-        errno.EIO,
-        errno.ESHUTDOWN,
-        errno.ETIMEDOUT,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.ENXIO,
-        errno.ENODEV,
-        errno.EREMOTEIO,
-        errno.ENOTCONN,
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ECONNABORTED,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENOLCK,
-        errno.ECOMM,
-        errno.EPROTO,
-    }
+    (
+        *(errno.ESTALE, errno.EIO, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENXIO),
+        *(errno.ENODEV, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOLCK),
+        *(errno.ECOMM, errno.EPROTO),
+    )
 )
 # How libraries written in Rust (safetensors) report an errno in the text of their exceptions.
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
@@ -118,15 +102,10 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def retrying(path: Path, action: Callable[[], T]) -> T:
-    """Run `action`, which reads or changes `path`. Retry it while it raises transient errors.
+    """Run `action`, which reads or changes `path`, and retry it from its beginning while it raises transient errors.
 
-    Args:
-        path: named in log lines and errors.
-        action: must be safe to repeat from its beginning.
-
-    Raises:
-        OSError: a lasting error of `action`, or a transient one that outlived the time limit. The latter names the
-            path and the errno.
+    Raises a lasting error of `action` at once, and an OSError with path and errno if a transient one outlives the
+    limit.
     """
     if getattr(_thread, "retries", False):  # nested: only the outermost call retries, from its beginning
         return action()
@@ -326,15 +305,10 @@ def revalidate(path: Path) -> None:
 
 
 def until_seen(look: Callable[[], T | None], *paths: Path, within_s: float = CACHE_S) -> T | None:
-    """Wait until this node sees a file that another node has written.
+    """Wait until this node sees a file that another node has written, and return the first result that is not None.
 
-    Args:
-        look: returns None until the file is as expected.
-        paths: files and directories to revalidate before each further call of `look`.
-        within_s: time of the last call.
-
-    Returns:
-        The first result of `look` that is not None; None if the time ran out.
+    `look` returns None until the file is as expected. Before each further call, `paths` are revalidated. Returns None
+    after `within_s`.
     """
     if (result := look()) is not None:
         return result
@@ -366,7 +340,6 @@ def files_below(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def is_own_directory(path: Path) -> bool:
-    """Return whether a path is a directory and not a symbolic link to one."""
     try:
         return stat.S_ISDIR(retrying(path, path.lstat).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -392,7 +365,6 @@ def rename(source: Path, target: Path) -> None:
 
 
 def unlink(path: Path) -> None:
-    """Remove a file if it exists."""
     retrying(path, lambda: path.unlink(missing_ok=True))
 
 
@@ -418,11 +390,7 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
 
 
 def write_atomic(path: Path, data: Content) -> None:
-    """Replace a file: write a temporary file beside it, flush it, and rename it over the target.
-
-    Raises:
-        OSError: the file cannot be written. The old content stays.
-    """
+    """Replace a file: write a temporary file, flush it, and rename it. After an OSError the old content stays."""
     writing(path, lambda: _write_atomic(path, data))
 
 
@@ -525,8 +493,7 @@ class FileWatcher:
     def changed(self, *, wait: bool = False) -> Any | None:
         """Return the content if it changed since the last call; None otherwise, or if the file is missing or invalid.
 
-        Args:
-            wait: retry a failed read. A caller that polls soon again need not wait.
+        With `wait` a failed read is retried. A caller that polls soon again need not wait.
         """
         self.fault = ""
         try:

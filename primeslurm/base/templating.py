@@ -11,10 +11,7 @@ from primeslurm.base.paths import shipped
 
 @functools.cache
 def environment(*, autoescape: bool) -> jinja2.Environment:
-    """Return the environment, which caches compiled templates. An undefined name is an error.
-
-    Set `autoescape` for HTML.
-    """
+    """Return the environment, which caches compiled templates. Set `autoescape` for HTML."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(shipped("templates")),
         undefined=jinja2.StrictUndefined,

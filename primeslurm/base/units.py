@@ -31,7 +31,6 @@ def size(number_of_bytes: float) -> str:
 
 
 def gib(value: float) -> str:
-    """Format GiB: `114 GiB`, `8.3 GiB`."""
     return f"{_digits(value)} GiB"
 
 
@@ -46,7 +45,6 @@ def tokens(number: float) -> str:
 
 
 def number(value: float) -> str:
-    """Format a whole number with separators: `10,752`."""
     return f"{value:,.0f}"
 
 

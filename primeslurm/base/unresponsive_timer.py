@@ -23,11 +23,8 @@ class UnresponsiveTimer:
     def look(self, now: float, heard: int, excused_s: float = 0.0) -> float:
         """Check the process, and return the seconds without a heartbeat.
 
-        Args:
-            now: any clock [s]; it may jump.
-            heard: a counter that changes with every heartbeat.
-            excused_s: time since the last check in which the process could not run: it waited for a CPU or a disk, or a
-                debugger had stopped it.
+        `now` is any clock [s], which may jump. `heard` changes with every heartbeat. `excused_s` is time since the last
+        check in which the process could not run: it waited for a CPU or a disk, or a debugger had stopped it.
         """
         # Only time in which the observer was running counts, up to MAX_GAP_S per check: a suspended machine or a
         # stopped agent makes no process unresponsive.

@@ -9,5 +9,4 @@ from __future__ import annotations
 
 from typing import Any
 
-ChatMessage = dict[str, Any]
-"""A message in the form of OpenAI's chat completions, as chat templates take it."""
+ChatMessage = dict[str, Any]  # A message in the form of OpenAI's chat completions, as chat templates take it

@@ -11,8 +11,7 @@ from primeslurm.chat import ChatMessage
 from primeslurm.chat.messages import ConversationError, MessageForm, normalized, tools_of, without_images
 
 _BLOCK_BYTES = 1 << 20
-_MAX_KEYS = 5
-"""Keys of a record that an error shows."""
+_MAX_KEYS = 5  # Keys of a record that an error shows
 
 
 def parse_line(line: bytes, *, images: bool) -> tuple[Any, list[str]]:

@@ -14,18 +14,18 @@ from typing import Any, Literal
 from primeslurm.chat import ChatMessage
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Keys that data sets and chat templates use for the thoughts of an answer
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys that data sets and chat templates use for the thoughts of an answer."""
 IMAGES = ("image", "image_url")
 _TEXTS = ("text", "input_text", "output_text")
+# Roles of other formats, with the role to use instead
 _OTHER_ROLES = {
     "human": "user",
     **dict.fromkeys(("gpt", "bot", "ai", "chatgpt", "model"), "assistant"),
     **dict.fromkeys(("function", "ipython", "observation"), "tool"),
 }
-"""Roles of other formats, with the role to use instead."""
+# Keys of other formats for the arguments of a call. A template would render such a call without arguments.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
-"""Keys of other formats for the arguments of a call. A template would render such a call without arguments."""
 _NOT_MESSAGES = ("messages is not a list of objects", "each with `role` and `content`")
 
 
@@ -46,16 +46,12 @@ class ConversationError(ValueError):
 class MessageForm:
     """The form in which a chat template expects messages."""
 
+    # Form of a call's arguments. "not shown": the template renders no calls.
     arguments: Literal["object", "text", "not shown"] = "object"
-    """Form of a call's arguments. "not shown": the template renders no calls."""
-    no_content: str | None = ""
-    """Content of an answer that only calls tools."""
-    thoughts: str = THOUGHTS[0]
-    """Key of the thoughts of an answer."""
-    roles: frozenset[str] | None = frozenset()
-    """Roles beside `ROLES` that the template may support. None: any."""
-    system_only: bool = True
-    """The template does not support the role `developer`, which becomes `system`."""
+    no_content: str | None = ""  # Content of an answer that only calls tools
+    thoughts: str = THOUGHTS[0]  # Key of the thoughts of an answer
+    roles: frozenset[str] | None = frozenset()  # Roles beside `ROLES` that the template may support. None: any.
+    system_only: bool = True  # The template does not support the role `developer`, which becomes `system`
 
 
 def normalized(messages: Any, form: MessageForm | None = None, *, lenient: bool = False) -> list[ChatMessage]:
@@ -199,7 +195,6 @@ def _pop_thoughts(message: ChatMessage) -> str | None:
 
 
 def _pop_calls(message: ChatMessage, form: MessageForm) -> list[dict[str, Any]]:
-    """Remove the calls from a message and return them."""
     if message.pop("function_call", None):
         raise ConversationError("function_call is a field that OpenAI has removed", "`tool_calls`")
     calls = message.pop("tool_calls", None)

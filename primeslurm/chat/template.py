@@ -31,8 +31,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.eos_ids = tuple(eos_ids_of(tokenizer))
-        """Tokens at which engines end a turn."""
+        self.eos_ids = tuple(eos_ids_of(tokenizer))  # Tokens at which engines end a turn
 
     @cached_property
     def source(self) -> str:

@@ -14,10 +14,9 @@ from primeslurm.chat.messages import ConversationError
 from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds, no_end
 
-Part = tuple[str, bool]
-"""Text, and whether it is trained."""
+Part = tuple[str, bool]  # Text, and whether it is trained
+# Arguments of chat templates to try after the defaults. Answers of a data set may have thoughts or not.
 _THINKING: Sequence[dict[str, Any]] = ({"enable_thinking": True}, {"enable_thinking": False}, {"thinking": True})
-"""Arguments of chat templates to try after the defaults. Answers of a data set may have thoughts or not."""
 
 
 class TrainingText:

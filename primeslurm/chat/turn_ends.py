@@ -21,12 +21,9 @@ class TurnEnd:
     """The end of a turn."""
 
     token: str
-    written: bool
-    """The template writes the token after the answer. False: the token starts the next message."""
-    before: str = ""
-    """If not `written`: whitespace between the answer and the token."""
-    after: str = ""
-    """If `written`: text of the template after the token."""
+    written: bool  # The template writes the token after the answer. False: the token starts the next message.
+    before: str = ""  # If not `written`: whitespace between the answer and the token
+    after: str = ""  # If `written`: text of the template after the token
 
 
 class TurnEnds:
@@ -36,8 +33,7 @@ class TurnEnds:
         self._template = template
         tokenizer = template.tokenizer
         vocabulary = {str(tokenizer.convert_ids_to_tokens(i)) for i in template.eos_ids if i < len(tokenizer)}
-        self.stops = frozenset(vocabulary)
-        """Tokens at which engines end a turn."""
+        self.stops = frozenset(vocabulary)  # Tokens at which engines end a turn
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = special | set(tokenizer.all_special_tokens)
         self._added = self._special | set(tokenizer.get_added_vocab())

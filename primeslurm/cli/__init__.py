@@ -1,7 +1,4 @@
-"""The command line. Each module of `verbs` parses words, prints and sets an exit code (`errors.ExitCode`).
-
-`primeslurm.api` does the work.
-"""
+"""The command line. Each module of `verbs` parses words, calls `primeslurm.api`, prints, and sets an exit code."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from primeslurm import __version__
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.cli.lazy_verbs import VerbGroup, asks_for_json
 
+# Allocations between two garbage collections. A recipe and its plan are that many objects, and all of them stay alive:
+# with Python's default of 700, collections took a twelfth of the time of `render`.
 GARBAGE_AFTER = 300_000
-"""Allocations between two garbage collections. A recipe and its plan are that many objects, and all of them stay alive:
-with Python's default of 700, collections took a twelfth of the time of `render`."""
 DOCS = "https://github.com/primeslurm/primeslurm/tree/main/docs"
 
 EPILOG = f"""Examples:
-primeslurm check my.yaml                    find mistakes
+primeslurm check my.yaml                    find errors
 primeslurm plan my.yaml                     see whether it fits
 primeslurm submit my.yaml                   submit it as one Slurm job
 primeslurm submit my.yaml --local --wait    run it on this machine
@@ -64,8 +61,8 @@ def _root(
 def prepare_streams() -> None:
     """Make stdout and stderr accept every text.
 
-    A closed stream (`>&-`, some daemons) is replaced by one that discards its text. A character that the encoding of
-    stdout lacks (with LC_ALL=C, for example) becomes a question mark. Python itself escapes it on stderr.
+    A closed stream (`>&-`, some daemons) is replaced by one that discards its text. Characters that stdout cannot
+    encode (with LC_ALL=C, for example) become question marks.
     """
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open for as long as the process lives
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
@@ -88,8 +85,9 @@ def main() -> None:
 def _fail(error: PrimeslurmError) -> NoReturn:
     from primeslurm.cli.output import report, report_json
 
+    # Scripts read the error from stdout, people from stderr.
     if asks_for_json(sys.argv):
-        with contextlib.suppress(OSError):  # stdout itself may be what is full
+        with contextlib.suppress(OSError):  # stdout itself may be on the full disk
             report_json(error)
     report(error)
     sys.exit(error.exit_code)

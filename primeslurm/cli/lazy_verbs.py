@@ -1,4 +1,4 @@
-"""The verbs in their groups, each with one line of help. A verb's own module is imported when it is called."""
+"""The verbs in groups, each with one line of help. A verb's module is imported only when the verb is called."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from typer.core import TyperCommand, TyperGroup
 from primeslurm.base.errors import ExitCode, UsageError, Violation
 
 PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+# Heading of the last section of a docstring. Help shows its lines as they are.
 EXAMPLES = "Examples:"
-"""Heading of the last section of a docstring. Help shows its lines as they are."""
 
 
 class Verb(NamedTuple):
     """A command of `primeslurm`."""
 
     place: str
-    """Module of `cli.verbs` and name in it."""
+    """Module of `cli.verbs`, and name in it."""
     help: str
-    """One imperative line, which is also the first line of the function's docstring."""
+    """One imperative line, the same as the first line of the function's docstring."""
     fails: Mapping[ExitCode, str] = MappingProxyType({})
-    """What an exit code means for this verb, if that is more than `EXIT_CODES` says. Help shows it."""
+    """Meaning of exit codes for this verb, beyond `EXIT_CODES`. Help shows it."""
 
 
 _RUN_FAILED = {ExitCode.FAILED: "with `--wait`, the run did not complete."}
+# Every verb by its group, in the order in which a person needs them.
 GROUPS: dict[str, dict[str, Verb]] = {
     "Prepare": {
         "install": Verb("install:install", "Install what nodes need at run time, or a small model."),
@@ -86,20 +87,17 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "cluster": Verb("cluster:app", "Manage an embedded Slurm cluster on this machine."),
     },
 }
-"""Every verb by its group, in the order in which a person needs them."""
 VERBS: dict[str, Verb] = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
 
 
 class ReadableHelp(TyperCommand):
-    """A command whose help shows a flag as `--local`, not as an option that takes a value."""
+    """A command whose help shows flags without a type."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return arguments and options."""
         return without_type_of_flags(super().get_params(ctx))
 
 
 def without_type_of_flags(params: Any) -> Any:
-    """Remove the type that help shows for flags."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -110,20 +108,18 @@ class ReadableGroup(TyperGroup):
     """A command with subcommands, with the same help as `ReadableHelp`."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the options of the group itself."""
         return without_type_of_flags(super().get_params(ctx))
 
 
 class HelpingGroup(ReadableGroup):
-    """A command with subcommands. Without a subcommand it shows its help and succeeds, which click calls an error."""
+    """A command with subcommands that shows its help if none is given. click would call that an error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the words of the command line."""
         return super().parse_args(ctx, args or ["--help"])
 
 
 class VerbGroup(HelpingGroup):
-    """The commands of `GROUPS`. Lists show the help given there; only a command that is called is imported."""
+    """The commands of `GROUPS`. A command is imported only when it is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -134,7 +130,6 @@ class VerbGroup(HelpingGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first word names, and the rest of the words."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_verb(name) if name and command else command, rest
 
@@ -151,13 +146,13 @@ class VerbGroup(HelpingGroup):
 
 
 def asks_for_json(words: Sequence[str]) -> bool:
-    """Tell whether `--json` is among the words of this command: what follows `--` belongs to another command."""
+    """True if `--json` is an option of this command. Words after `--` belong to another command."""
     return "--json" in takewhile(lambda word: word != "--", words)
 
 
 @contextmanager
 def without_plugins() -> Iterator[None]:
-    """Turn off pydantic's plugins for a block. To find them, it reads the entry points of every installed package.
+    """Turn off pydantic's plugins for a block, because pydantic searches every installed package for them.
 
     The variable is restored because jobs inherit the environment, and their models may have plugins.
     """
@@ -184,7 +179,7 @@ def load_verb(name: str) -> Any:
 
 
 def readable(app: typer.Typer) -> typer.Typer:
-    """Set the classes of this module on an app and on its commands, where they have typer's default."""
+    """Give an app and its commands the help of this module."""
     if not isinstance(app.info.cls, type):
         app.info.cls = ReadableGroup
     for command in app.registered_commands:
@@ -196,13 +191,9 @@ def readable(app: typer.Typer) -> typer.Typer:
 def add_command(
     app: typer.Typer, name: str, function: Callable[..., None], fails: Mapping[ExitCode, str] = MappingProxyType({})
 ) -> None:
-    """Add a function as a command.
+    """Add a function as a command. Its docstring is the help text, with `Examples:` after the options.
 
-    Args:
-        app: gets the command.
-        name: of the command.
-        function: its docstring is the help text. The section `Examples:` of it comes after the options.
-        fails: what exit codes mean. They become the last paragraphs of the help text.
+    The meanings of exit codes in `fails` become the last paragraphs of the help text.
     """
     text, examples = split_examples(inspect.getdoc(function) or "")
     text = "\n\n".join([text, *(f"Exit code {int(code)}: {meaning}" for code, meaning in fails.items())])

@@ -41,6 +41,6 @@ AttemptOpt = Annotated[
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask a person on a terminal, and end the command unless the answer is yes. Scripts are not asked."""
+    """Ask on a terminal, and end the command unless the answer is yes. Scripts are not asked."""
     if not yes and sys.stdin.isatty() and sys.stderr.isatty():
         typer.confirm(question, abort=True, err=True)

@@ -1,4 +1,4 @@
-"""Results go to stdout and prose to stderr. Errors become one message and an exit code."""
+"""Results go to stdout, everything else to stderr. Errors become one message and an exit code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from primeslurm.base.errors import PrimeslurmError, UsageError
 
+# Control characters except tab and newline, including C1, and marks that change the direction of text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters except tab and newline, including C1, and marks that change the direction of text."""
 
 
 def plain(text: str) -> str:
-    """Return a text without characters that control a terminal: rollouts, engines or nodes may have written it."""
+    """Remove characters that control a terminal: rollouts, engines or nodes may have written them."""
     return _CONTROL.sub("", text)
 
 
@@ -34,17 +34,16 @@ def _finite(value: Any) -> Any:
 
 
 def note(text: str) -> None:
-    """Print prose for a person on stderr."""
+    """Print a line for people on stderr."""
     print(plain(text), file=sys.stderr)
 
 
 def warn(error: PrimeslurmError) -> None:
-    """Print an error that does not end the command as a warning."""
     note(f"warning: {error}")
 
 
 def report_json(error: PrimeslurmError) -> None:
-    """Print an error as JSON on stdout, for scripts that asked for JSON."""
+    """Print an error as JSON on stdout, for scripts with `--json`."""
     violations = error.violations if isinstance(error, UsageError) else ()
     print_json({"error": str(error), "exit_code": error.exit_code, "violations": [asdict(v) for v in violations]})
 
@@ -52,6 +51,7 @@ def report_json(error: PrimeslurmError) -> None:
 def report(error: PrimeslurmError) -> None:
     """Print an error as one message on stderr, with a line for each violation."""
     lines = [str(v) for v in error.violations] if isinstance(error, UsageError) else str(error).splitlines()
+    # One problem fits on the line of the error. More are listed below a headline.
     if len(lines) == 1:
         note(f"error: {lines[0]}")
         return

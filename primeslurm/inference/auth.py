@@ -58,7 +58,6 @@ class SecretGate:
 
 
 async def answer(send: Send, status: int, content: dict[str, Any] | msgspec.Struct) -> None:
-    """Send a JSON response."""
     raw = msgspec.json.encode(content)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from primeslurm.inference import guards
+from primeslurm.inference import patches
 from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.transport.rendezvous_store import serve_store
 
@@ -65,6 +65,6 @@ def use() -> None:
     """Make vLLM and torch use `AuthenticatedStore` in this process. Raise RuntimeError if vLLM's code has changed."""
     from vllm.distributed import utils
 
-    guards.expect(utils, "create_tcp_store", ["host", "port", "listen_socket"])
+    patches.expect(utils, "create_tcp_store", ["host", "port", "listen_socket"])
     utils.TCPStore = AuthenticatedStore
     sys.modules["torch.distributed.rendezvous"].TCPStore = AuthenticatedStore  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from primeslurm.inference import guards
+from primeslurm.inference import patches
 from primeslurm.wire.transport.secret import key_for
 
 # Socket types that connect if vLLM does not say whether to bind or connect.
@@ -49,7 +49,7 @@ def use() -> None:
     """Make vLLM encrypt all TCP sockets of this process. Raise RuntimeError if vLLM's code has changed."""
     from vllm.utils import network_utils
 
-    make = guards.expect(network_utils, "make_zmq_socket", ["ctx", "path", "socket_type", "bind"])
+    make = patches.expect(network_utils, "make_zmq_socket", ["ctx", "path", "socket_type", "bind"])
 
     @functools.wraps(make)
     def gated(ctx: Any, path: str, socket_type: int, bind: bool | None = None, *rest: Any, **others: Any) -> Any:

@@ -20,8 +20,7 @@ _registered = False
 def register() -> None:
     """Register the weight-transfer backends and patch vLLM. Further calls have no effect.
 
-    Raises:
-        RuntimeError: vLLM's code is not as a patch expects it.
+    Raise RuntimeError if vLLM's code is not as a patch expects it.
     """
     global _registered
     if _registered:
@@ -32,18 +31,18 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import authenticated_store, early_plugins, encrypted_sockets, nixl_pause_patch
+    from primeslurm.inference import authenticated_store, encrypted_sockets, patches
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
         # Loaded by name: engines on GPUs do not depend on the testbed.
         importlib.import_module("primeslurm.testbed.cpu_engine.patches").apply()
     layerwise.load_selection_bias()
-    nixl_pause_patch.use()
+    patches.pause_with_kept_blocks()
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one
         authenticated_store.use()
         encrypted_sockets.use()
-        early_plugins.use(sys.argv)
+        patches.load_plugins_early(sys.argv)
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True

@@ -44,11 +44,9 @@ class GateState:
     def __init__(self) -> None:
         self.incarnation = uuid.uuid4().hex
         self.version: int | None = None
-        self.asked_for = -1
-        """Newest version that a request needed since the orchestrator last confirmed one."""
+        self.asked_for = -1  # Newest version that a request needed since the orchestrator last confirmed one
         self.updating = False
-        self.updates = 0
-        """Number of weight updates begun. With 0 the engine has the weights that it loaded at start."""
+        self.updates = 0  # Number of weight updates begun. With 0 the engine has the weights that it loaded at start.
         self.initialized = False
         self.paused = False
 
@@ -62,7 +60,6 @@ class GateState:
         return ""
 
     def observe(self, path: str, body: bytes, ok: bool) -> None:
-        """Update the state after a control request."""
         if path in _UPDATE_STEPS:
             self._observe_update(path, ok)
         if ok and path in _VERSION_FIELDS:

@@ -39,12 +39,12 @@ class Capabilities:
     """Activations, or master weights and optimizer state, can be kept in host memory."""
 
 
+# The code of transformers, sharded by FSDP. It reads images in the way of Qwen2-VL.
 GENERIC = Capabilities(head_chunks=False, offload=False, images=True)
-"""The code of transformers, sharded by FSDP. It reads images in the way of Qwen2-VL."""
+# What most dense families support
 DENSE = Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True)
-"""What most dense families support."""
+# What most families with experts support
 MOE = replace(DENSE, ep=True, router_replay=True)
-"""What most families with experts support."""
 
 
 class Parsers(NamedTuple):
@@ -130,5 +130,5 @@ class Family:
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 SWIGLU = frozenset({"gate_proj", "up_proj", "down_proj"})
 EXPERTS = frozenset({"experts"})
+# Projections of multi-head latent attention
 LATENT = frozenset({"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"})
-"""Projections of multi-head latent attention."""

@@ -13,8 +13,8 @@ from importlib.metadata import entry_points
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.family import GENERIC, Capabilities, Family, Parsers
 
+# Group of the entry points by which packages add families. Each entry point names a `Family`.
 ENTRY_POINTS = "primeslurm.families"
-"""Group of the entry points by which packages add families. Each entry point names a `Family`."""
 
 
 @cache

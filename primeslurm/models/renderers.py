@@ -9,10 +9,10 @@ from collections.abc import Collection
 from primeslurm.models.family import RendererTraits
 from primeslurm.models.registry import families, family_of
 
+# The family's renderer if it renders as the model's chat template does, else the template
 AUTO = "auto"
-"""The family's renderer if it renders as the model's chat template does, else the template."""
+# The model's own chat template. It supports no tools, and renders the whole conversation in every turn.
 DEFAULT = "default"
-"""The model's own chat template. It supports no tools, and renders the whole conversation in every turn."""
 # A copy: the package `renderers` (0.1.12) is not installed where recipes are checked.
 RENDERERS = (
     "deepseek-r1", "deepseek-v3", "deepseek-v4", "default", "gemma4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3",

@@ -18,7 +18,7 @@ from typing import Any
 
 
 class _CompatFirst(MetaPathFinder):
-    """Finds torchtitan as ever, and has its top package (which imports nothing) import `compat` when it is loaded."""
+    """A finder that makes torchtitan, whose top package imports nothing, import `compat` first."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         """See MetaPathFinder."""

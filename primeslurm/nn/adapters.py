@@ -1,7 +1,4 @@
-"""Adapters between parameter names of our models and of Hugging Face checkpoints.
-
-A family's adapter is a table of names. `DECODER` and `MOE` hold the names that most checkpoints share.
-"""
+"""Adapters between parameter names of our models and of Hugging Face checkpoints: a table of names per family."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ _VISION, _HF_VISION = "vision.encoder.", "model.visual."
 ROUTED_EXPERTS = "layers.{}.moe.routed_experts.inner_experts."
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
+# Names of a dense decoder
 DECODER: dict[str, str] = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
@@ -38,8 +36,8 @@ DECODER: dict[str, str] = {
     },
     **{f"{_LAYER}mlp.{hf}.weight": f"layers.{{}}.feed_forward.{ours}.weight" for hf, ours in _FFN.items()},
 }
-"""Names of a dense decoder."""
 
+# Names of mixtures of experts
 MOE: dict[str, str] = {
     _LAYER + "mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     _LAYER + "mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias_E",
@@ -51,7 +49,6 @@ MOE: dict[str, str] = {
         for hf, ours in _FFN.items()
     },
 }
-"""Names of mixtures of experts."""
 
 
 class TableAdapter(MoEStateDictAdapter):
@@ -132,10 +129,7 @@ class VisionAdapter(TableAdapter):
 
 
 class StackedAdapter(VisionAdapter):
-    """For checkpoints that hold a layer's experts in two stacks [experts, out, in]: gate beside up, and down.
-
-    `names` has the names of all other tensors.
-    """
+    """For checkpoints that stack the experts of a layer [experts, out, in]: gate beside up, and down."""
 
     experts: ClassVar[str]
     """Name of the module that holds a layer's experts. `{}` is the layer."""
@@ -211,6 +205,5 @@ def _parse(name: str) -> tuple[str, list[str]]:
 
 
 def _split_by_prefix(tensors: Tensors, prefix: str) -> tuple[Tensors, Tensors]:
-    """Return the tensors with a prefix, which is removed, and the others."""
     inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     return inside, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}

@@ -2,27 +2,6 @@
 
 Package `nn` imports this module before any module of torchtitan. A patch checks that the attribute it replaces exists,
 and other versions of torchtitan are rejected, because a patch that does not fit could fail silently.
-
-On machines without CUDA:
-- torchtitan selects its device at import, and would fall back to "cuda"
-- flex attention has no backward pass, and varlen attention has no kernel: `DenseAttention` uses a dense mask
-- Triton is missing, which torchtitan imports for an expert-parallel backend that we do not use
-- gloo lacks the pre-multiplied sum that FSDP uses for gradient scaling
-- compiling `create_block_mask` costs more than it saves
-- FSDP pins the host memory of offloaded parameters, which needs a device
-On all machines:
-- torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
-- torchtitan splits experts unevenly over ranks: `expert_fsdp`
-- torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
-- torchtitan's modules do not accept new parameters after they are built: `declare`
-- torch has no public function for the region of a distributed tensor that a rank holds: `local_region`
-- torch has no public way to keep a shard on another device than that of its mesh: `with_local`
-- torch's differentiable collectives, which activation checkpointing can save, have no public name yet
-- torch.compile assumes that varlen attention's outputs have the head size of queries, not that of values (MLA)
-With CUDA:
-- torchtitan has no setting for the number of multiprocessors that DeepEP uses
-- torchtitan leaks DeepEP's handle of every recomputed layer: `forget_deepep_handles`
-- torchtitan selects FlashAttention 3 or 4 by the GPU's generation, even if it is not installed: `flash_attention.best`
 """
 
 from __future__ import annotations
@@ -53,7 +32,6 @@ ON_CPU = not torch.cuda.is_available()
 
 
 def _replace(owner: Any, name: str, value: Any) -> Any:
-    """Replace an existing attribute, and return its old value."""
     if not hasattr(owner, name):
         where = owner.__name__ if isinstance(owner, ModuleType | type) else repr(owner)
         raise RuntimeError(f"{where}.{name} does not exist: this version of torch or torchtitan is not supported")
@@ -76,7 +54,9 @@ def _without_triton(name: str) -> Any:
 if version("torchtitan") != SUPPORTED:
     raise RuntimeError(f"torchtitan {version('torchtitan')} is installed, but only {SUPPORTED} is supported")
 if ON_CPU:
+    # torchtitan selects its device at import, and would fall back to "cuda".
     _replace(torch._utils, "_get_available_device_type", lambda: "cpu")
+    # torchtitan imports Triton for an expert-parallel backend that we do not use.
     if importlib.util.find_spec("triton") is None:
         _kernels = ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
         _kernels.__getattr__ = _without_triton  # type: ignore[method-assign]
@@ -92,10 +72,12 @@ from primeslurm.nn import expert_fsdp  # noqa: E402
 from primeslurm.nn.kernels import flash_attention, host_value_cache  # noqa: E402
 
 if not ON_CPU:
+    # torchtitan selects FlashAttention 3 or 4 by the GPU's generation, even if it is not installed.
     _best = partial(flash_attention.best, titan_utils.get_cuda_flash_attention_impl, register_flash_attention_fa4)
     _replace(titan_utils, "get_cuda_flash_attention_impl", _best)
 
 
+# torch's differentiable collectives, which activation checkpointing can save, have no public name yet.
 def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Gather the tensors of all ranks, concatenated along `dim`. The backward pass reduce-scatters the gradients."""
     parts = _waited(collectives.all_gather_single(tensor.contiguous(), 0, group)).unflatten(0, (group.size(), -1))
@@ -108,13 +90,9 @@ def all_to_all(
     receive: list[int] | None = None,
     send: list[int] | None = None,
 ) -> torch.Tensor:
-    """Exchange rows with all ranks of a group, in rank order. Differentiable.
+    """Exchange rows [sum(send), ...] with all ranks of a group, in rank order. Differentiable.
 
-    Args:
-        tensor: Rows to send [sum(send), ...].
-        group: The process group, or its name.
-        receive: Number of rows from each rank. Without `receive` and `send`, all counts are equal.
-        send: Number of rows to each rank.
+    `receive` and `send` are the numbers of rows from and to each rank. None: all are equal.
     """
     return _waited(collectives.all_to_all_single(tensor, receive, send, group))
 
@@ -134,6 +112,7 @@ def dense(mask_mod: Callable[..., torch.Tensor], rows: int, queries: int, keys: 
     return seen.expand(rows, 1, queries, keys)
 
 
+# Without CUDA, flex attention has no backward pass, and varlen attention has no kernel.
 class DenseAttention(titan_attention.FlexAttention):
     """FlexAttention by a dense mask and SDPA. It runs anywhere, with quadratic memory."""
 
@@ -193,13 +172,13 @@ class AnyDtypeExperts(GroupedExperts):
         return self._grouped_mm(A=x_RD, B_t=self.local(name, x_RD.dtype).transpose(-2, -1), offs=offsets)
 
     def local(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's experts of parameter `name`, cast to a dtype."""
         parameter = getattr(self, name)
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
 
 
+# torch has no public function for the region of a distributed tensor that a rank holds, and no public way to keep a
+# shard on another device than that of its mesh.
 def local_region(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the region of a distributed tensor that this rank holds."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
@@ -212,10 +191,7 @@ def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def swap(
     model_config: Any, base: Any, replacement: Any, where: Callable[[str, Any], bool] = lambda name, config: True
 ) -> None:
-    """Replace each `base.Config` in a model config by `replacement.Config` with the same values.
-
-    Only those for which `where`, called with the module name and the config, returns True.
-    """
+    """Replace each `base.Config` for which `where(name, config)` is true by a `replacement.Config` of equal values."""
     for name, config, parent, attribute in list(model_config.traverse(base.Config)):
         if type(config) is not base.Config or not where(name, config):
             continue
@@ -226,13 +202,11 @@ def swap(
             setattr(parent, attribute, new)
 
 
+# torchtitan's modules do not accept new parameters after they are built.
 def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mapping[str, str]) -> None:
     """Declare parameters that were added to a built torchtitan module.
 
-    Args:
-        module: The module.
-        initial: Initializer of each new parameter.
-        like: Existing parameter whose sharding each new parameter shares.
+    `initial` has their initializers, and `like` the existing parameter whose sharding each of them shares.
     """
     module._param_init = {**module._param_init, **initial}
     if module._sharding_config is not None:
@@ -241,8 +215,8 @@ def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mappin
         module._sharding_config = replace(module._sharding_config, state_shardings=states | shardings)
 
 
+# torchtitan has no setting for the number of multiprocessors that DeepEP uses.
 def set_deepep_sms(count: int) -> None:
-    """Set the number of streaming multiprocessors that DeepEP's kernels use. DeepEP must be installed."""
     from torchtitan.distributed.deepep import deepep
 
     _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
@@ -265,6 +239,7 @@ def replace_modules(model_config: Any) -> None:
         swap(model_config, titan_attention.FlexAttention, DenseAttention)
 
 
+# gloo lacks the pre-multiplied sum that FSDP uses for gradient scaling.
 def _sum_gradients(model: torch.nn.Module) -> None:
     _disable_division(model)
     for module in model.modules():
@@ -272,6 +247,7 @@ def _sum_gradients(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+# torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP).
 def _expert_range(
     self: MoEStateDictAdapter, dim: int, dim_size: int, dtensor_placements: tuple[Any, ...], device_mesh: Any
 ) -> tuple[int, int]:
@@ -288,6 +264,7 @@ def _expert_range(
 _replace(titan_fsdp, "fully_shard", expert_fsdp.fully_shard)
 
 
+# torch.compile assumes that varlen attention's outputs have the head size of queries, not that of values (MLA).
 def _varlen_shapes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -302,6 +279,7 @@ _stock_varlen_shapes = _replace(torch_varlen, "_varlen_attn_fake", _varlen_shape
 torch_varlen._varlen_attn.register_fake(_varlen_shapes)
 _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
 if ON_CPU:
+    # Compiling `create_block_mask` costs more than it saves, and without a device no memory can be pinned.
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
     _replace(titan_fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
     _disable_division = _replace(titan_fsdp, "disable_fsdp_gradient_division", _sum_gradients)

@@ -26,7 +26,6 @@ class OrchestratorArguments:
 
     @property
     def attempt_dir(self) -> Path:
-        """Return the directory of this attempt."""
         return self.run_dir / "attempts" / str(self.attempt)
 
     @cached_property

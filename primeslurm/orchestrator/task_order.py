@@ -5,19 +5,14 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
-WINDOW = 2**17
-"""Number of tasks that are shuffled together."""
+WINDOW = 2**17  # Number of tasks that are shuffled together
+# The same for an endless taskset. It is smaller, because the whole window is generated before the first task runs.
 ENDLESS_WINDOW = 1024
-"""The same for an endless taskset. It is smaller, because the whole window is generated before the first task runs."""
 
 
 def first_epoch(position: int, seed: int, window: int, tasks: int | None = None) -> int:
-    """Return the index of the task at a position of the first epoch, which is shuffled window by window.
-
-    Args:
-        window: Number of tasks that are shuffled together.
-        tasks: Size of the taskset, which may make the last window shorter. None: the taskset is endless.
-    """
+    """Return the index of the task at a position of the first epoch. `tasks`: size of the taskset, if it is known."""
+    # Each window of tasks is shuffled by itself. The last window of a taskset may be shorter.
     number, offset = divmod(position, window)
     first = number * window
     size = window if tasks is None else min(window, tasks - first)

@@ -179,7 +179,6 @@ def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequ
 
 
 def _exclusive(component: Component, request: ResourceRequest) -> bool:
-    """Return whether a component shares no node with other jobs."""
     # If Slurm does not count GPUs, only exclusive nodes keep jobs apart.
     exclusive = request.kind.exclusive if component.exclusive is None else component.exclusive
     return request.kind.request_gpus == "none" and request.gpus > 0 if exclusive is None else exclusive

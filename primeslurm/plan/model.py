@@ -181,7 +181,6 @@ class JobOptions(Section):
 
     @property
     def excluded(self) -> str | None:
-        """Return all excluded nodes as one host list."""
         return ",".join([*([self.exclude] if self.exclude else []), *self.avoid]) or None
 
 
@@ -192,6 +191,7 @@ class Totals(Section):
     """Working nodes, without spares."""
     spares: int = 0
     gpus: int
+    """GPUs of the job, including those of spare nodes."""
     trainer_gpus: int
     engines: int
     inference_nodes: int
@@ -263,7 +263,6 @@ class Plan(Section):
         return self.model_dump_json(indent=2, by_alias=True) + "\n"
 
     def processes(self) -> tuple[Process, ...]:
-        """Return all processes in node order."""
         return tuple(process for node in self.nodes for process in node.processes)
 
     @property

@@ -14,7 +14,7 @@ from typing import Literal
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
-from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size
+from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size, with_limits
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
@@ -22,7 +22,6 @@ from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
-from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Finding, HeartbeatLimits, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
@@ -125,18 +124,15 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
 
 
 def refuse(plan: Plan, *levels: str) -> None:
-    """Raise UsageError if the plan has findings of these levels."""
-    if found := refusals(plan.findings, *levels):
-        raise UsageError(found)
+    if violations := refusals(plan.findings, *levels):
+        raise UsageError(violations)
 
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
-    """Return findings of these levels as violations."""
     return [Violation(f.field, f.value, f.text, f.fix) for f in findings if f.level in levels]
 
 
 def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked", "warning"]) -> list[Finding]:
-    """Return violations as findings of this level."""
     return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
 
 
@@ -286,7 +282,6 @@ def _teacher_key(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _secrets(recipe: Recipe) -> tuple[str, ...]:
-    """Return the variables with secrets for programs of rollouts."""
     return tuple(name for each in recipe.all_environments if each.runtime is not None for name in each.runtime.secrets)
 
 

@@ -121,6 +121,10 @@ class Site(Section):
 
     def kind(self, role: str) -> NodeKind | None:
         """Return the kind of node for a role; None if the site has none."""
+        return next((self.nodes[name] for name in self.kind_names(role) if name in self.nodes), None)
+
+    @staticmethod
+    def kind_names(role: str) -> tuple[str, ...]:
+        """Return the entries of `nodes` that may describe a role's nodes, in the order in which they are used."""
         fallbacks = {"teacher": ("inference",), "environments": ("control",)}
-        names = (role, *fallbacks.get(role, ()), "default")
-        return next((self.nodes[name] for name in names if name in self.nodes), None)
+        return (role, *fallbacks.get(role, ()), "default")

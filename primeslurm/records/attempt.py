@@ -36,10 +36,7 @@ def require_newest(run_dir: Path, attempt: int) -> None:
 
 
 def pickled_agent(folder: Path, submission: str) -> Path:
-    """Return the path of the pickle that a job of this submission loads at its first start.
-
-    `folder` is `submitit` in the run directory.
-    """
+    """Return the path of the pickle that jobs of a submission load. `folder` is `submitit` in the run directory."""
     return folder / f"{submission}.pkl"
 
 

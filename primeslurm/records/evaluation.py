@@ -77,7 +77,6 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
         return next((result for result in self.results if result.label == label), None)
 
     def metric(self, name: str) -> float | None:
-        """Return the estimate `<label>/<name>`; None if it was not measured."""
         label, _, metric = name.partition("/")
         result = self.result(label)
         estimate = result.estimates.get(metric) if result else None
@@ -118,13 +117,11 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """List the steps with an evaluation directory, complete or not, in ascending order."""
     directories = files.settled_listing(run_dir / DIRECTORY)
     return sorted(int(match[1]) for path in directories if (match := _NAME.match(path.name)))
 
 
 def evaluations(run_dir: Path) -> list[EvaluationRecord]:
-    """Read all complete evaluations, by step."""
     records = (find_record(step_dir(run_dir, step) / SUMMARY, EvaluationRecord) for step in steps(run_dir))
     return [record for record in records if record is not None]
 

@@ -48,10 +48,7 @@ class LivenessReporter:
         self._phase = (b"", -1, 0.0)
 
     def enter(self, phase: str, step: int | None = None, limit_s: float = 0.0) -> None:
-        """Begin a phase, whose name has at most 48 bytes, and send a heartbeat.
-
-        `limit_s` is the timeout between two heartbeats of this phase [s]; 0: the default of the process.
-        """
+        """Begin a phase, whose name has at most 48 bytes. Heartbeats may be `limit_s` [s] apart; 0: the default."""
         self._phase = (phase.encode()[:48], -1 if step is None else step, limit_s)
         self.heartbeat()
 
@@ -75,7 +72,6 @@ class HeartbeatPage:
         self._last = Heartbeat()
 
     def read(self) -> Heartbeat:
-        """Return the last complete heartbeat."""
         number, step, limit_s, phase, again = _HEARTBEAT.unpack_from(self._page)
         if number == again:
             begun: int = _COLLECTIVES.unpack_from(self._page, _COLLECTIVES_AT)[0]

@@ -64,10 +64,9 @@ class MetricsLog:
             self._monitors.append(Mlflow(run_dir, mlflow))
 
     def write(self, step: int, row: Mapping[str, float], samples: Sequence[SampleRow] = ()) -> None:
-        """Add the row of a step, and show some of its rollouts. A second row of the same step is ignored.
+        """Add the row of a step, unless it has one, and show some of its rollouts.
 
-        Raises:
-            OSError: the row is not in the file yet; the next row or `flush` writes it.
+        Raises OSError if the next row or `flush` must write the row.
         """
         if step <= self._last:
             return
@@ -104,7 +103,6 @@ class MetricsLog:
                 self._unwritten = b""
 
     def sync(self) -> None:
-        """Flush all rows to disk. Raises OSError."""
         self.flush()
         with self._lock:
             durable.sync_if_there(self._path)
@@ -122,10 +120,7 @@ def sync(run_dir: Path) -> None:
 
 
 def with_rl_names(row: Row) -> Row:
-    """Return a row with the names of RL runs.
-
-    RL runs measure `throughput/step_seconds`. For SFT it is the sum of the trainer's phases.
-    """
+    """Return a row with the names of RL runs. The time of an SFT step is the sum of the trainer's phases."""
     if "loss" not in row:
         return row
     common = {name: row[name] for name in ("step", "time") if name in row}

@@ -18,10 +18,9 @@ _CONVERT_LOCK = threading.Lock()
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
-    """Read a record. Return None if the file is missing (or not visible yet on a shared file system) or not JSON.
+    """Read a record; None if the file is missing (or not visible yet) or not JSON.
 
-    Raises:
-        msgspec.ValidationError: the file holds another kind of record.
+    Raises msgspec.ValidationError if the file holds another kind of record.
     """
     value = read_json(path)
     return None if value is None else _convert(value, kind, strict=True)

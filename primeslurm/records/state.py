@@ -133,5 +133,4 @@ class TrainerState(Record, frozen=True):
 
     @property
     def marker(self) -> object:
-        """A value that changes whenever the run makes progress."""
         return self.step

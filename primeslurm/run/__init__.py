@@ -1,1 +1,1 @@
-"""The run directory: what a run leaves on disk, and how to read it."""
+"""The files of a run on disk, and functions that read them."""

@@ -28,21 +28,16 @@ class NotOwnerError(RunError):
 
 
 def new_token() -> str:
-    """Return a unique random token."""
     return secrets.token_hex(12)
 
 
 def claim_attempt(
     run: RunDirectory, number: int, plan: Plan, job: JobRecord, start: StartRecord | None = None
 ) -> Attempt | None:
-    """Create an attempt with its plan and job. Returns None if another process created it. Raises OSError.
+    """Create an attempt with its plan and job. Return None if another process created it. Raises OSError.
 
-    Args:
-        run: the run.
-        number: the newest attempt's number plus one.
-        plan: the attempt's plan.
-        job: the job that uses the attempt, or is about to be submitted for it.
-        start: the start of the job, if it has started.
+    `number` is the newest attempt's number plus one. `job` may still have to be submitted. `start` is set if it has
+    started.
     """
     staged = Attempt(run.path, number, f".{number}.{new_token()}")
     attempt = run.attempt(number)
@@ -58,7 +53,7 @@ def claim_attempt(
 
 
 def claim_start(attempt: Attempt, start: StartRecord) -> bool:
-    """Claim an attempt for one start of a job. Returns False if another start has it. Raises OSError."""
+    """Claim an attempt for one start of a job. Return False if another start has it. Raises OSError."""
     staged = attempt.path / f".start.{new_token()}"
     try:
         durable.make_directory(staged)

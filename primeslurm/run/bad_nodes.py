@@ -20,8 +20,8 @@ from primeslurm.plan.model import Finding, Plan
 from primeslurm.records.reading import find_record
 
 DIRECTORY = ".bad-nodes"
+# Field of findings about bad nodes.
 FIELD = "bad nodes"
-"""Field of findings about bad nodes."""
 HOUR_S = 3600.0
 
 
@@ -56,7 +56,7 @@ class BadNodeLedger:
         return sorted({entry.node: entry for entry in valid}.values(), key=lambda e: -e.time)
 
     def forget(self, node: str) -> bool:
-        """Remove the entries of a node. Returns whether there were any."""
+        """Remove the entries of a node. Return False if there are none."""
         paths = [path for path, entry in self._read() if entry.node == node]
         for path in paths:
             files.unlink(path)
@@ -94,11 +94,8 @@ def _age(entry: BadNode, now: float) -> str:
 def exclude_bad_nodes(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:
     """Return the plan with bad nodes excluded from its job, and with a finding for each bad node.
 
-    Args:
-        plan: its earlier findings about bad nodes are replaced.
-        bad: the nodes to exclude.
-        now: Unix time.
-        needed: bad nodes that the job uses all the same, because too few others are left.
+    Findings of an earlier call are replaced. The job uses nodes of `needed` although they are bad, because too few
+    others are left.
     """
     findings = [
         Finding(

@@ -1,7 +1,7 @@
-"""How two recipes differ, and how their plans do: nodes, components, processes, options. Pure.
+"""Differences between the fields and the plans of two recipes. Pure.
 
-Names and directories of runs are not compared, so two runs of one recipe are the same. A change that many processes
-share is one difference.
+Names and directories of runs are not compared, so two runs of one recipe are equal. A change that many processes share
+is one difference.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ import msgspec
 from primeslurm.plan.model import HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 
 PRESENT = "present"
+# Path of a value to the value as text.
 Leaves = dict[str, str]
-"""Path of a value to the value as text."""
 Part = Plan | JobOptions | Totals | HetGroup | Replica | Process
 T = TypeVar("T")
 
+# Fields of a part that are a part of their own, name it, or are compared in another form.
 NOT_COMPARED: dict[type[Part], frozenset[str]] = {
     Plan: frozenset({"run", "job", "groups", "nodes", "replicas", "totals", "findings"}),
     JobOptions: frozenset({"name"}),
     Process: frozenset({"name", "role", "log", "argv"}),
 }
-"""Fields of a part that are a part of their own, name it, or are compared in another form."""
+# Values of fields that are not set.
 _UNSET: tuple[Any, ...] = (None, [], {})
-"""Values of fields that are not set."""
+# Fields of a recipe that say nothing about what a run does.
 RECIPE_NOT_COMPARED = ("schema", "name")
-"""Fields of a recipe that say nothing about what a run does."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One value that differs. None: only the other side has it."""
+    """A value that differs. `a` or `b` is None if that side does not have it."""
 
     where: str
-    """recipe, or the part of the plan: job, totals, group train, replica 0, or the role of processes."""
+    """"recipe", or the part of the plan: job, totals, group train, replica 0, or the role of processes."""
     field: str
     a: str | None
     b: str | None
     members: list[str] = []
-    """Processes with this same difference."""
+    """Processes that have this difference."""
 
 
 def diff(a: Plan, b: Plan) -> list[Difference]:
-    """Return every difference, from the whole to the parts; empty if the plans are the same."""
-    left, right = _Side(a), _Side(b)
-    found: list[Difference] = []
-    for where, one, other in _parts(left, right):
-        found += _compare(where, one, other)
-    return found + _processes(left, right)
+    """Return all differences between two plans: first the totals, then groups, replicas and processes."""
+    one, other = _Side(a), _Side(b)
+    differences: list[Difference] = []
+    for where, ours, theirs in _parts(one, other):
+        differences += _compare(where, ours, theirs)
+    return differences + _processes(one, other)
 
 
 def recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return the fields of two recipes that differ, as plain data."""
+    """Return the fields that differ between two recipes, given as plain data."""
     return [
         Difference("recipe", path, _text(one), _text(other))
         for key in dict.fromkeys((*a, *b))
@@ -78,7 +78,7 @@ def _changed(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _text(value: Any) -> str | None:
-    """A value as YAML writes it in one line, without the fields that are not set."""
+    """Return a value as one line of YAML, without fields that are not set."""
     if isinstance(value, Mapping):
         fields = {key: _text(field) for key, field in value.items() if field not in _UNSET}
         return f"{{{', '.join(f'{key}: {text}' for key, text in fields.items())}}}"
@@ -89,27 +89,27 @@ def _text(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the plans. What it says of itself does not name its run's directory."""
+    """One of the two plans. The path of the run directory is replaced in all of its values."""
 
     plan: Plan
 
     def flat(self, part: Part, *, sets: bool = False) -> Leaves:
-        """The fields of a part that are compared."""
+        """Return the fields of a part that are compared."""
         value = part.model_dump(mode="json", by_alias=True, exclude=set(NOT_COMPARED.get(type(part), ())))
-        found = leaves(value, sets=sets)
-        return {self._neutral(name): self._neutral(text) for name, text in found.items()}
+        fields = leaves(value, sets=sets)
+        return {self._neutral(name): self._neutral(text) for name, text in fields.items()}
 
     def whole(self, part: HetGroup | Replica | None, counterpart: HetGroup | Replica | None) -> Leaves:
-        """The fields of a part, or, if the other plan has nothing like it, all of it as one value."""
+        """Return the fields of a part. If the other plan has no such part, return all of them as one value."""
         if part is None:
             return {}
-        found = self.flat(part, sets=True)
+        fields = self.flat(part, sets=True)
         if counterpart is None:
-            return {"": " ".join(f"{name}={value}" for name, value in found.items() if value not in ("null", PRESENT))}
-        return found
+            return {"": " ".join(f"{name}={value}" for name, value in fields.items() if value not in ("null", PRESENT))}
+        return fields
 
     def process(self, node: Node, process: Process) -> Leaves:
-        """A process: its options, everything else, and the place of its node."""
+        """Return the options and fields of a process, and its position among the nodes of its role."""
         argv = options([self._neutral(word) for word in process.argv])
         return {
             **{f"argv {name}": value for name, value in argv.items()},
@@ -118,7 +118,6 @@ class _Side:
         }
 
     def placed(self) -> list[tuple[Node, Process]]:
-        """Every process with its node."""
         return [(node, process) for node in self.plan.nodes for process in node.processes]
 
     def _neutral(self, text: str) -> str:
@@ -126,7 +125,7 @@ class _Side:
 
 
 def _parts(a: _Side, b: _Side) -> Iterator[tuple[str, Leaves, Leaves]]:
-    """The parts other than processes, side by side."""
+    """Yield name and fields on both sides of each part, except processes."""
     yield "run", a.flat(a.plan), b.flat(b.plan)
     yield "totals", a.flat(a.plan.totals), b.flat(b.plan.totals)
     yield "job", a.flat(a.plan.job), b.flat(b.plan.job)
@@ -137,7 +136,7 @@ def _parts(a: _Side, b: _Side) -> Iterator[tuple[str, Leaves, Leaves]]:
 
 
 def _paired(a: Iterable[T], b: Iterable[T], key: Callable[[T], str | int]) -> Iterator[tuple[T, T | None, T | None]]:
-    """Things of one key: one that there is, and those of each side."""
+    """Yield, for each key, one of the items and the items of both sides."""
     one, other = {key(item): item for item in a}, {key(item): item for item in b}
     for name, item in [*one.items(), *((name, item) for name, item in other.items() if name not in one)]:
         yield item, one.get(name), other.get(name)
@@ -149,7 +148,7 @@ def _compare(where: str, a: Leaves, b: Leaves) -> list[Difference]:
 
 
 def _processes(a: _Side, b: _Side) -> list[Difference]:
-    """By name; changes that several processes of a role share are put together."""
+    """Compare processes by name. Changes that several processes of a role share are merged."""
     shared: dict[tuple[str, str, str | None, str | None], list[str]] = {}
     for (_, process), one, other in _paired(a.placed(), b.placed(), lambda placed: placed[1].name):
         if one is None or other is None:
@@ -162,17 +161,17 @@ def _processes(a: _Side, b: _Side) -> list[Difference]:
 
 
 def options(argv: Sequence[str]) -> Leaves:
-    """Take a command line apart: `--x 1 --flag --j {...}`, option by option, and values that are JSON or lists."""
-    found: dict[str, list[str]] = {}
+    """Split a command line into options: `--x 1 --flag --j {...}`. Values that are JSON or lists are split, too."""
+    values_by_option: dict[str, list[str]] = {}
     current = "command"
     for word in argv:
         if word.startswith("--"):
             current, _, value = word.partition("=")
-            found.setdefault(current, []).extend([value] if value else [])
+            values_by_option.setdefault(current, []).extend([value] if value else [])
         else:
-            found.setdefault(current, []).append(word)
+            values_by_option.setdefault(current, []).append(word)
     result: Leaves = {}
-    for name, values in found.items():
+    for name, values in values_by_option.items():
         result |= _option(name, values)
     return result
 
@@ -191,12 +190,9 @@ def _option(name: str, values: Sequence[str]) -> Leaves:
 
 
 def leaves(value: Any, path: str = "", *, sets: bool = False) -> Leaves:
-    """Flatten nested data into paths and values.
+    """Flatten nested JSON data into paths and values.
 
-    Args:
-        value: what JSON can hold.
-        path: of this value, before those of its parts.
-        sets: the order of plain values in a list means nothing.
+    `path` is put before all paths. With `sets`, the order of plain values in a list is ignored.
     """
     if isinstance(value, list) and sets and all(isinstance(item, str | int) for item in value):
         return {f"{path} {item}": PRESENT for item in value}
@@ -206,7 +202,7 @@ def leaves(value: Any, path: str = "", *, sets: bool = False) -> Leaves:
         children = ((str(i), item) for i, item in enumerate(value))
     else:
         return {path: value if isinstance(value, str) else json.dumps(value)}
-    found: Leaves = {}
+    flat: Leaves = {}
     for key, child in children:
-        found |= leaves(child, f"{path}.{key}" if path else key, sets=sets)
-    return found
+        flat |= leaves(child, f"{path}.{key}" if path else key, sets=sets)
+    return flat

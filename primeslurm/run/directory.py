@@ -35,14 +35,14 @@ if TYPE_CHECKING:  # agents have no use for it
 
 R = TypeVar("R", bound=Record)
 
+# Describes a run directory without lock file and job.
 UNFINISHED = "its submission was interrupted before there was a job"
-"""Describes a run directory without lock file and job."""
+# Name of the record in the start directory of an attempt.
 START_FILE = "record.json"
-"""Name of the record in the start directory of an attempt."""
+# Content of `Attempt.cancel_file` if the attempt ends without a last checkpoint.
 CANCEL_NOW = "now"
-"""Content of `Attempt.cancel_file` if the attempt ends without a last checkpoint."""
+# Reason of an attempt that Slurm or a user ended with a signal.
 BY_SIGTERM = "SIGTERM"
-"""Reason of an attempt that Slurm or a user ended with a signal."""
 
 
 class Attempt:
@@ -160,7 +160,7 @@ class RunDirectory:
         self.name = path.name
 
     def exists(self) -> bool:
-        """Whether the directory holds a run."""
+        """True if the directory holds a run."""
         try:
             return files.is_file(self.path / "lock.json")
         except OSError as error:  # no permission, or an invalid file name
@@ -224,7 +224,7 @@ def _in_use(run_dir: Path) -> Violation:
 
 
 def was_never_submitted(run_dir: Path) -> bool:
-    """Whether the submission of a run was interrupted: it has attempts, but neither a lock file nor a job."""
+    """True if the submission of a run was interrupted: it has attempts, but neither a lock file nor a job."""
     run = RunDirectory(run_dir)
     jobs = [attempt.job() for attempt in run.attempts()]
     return files.is_dir(run_dir / "attempts") and not run.exists() and not any(job and job.job_id for job in jobs)
@@ -240,17 +240,11 @@ def missing_variables(plan: Plan) -> list[Violation]:
 
 
 def create(recipe: Recipe, plan: Plan, source: Path, job: JobRecord | None = None) -> Attempt:
-    """Create the run directory with its first attempt. After an error, nothing is left.
-
-    Args:
-        recipe: the resolved recipe.
-        plan: the plan of the first attempt.
-        source: the recipe file, which is copied.
-        job: the job that is about to be submitted.
+    """Create the run directory with its first attempt and a copy of the recipe file `source`.
 
     Raises:
         UsageError: the name is in use, or other users could replace the directory.
-        OSError: the directory cannot be written.
+        OSError: the directory cannot be written. Nothing is left of it.
     """
     run_dir = Path(plan.run_dir)
     if problems := name_in_use(run_dir) + permission_problems(run_dir):

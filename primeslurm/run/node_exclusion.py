@@ -20,8 +20,8 @@ from primeslurm.run.bad_nodes import BadNode
 
 FILE = "excluded.json"
 
+# Partition to its nodes, and whether each node is usable now.
 Partitions = Mapping[str, Mapping[str, bool]]
-"""Partition to its nodes, and whether each node is usable now."""
 
 
 class ExcludedNodes(msgspec.Struct, frozen=True):
@@ -33,12 +33,7 @@ class ExcludedNodes(msgspec.Struct, frozen=True):
 def excludable_nodes(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[BadNode]:
     """Return the bad nodes that the job can exclude and still start, newest first.
 
-    If nodes are scarce, the oldest entries are the first that the job uses again.
-
-    Args:
-        plan: the job's plan.
-        bad: entries of the ledger.
-        partitions: at least the partitions of the job.
+    If nodes are scarce, the job uses the oldest entries of `bad` first. `partitions` has at least the job's partitions.
     """
     needed = Counter[str]()
     for group in plan.groups:

@@ -15,8 +15,8 @@ from primeslurm.records.record import Event
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 
+# Event files read for recent events, besides those of the head, the orchestrator and the trainer.
 NOTABLE_FILES = 24
-"""Event files read for recent events, besides those of the head, the orchestrator and the trainer."""
 
 
 def rows(run_dir: Path) -> list[Row]:
@@ -40,7 +40,7 @@ def recent_events(attempt: Attempt) -> list[Event]:
     # A large run has one file per node. Agents write only if something happens, so the newest files suffice.
     directory = attempt.path / "events"
     always = ("head.jsonl", "orchestrator.jsonl", "trainer-rank-0.jsonl")
-    others = [(about.st_mtime, path.name) for path in files.listing(directory) if (about := files.status(path))]
+    others = [(stat.st_mtime, path.name) for path in files.listing(directory) if (stat := files.status(path))]
     others = [(at, name) for at, name in others if name not in always]
     names = [*always, *(name for _, name in sorted(others)[-NOTABLE_FILES:])]
     return in_order(_known(line for name in names for line in last_lines(directory / name, TAIL_BYTES // 8)))

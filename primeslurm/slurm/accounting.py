@@ -79,7 +79,6 @@ NO_ACCOUNTING = Accounting()
 
 
 def parse_enforced(config: str) -> frozenset[str]:
-    """Return what the accounting enforces, from `scontrol show config`."""
     words = frozenset(config_value(config, "AccountingStorageEnforce").lower().split(",")) - {"", "none", "(null)"}
     if "all" in words:
         words |= {"associations", "limits", "qos"}
@@ -96,13 +95,11 @@ def lists_subaccounts(config: str) -> bool:
 
 
 def config_value(config: str, name: str) -> str:
-    """Return a value of `scontrol show config`; empty if it is missing."""
     match = re.search(rf"^{name}\s*=\s*(\S+)", config, re.MULTILINE)
     return match[1] if match else ""
 
 
 def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]:
-    """Parse rows of `ASSOCIATION_FORMAT`."""
     associations = []
     for account, partition, qos, default_qos, wall, per_job, per_node, total, max_jobs, group_jobs in rows:
         limits = TresLimits(
@@ -118,7 +115,6 @@ def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]
 
 
 def parse_qos(rows: Iterable[Sequence[str]]) -> dict[str, Qos]:
-    """Parse rows of `QOS_FORMAT`."""
     qos_by_name = {}
     for name, flags, wall, per_job, per_node, per_user, total, least, jobs_per_user, group_jobs in rows:
         limits = TresLimits(

@@ -122,8 +122,7 @@ class JobState:
     def broken_up(self) -> bool:
         """Return whether the leading component is active although other components have ended."""
         # If a node fails and its component has a single node left, Slurm requeues that component alone. It never starts
-        # without
-        # the others.
+        # without the others.
         left = [component for component in self.components if component.state not in _ENDED]
         return self.active and len(left) < self.size
 
@@ -144,7 +143,6 @@ class SlurmClient:
         self._environment = {**clean(os.environ, slurm_conf), "SLURM_TIME_FORMAT": "standard"}
 
     def ping(self) -> bool:
-        """Return whether the controller answers."""
         try:
             return " UP" in self._run("scontrol", "ping")
         except ClusterError:
@@ -156,18 +154,13 @@ class SlurmClient:
         return parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"), nodes)
 
     def nodes(self) -> list[NodeState]:
-        """Return all nodes, each one once."""
         states: dict[str, NodeState] = {}
         for name, state, reason in self._nodes("%N|%t|%E"):
             states[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
         return list(states.values())
 
     def nodes_of(self, partition: str, reservation: str | None = None) -> dict[str, str]:
-        """Return the nodes of a partition and their states in sinfo's short words.
-
-        Args:
-            reservation: names of reservations, separated by commas. If set, only their nodes are returned.
-        """
+        """Return the nodes of a partition (or of its reservations) and their states in sinfo's short words."""
         reserved = self._reserved(reservation)
         rows = self._nodes("%N|%R|%t")
         return {
@@ -243,12 +236,9 @@ class SlurmClient:
         return "" if any(transient in words for transient in _TRANSIENT) else words
 
     def run_on(self, site: Site, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
-        """Run a command once on each of some nodes, under the site's account, QOS and reservation.
+        """Run a command once on each of some nodes, with the account, QOS and reservation of the site.
 
-        Waits for busy nodes up to the timeout of a command.
-
-        Returns:
-            The output of all nodes.
+        Returns the output of all nodes. Waits for busy nodes up to the timeout of a command.
         """
         where = (f"--partition={partition}", f"--nodelist={compress(nodes)}", f"--nodes={len(nodes)}")
         per_cpu = any(kind.mem_per_cpu for kind in site.nodes.values() if kind.partition == partition)
@@ -274,9 +264,7 @@ class SlurmClient:
     def find(self, word: str, since: float) -> str | None:
         """Return the id of the job that was submitted with `word` as argument or comment; None if there is none.
 
-        Args:
-            word: word that no other job has.
-            since: the accounting is searched for jobs after this time [Unix s].
+        The accounting is searched for jobs after `since` [Unix s].
         """
         format_ = "--format=%i|%T|%o|%k"
         rows = [line.split("|", 2) for line in self._run(*_SQUEUE_ALL, format_).splitlines() if word in line]
@@ -327,7 +315,6 @@ class SlurmClient:
         }
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job with all its components."""
         self._run("scancel", job_id)
 
     def cancel_all(self) -> None:

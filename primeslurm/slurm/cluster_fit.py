@@ -1,8 +1,7 @@
 """Check whether a cluster can ever run a Plan: compare its requests with what Slurm reports.
 
 Slurm often accepts a job that requests too much. The job then pends forever, for a reason that only squeue shows. Busy
-and
-reserved nodes are no problem: the job waits for them.
+and reserved nodes are no problem: the job waits for them.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ def _asked_partitions(plan: Plan) -> list[str]:
 
 
 def _field(group: HetGroup, option: str) -> str:
-    """Return the recipe field that sets an option of a component."""
     return f"slurm.{'train' if group.name == 'all' else group.name}.{option}"
 
 
@@ -168,7 +166,6 @@ def _resource_problems(
 
 
 def _needed(plan: Plan, groups: Sequence[HetGroup]) -> str:
-    """Return how many nodes each role of these components needs, and how many GPUs per node."""
     indices = {group.index for group in groups}
     roles = Counter((node.role, _gpus(node)) for node in plan.nodes if node.group in indices)
     parts = [f"{role} {nodes}" + (f" x {gpus} GPUs" if gpus else "") for (role, gpus), nodes in roles.items()]
@@ -181,7 +178,6 @@ def _gpus(node: Node) -> int:
 
 
 def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode]) -> str:
-    """Return how all roles can share one node; empty if they cannot."""
     with_gpus = [node for node in plan.nodes if _gpus(node)]
     several = len({node.role for node in with_gpus}) < len(with_gpus)
     others = plan.totals.environment_nodes or plan.totals.spares

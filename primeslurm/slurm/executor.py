@@ -36,22 +36,19 @@ class UncertainSubmissionError(ClusterError):
 
 
 def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, submission: str) -> str:
-    """Submit the rendered script of a Plan, after its pickled agent is on disk.
+    """Submit the rendered script of a Plan, after its pickled agent is on disk. Return the id of the (leading) job.
 
-    Args:
-        slurm_conf: path of the cluster's slurm.conf. None: the one that Slurm finds.
-        submission: unique word by which `SlurmClient.find` finds the job.
-
-    Returns:
-        The job id, for a heterogeneous job that of the leading component.
+    `submission` is a unique word by which `SlurmClient.find` finds the job.
 
     Raises:
         UncertainSubmissionError: sbatch failed, but Slurm may have the job.
-        ClusterError: sbatch refused the job, or the cluster's slurm.conf is missing.
+        ClusterError: sbatch refused the job, or slurm.conf is missing.
     """
     require_conf(slurm_conf)
     write_pickle(plan, agent, submission)
-    command = [*_sbatch(plan, slurm_conf), *_comment(plan, submission), str(script_path), submission]
+    # The word of the submission is the comment, unless the recipe has one.
+    comment = [] if plan.job.comment else [f"--comment=primeslurm {submission}"]
+    command = [*_sbatch(plan, slurm_conf), *comment, str(script_path), submission]
     try:
         # A new session, so that Ctrl-C or a closed terminal does not end sbatch before it prints the job id.
         done = subprocess.run(
@@ -93,8 +90,3 @@ def _sbatch(plan: Plan, slurm_conf: str | None) -> list[str]:
     unset = [word for name in foreign for word in ("-u", name)]
     conf = [] if slurm_conf is None else [f"SLURM_CONF={slurm_conf}"]
     return ["env", *unset, *conf, "sbatch"]
-
-
-def _comment(plan: Plan, submission: str) -> list[str]:
-    """Return the option that makes the submission's word the comment, unless the recipe has a comment."""
-    return [] if plan.job.comment else [f"--comment=primeslurm {submission}"]

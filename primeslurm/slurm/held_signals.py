@@ -26,8 +26,7 @@ def signals_held(run: str) -> Iterator[HeldSignals]:
     """Delay signals that would end this process. The first one is delivered after the block.
 
     Only the main thread can set handlers. In another thread nothing is delayed, because Python's handlers, such as that
-    of
-    Ctrl-C, do not run there.
+    of Ctrl-C, do not run there.
     """
     held = HeldSignals()
     if threading.current_thread() is not threading.main_thread():

@@ -45,23 +45,15 @@ class InstalledDifference:
 
 
 def here() -> dict[str, Parts]:
-    """Return the parts that are installed on this host, by host name.
-
-    Raises:
-        ClusterError: the command failed, or its output cannot be read.
-    """
+    """Return the parts that are installed on this host, by host name. Raises ClusterError if that cannot be read."""
     return _parse(_run([sys.executable, "-m", MODULE]))
 
 
 def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts]:
-    """Return the parts that are installed on the nodes of the site's partitions, by node.
+    """Return the parts that are installed on the nodes of the site's partitions, or only on `node`, by node.
 
-    Args:
-        node: name of the only node to query. None: all nodes.
-
-    Raises:
-        ClusterError: Slurm does not answer, nodes are not free within a minute, or the output cannot be read.
-        UsageError: there is no such node.
+    Raises ClusterError if Slurm does not answer, nodes are not free within a minute, or the output cannot be read.
+    Raises UsageError if there is no such node.
     """
     parts_by_node: dict[str, Parts] = {}
     reservation = site.slurm.reservation
@@ -93,11 +85,7 @@ def lock(device: str) -> dict[str, str]:
 def differences(
     nodes: Mapping[str, Parts], pins: Mapping[str, str], gpu_nodes: Sequence[str]
 ) -> list[InstalledDifference]:
-    """Return every part that is missing or not as locked.
-
-    Args:
-        gpu_nodes: nodes that must have a driver and GPUs.
-    """
+    """Return every part that is missing or not as locked. `gpu_nodes` must have a driver and GPUs."""
     results = []
     for name, parts in nodes.items():
         if (state := parts.get(NODE)) is not None:

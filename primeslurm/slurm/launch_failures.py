@@ -27,7 +27,6 @@ _END = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how often Slurm has requeued this process's job."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
@@ -97,8 +96,7 @@ def ended_tasks(output: str) -> dict[str, str]:
 def kills(output: str) -> dict[str, str]:
     """Return nodes that failed or whose task was killed, and how, from the output of one start."""
     # srun kills all tasks if some cannot start. Those are started again, so they do not count. A node failure means
-    # that
-    # Slurm takes the node from the job.
+    # that Slurm takes the node from the job.
     _, _, last = output.rpartition(f"{AGAIN}\n")
     failed = {name: "node failure" for hostlist in _FAILURE.findall(last) for name in expand(hostlist)}
     return failed | {name: how for hostlist, how in _KILL.findall(last) for name in expand(hostlist)}
@@ -115,9 +113,7 @@ def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> b
 def step_without(plan: Plan, names: Sequence[str], lost: Collection[str], step: Sequence[str]) -> list[str]:
     """Return the command of a step that runs on all nodes except `lost` ones.
 
-    Args:
-        names: names of the job's nodes by rank.
-        step: srun, its options, and its command.
+    `names` are the nodes of the job by rank. `step` is srun, its options, and its command.
     """
     program, *words = [word for word in step if not word.startswith("--het-group=")]
     het = len(plan.groups) > 1

@@ -174,7 +174,6 @@ def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
 
 
 def _tres(group: HetGroup) -> Counter[str]:
-    """Return the total resources that a component requests, by TRES; memory in MiB."""
     amounts = Counter({"node": group.nodes, "cpu": group.nodes * group.cpus_per_task})
     amounts["mem"] = group.nodes * memory_mib(group)
     for each in parse_gres(group.requested_gres or ""):

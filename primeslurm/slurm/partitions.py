@@ -162,7 +162,6 @@ def _partition(name: str, value: Mapping[str, str], nodes: tuple[PartitionNode, 
 
 
 def parse_reservations(text: str) -> list[Reservation]:
-    """Parse `scontrol --all --oneliner show reservation`."""
     reservations = []
     for line in text.splitlines():
         value = fields(line)
@@ -174,7 +173,6 @@ def parse_reservations(text: str) -> list[Reservation]:
 
 
 def fields(line: str) -> dict[str, str]:
-    """Parse the NAME=VALUE words of a line of scontrol."""
     # A value with spaces (Comment) may contain text like a field. It comes late in the line, so the first match wins.
     return dict(reversed(re.findall(r"(?:^| )([\w:/]+)=(\S*)", line)))
 

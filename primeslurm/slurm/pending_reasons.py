@@ -84,10 +84,8 @@ def obstacles(
 ) -> list[Obstacle]:
     """Return the reasons why waiting alone does not start a pending job.
 
-    Args:
-        names: names of the components by offset.
-        maintenance: maintenance reservations of nodes that the job might get.
-        rivals: what other running jobs share with this one. They count against its limits, and may end.
+    `names` has the components by offset, and `maintenance` the reservations of nodes that the job might get. `rivals`
+    is what other running jobs share with this one: they count against its limits, and may end.
     """
     obstacles = []
     for component in job.components:
@@ -104,7 +102,6 @@ def obstacles(
 
 
 def _counted(reason: str) -> set[Shared]:
-    """Return whose jobs a limit counts together."""
     if "PerUser" in reason or reason.startswith("AssocMax"):
         return {"user"}
     if reason.startswith("QOSGrp"):
@@ -138,7 +135,6 @@ def _temporary(reason: str, maintenance: Sequence[Reservation]) -> tuple[str, st
 
 
 def _joined(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
-    """Merge obstacles that several components share."""
     by_text: dict[tuple[str, str, str, bool], list[str]] = {}
     for each in obstacles:
         by_text.setdefault((each.reason, each.text, each.fix, each.never), []).append(each.component)

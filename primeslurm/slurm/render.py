@@ -1,10 +1,8 @@
 """Render the batch script of a Plan. The template only loops: decisions are made here or in plan/.
 
 `#SBATCH` lines use sbatch's own quoting. A component repeats the options of the first one, except those that Slurm
-passes
-on (dependency, mail ...). Components have different names: with `--dependency=singleton`, components of one name would
-wait
-for each other forever.
+passes on (dependency, mail ...). Components have different names: with `--dependency=singleton`, components of one name
+would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ def submitit_folder(plan: Plan) -> Path:
 
 
 def render(plan: Plan) -> str:
-    """Return the batch script of a Plan.
-
-    Raises:
-        UsageError: the Plan has text that a script cannot contain.
-    """
+    """Return the batch script of a Plan. Raises UsageError if the Plan has text that a script cannot contain."""
     _check(plan)
     templates = environment(autoescape=False)
     templates.filters["quote"] = lambda value: shlex.quote(str(value))
@@ -167,13 +161,9 @@ def _behaviour(plan: Plan) -> Options:
         "signal": f"USR2@{job.signal_s}",
         "requeue" if job.requeue else "no-requeue": True,
         "open-mode": "append",
-        "output": _output_pattern(plan),
+        # Slurm expands % in file names; %% is a plain one.
+        "output": str(Path(plan.run_dir.replace("%", "%%")) / JOB_OUTPUT.format("%j")),
     }
-
-
-def _output_pattern(plan: Plan) -> str:
-    # Slurm expands % in file names; %% is a plain one.
-    return str(Path(plan.run_dir.replace("%", "%%")) / JOB_OUTPUT.format("%j"))
 
 
 def _once(plan: Plan) -> Options:

@@ -1,8 +1,7 @@
 """The torchtitan trainer: parallelism, loss, checkpoints, weight transfer, the RL and SFT loops.
 
-Importing `primeslurm.nn` makes sure that torch and torchtitan are patched before any module of torchtitan is imported.
-Apart from that the package imports nothing, so that `__main__` can choose the device and block signals before torch is
-there.
+Importing `primeslurm.nn` patches torch and torchtitan before use. The package imports nothing else, so that `__main__`
+can choose the device and block signals before torch is imported.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components import loss
 from primeslurm.trainer.data import token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.data.sft_data import Conversations
@@ -76,12 +75,11 @@ def _task(
     if orchestrator:
         link = TrainerLink(orchestrator, on_wait=liveness().heartbeat, empty=host_memory(world.device))
     policy = build(recipe, world)
-    function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     reader = None
     if recipe.model.vlm is not None:
         reader = ImageReader(policy.source, model_directory.load_config(policy.source).image_token_id)
     meter = FlopsMeter.of(policy, model_directory.load_config(policy.source), recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader, meter)
+    train_step = TrainStep(policy, recipe, world, reader, meter=meter)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)

@@ -23,6 +23,7 @@ class ProbeRequest(msgspec.Struct, frozen=True):
 
     environments: list[dict[str, object]]
     model: dict[str, object]
+    max_len: int | None = None  # longest sequence of an engine [tokens]. None: prompts are not compared with it
 
 
 class EnvironmentAnswer(msgspec.Struct, frozen=True):
@@ -30,6 +31,7 @@ class EnvironmentAnswer(msgspec.Struct, frozen=True):
 
     violations: list[Violation] = []  # problems on any host
     missing: list[Violation] = []  # software that this host lacks
+    warnings: list[Violation] = []  # tasks whose rollouts will fail
     notes: list[Violation] = []  # side effects of rollouts that a user should know
     tools: list[tuple[str, str]] = []  # recipe field and name of each harness that offers the model tools
     # Number of tasks in the local file that the environment reads. None: it reads none, or the file has more tasks than
@@ -66,6 +68,7 @@ class DataRequest(msgspec.Struct, frozen=True):
     model: str  # directory of the tokenizer
     every: bool  # whether every answer of the assistant is trained, or only the last
     sees: bool  # whether images are trained
+    seq_len: int  # longest line that is trained [tokens]
 
 
 class DataAnswer(msgspec.Struct, frozen=True):

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.campaign import again, keep_failed, markdown, run_all, summary
+from tests.chaos.faulty_deployment import FaultyDeployment
 from tests.chaos.kinds import KINDS, switched_on
 from tests.chaos.runner import to_stderr
-from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
 from tests.support import temporary
 
@@ -50,18 +50,18 @@ def main(words: list[str]) -> None:
     # an exit that also ends the cluster
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="chaos") as directory:
-        scene = Scene(Path(directory))
+        deployment = FaultyDeployment(Path(directory))
         try:
-            for result in run_all(scene, options.seed, rounds, options.steps, to_stderr):
+            for result in run_all(deployment, options.seed, rounds, options.steps, to_stderr):
                 results.append(result)
-                keep_failed(scene, result, options.keep)
-                found = head | summary(results)
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                keep_failed(deployment, result, options.keep)
+                report = head | summary(results)
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
         finally:
-            scene.end()
-            scene.down()
-    print(markdown(found["kinds"]))
-    sys.exit(1 if found["problems"] else 0)
+            deployment.end()
+            deployment.down()
+    print(markdown(report["kinds"]))
+    sys.exit(1 if report["problems"] else 0)
 
 
 if __name__ == "__main__":

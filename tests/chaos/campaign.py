@@ -9,22 +9,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.runner import Chaos, Outcome, Result, Say, say_nothing
-from tests.chaos.scene import Scene
+from tests.chaos.faulty_deployment import FaultyDeployment
+from tests.chaos.runner import Chaos, Log, Outcome, Result, log_nothing
 from tests.chaos.schedule import Round
 
 TOGETHER = "two at once"
 """The row of rounds with overlapping faults."""
 
 
-def run_all(scene: Scene, seed: int, rounds: list[Round], steps: int, say: Say = say_nothing) -> Iterable[Result]:
+def run_all(
+    deployment: FaultyDeployment, seed: int, rounds: list[Round], steps: int, log: Log = log_nothing
+) -> Iterable[Result]:
     """Inject all rounds, in runs of `steps` steps one after another. Yield each run that has ended."""
     rounds = list(rounds)
     while rounds:
-        say(f"a run of {steps} steps; {sum(map(len, rounds))} faults are left")
-        result = Chaos(scene, seed, steps, say).suffer(rounds)
+        log(f"a run of {steps} steps; {sum(map(len, rounds))} faults are left")
+        result = Chaos(deployment, seed, steps, log).run(rounds)
         for problem in result.problems:
-            say(f"PROBLEM {problem}")
+            log(f"PROBLEM {problem}")
         yield result
 
 
@@ -42,14 +44,14 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind,
-            "rounds": len(found),
-            "median_s": statistics.median(outcome.seconds for outcome in found),
-            "worst_s": max(outcome.seconds for outcome in found),
-            "median_without_step_s": statistics.median(outcome.longest_step_s for outcome in found),
-            "new_attempts": sum(outcome.new_attempts for outcome in found),
-            "over_goal": sum(outcome.seconds > outcome.goal_s for outcome in found),
+            "rounds": len(rounds),
+            "median_s": statistics.median(outcome.seconds for outcome in rounds),
+            "worst_s": max(outcome.seconds for outcome in rounds),
+            "median_without_step_s": statistics.median(outcome.longest_step_s for outcome in rounds),
+            "new_attempts": sum(outcome.new_attempts for outcome in rounds),
+            "over_goal": sum(outcome.seconds > outcome.goal_s for outcome in rounds),
         }
-        for kind, found in sorted(by_kind.items())
+        for kind, rounds in sorted(by_kind.items())
     ]
 
 
@@ -84,7 +86,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def keep_failed(scene: Scene, result: Result, directory: Path | None) -> None:
+def keep_failed(deployment: FaultyDeployment, result: Result, directory: Path | None) -> None:
     """Copy a run with problems for later inspection."""
     if result.problems and directory is not None:
-        scene.keep(directory)
+        deployment.keep(directory)

@@ -17,7 +17,7 @@ class Fault:
     after_s: float = 0.0
     """Seconds after the first fault of its round."""
 
-    def dice(self) -> random.Random:
+    def rng(self) -> random.Random:
         """Random generator of the fault's own choices."""
         return random.Random(self.seed)
 
@@ -35,15 +35,15 @@ def schedule(seed: int, faults: int, kinds: Sequence[str], overlap: float) -> li
         kinds: names, in an order that never changes.
         overlap: probability that a fault overlaps with the previous one.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     names: list[str] = []
     while len(names) < faults:
-        names += dice.sample(list(kinds), len(kinds))
+        names += rng.sample(list(kinds), len(kinds))
     rounds: list[Round] = []
     for name in names[:faults]:
-        own, joins, after_s = dice.getrandbits(32), dice.random() < overlap, round(dice.uniform(0.0, 10.0), 1)
+        seed_of_fault, joins, after_s = rng.getrandbits(32), rng.random() < overlap, round(rng.uniform(0.0, 10.0), 1)
         if joins and rounds and len(rounds[-1]) == 1:
-            rounds[-1] = (*rounds[-1], Fault(name, own, after_s))
+            rounds[-1] = (*rounds[-1], Fault(name, seed_of_fault, after_s))
         else:
-            rounds.append((Fault(name, own),))
+            rounds.append((Fault(name, seed_of_fault),))
     return rounds

@@ -50,11 +50,11 @@ def test_run_of_two_attempts_violates_nothing(run: RunDirectory) -> None:
     attempt(run, 2, CheckpointLoaded(2), *trained(3, 4), CheckpointCommitted(4))
     commit(run, 2, {1: ["a"], 2: ["b"], 3: ["undone"]})
     commit(run, 4, {3: ["c"], 4: ["d"]})
-    found = invariants.segments(run)
-    assert invariants.committed_steps_lost(found) == []
-    assert invariants.line_that_counts(found) == [1, 2, 3, 4]
-    assert invariants.trained_once(found, 4, records_lost=False) == []
-    assert invariants.checkpoints_whole(run, found, 4) == []
+    segments = invariants.segments(run)
+    assert invariants.committed_steps_lost(segments) == []
+    assert invariants.final_steps(segments) == [1, 2, 3, 4]
+    assert invariants.trained_once(segments, 4, records_lost=False) == []
+    assert invariants.checkpoints_whole(run, segments, 4) == []
     given = invariants.batches(run)
     assert given == {1: ["a"], 2: ["b"], 3: ["c"], 4: ["d"]} and invariants.groups_once(given, 4) == []
 
@@ -63,7 +63,7 @@ def test_lost_committed_steps_are_reported(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2), CheckpointCommitted(2))
     attempt(run, 2, CheckpointLoaded(0), *trained(1, 2))
     assert invariants.committed_steps_lost(invariants.segments(run)) == [
-        "attempt 2 went on from step 0, but 2 was committed"
+        "attempt 2 resumed from step 0, but step 2 was committed"
     ]
 
 
@@ -71,18 +71,18 @@ def test_steps_of_damaged_checkpoints_are_not_lost() -> None:
     def start(attempt: int, loaded: int, *committed: int) -> invariants.Segment:
         return invariants.Segment(attempt, 10.0 * attempt, loaded, committed=list(committed))
 
-    found = [start(1, 0, 2, 4), start(2, 2, 4, 6), start(3, 4)]
-    assert invariants.committed_steps_lost(found, {1: 4, 2: 6}) == []
-    assert len(invariants.committed_steps_lost(found, {1: 4})) == 1, "the second one had no reason"
-    assert len(invariants.committed_steps_lost(found, {1: 2, 2: 6})) == 1, "it had another one"
+    segments = [start(1, 0, 2, 4), start(2, 2, 4, 6), start(3, 4)]
+    assert invariants.committed_steps_lost(segments, {1: 4, 2: 6}) == []
+    assert len(invariants.committed_steps_lost(segments, {1: 4})) == 1, "the second one had no reason"
+    assert len(invariants.committed_steps_lost(segments, {1: 2, 2: 6})) == 1, "it had another one"
 
 
 def test_repeated_and_missing_steps_are_reported(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2, 2, 4))
-    found = invariants.segments(run)
+    segments = invariants.segments(run)
     missing = "no event says that these steps were trained: [3]"
-    assert invariants.trained_once(found, 4, records_lost=False) == ["step 2 was trained 2 times", missing]
-    assert invariants.trained_once(found, 4, records_lost=True) == ["step 2 was trained 2 times"]
+    assert invariants.trained_once(segments, 4, records_lost=False) == ["step 2 was trained 2 times", missing]
+    assert invariants.trained_once(segments, 4, records_lost=True) == ["step 2 was trained 2 times"]
 
 
 def test_missing_or_damaged_checkpoint_is_reported(run: RunDirectory) -> None:
@@ -122,19 +122,19 @@ def test_fates_of_finished_rollouts() -> None:
         group("old", 2, at=23.0, gone_at_step=12),
         group("gone", 2, at=24.0, gone_at_step=4),  # a trainer that restarts within attempt 2 is no excuse
     ]
-    found = invariants.fates(seen, {1: ["a"], 4: ["again"]}, starts, max_off_policy_steps=8)
-    assert (found.trained, found.spooled, found.stale, found.undone, found.lost) == (8, 4, 4, 4, 4)
+    fates = invariants.fates(seen, {1: ["a"], 4: ["again"]}, starts, max_off_policy_steps=8)
+    assert (fates.trained, fates.spooled, fates.stale, fates.undone, fates.lost) == (8, 4, 4, 4, 4)
     late = SeenGroup("late", opened=3, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)  # seen before step 11
     assert invariants.fates([late], {}, starts, max_off_policy_steps=8).stale == 4
     young = SeenGroup("young", opened=4, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)
     assert invariants.fates([young], {}, starts, max_off_policy_steps=8).lost == 4
-    assert [problem.split()[2] for problem in found.problems] == ["gone"]
+    assert [problem.split()[2] for problem in fates.problems] == ["gone"]
     seen = [group(name, 1, at=15.0, gone_at_step=step) for name, step in (("kept", 2), ("undone", 4))]
     for each in seen:
         each.gone_at = 19.0
     assert invariants.fates(seen, {}, starts, max_off_policy_steps=8).lost == 8
-    found = invariants.fates(seen, {}, starts, max_off_policy_steps=8, damaged={1: 4})
-    assert (found.undone, [problem.split()[2] for problem in found.problems]) == (4, ["kept"])
+    fates = invariants.fates(seen, {}, starts, max_off_policy_steps=8, damaged={1: 4})
+    assert (fates.undone, [problem.split()[2] for problem in fates.problems]) == (4, ["kept"])
 
 
 def test_group_may_be_removed_with_an_unrecorded_commit(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,8 @@ def test_group_may_be_removed_with_an_unrecorded_commit(run: RunDirectory, monke
     assert seen.gone_at_step == 4
     seen.gone_at = 19.0
     starts = [invariants.Segment(1, 10.0, 0), invariants.Segment(2, 20.0, 2)]
-    found = invariants.fates([seen], {}, starts, max_off_policy_steps=8, damaged={1: 4})
-    assert (found.undone, found.lost) == (4, 0)
+    fates = invariants.fates([seen], {}, starts, max_off_policy_steps=8, damaged={1: 4})
+    assert (fates.undone, fates.lost) == (4, 0)
 
 
 def test_leftover_files_are_reported(run: RunDirectory, tmp_path: Path) -> None:
@@ -163,20 +163,20 @@ def test_leftover_files_are_reported(run: RunDirectory, tmp_path: Path) -> None:
     write_json(run.path / "lock.json", {"run_id": "r-left-over"})
     tmp = tmp_path / "tmp"
     tmp.mkdir()
-    assert invariants.left_over(run, tmp) == []
+    assert invariants.leftovers(run, tmp) == []
     (tmp / "something").touch()
-    assert invariants.left_over(run, tmp, ["some"]) == []
+    assert invariants.leftovers(run, tmp, ["some"]) == []
     with socket.socket(socket.AF_UNIX) as lock:
         lock.bind("\0r-left-over")
-        problems = invariants.left_over(run, tmp)
-    assert problems == [f"{tmp}/something is left over", "socket @r-left-over is left over"]
+        problems = invariants.leftovers(run, tmp)
+    assert problems == [f"{tmp}/something was left behind", "socket @r-left-over was left behind"]
 
 
 def test_open_ports_are_reported(run: RunDirectory) -> None:
     attempt(run, 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        known = {"hosts": {"engine": "127.0.0.1"}, "ports": {"engine": {"http": port}}}
-        run.attempt(1).addresses_file.write_bytes(msgspec.json.encode(known))
+        addresses = {"hosts": {"engine": "127.0.0.1"}, "ports": {"engine": {"http": port}}}
+        run.attempt(1).addresses_file.write_bytes(msgspec.json.encode(addresses))
         assert ports_left(run) == [f"port {port} of 127.0.0.1 is still listened on (engine)"]
     assert ports_left(run) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.campaign import again
+from tests.chaos.faulty_deployment import FaultyDeployment
 from tests.chaos.kinds import switched_on
 from tests.chaos.runner import Chaos, to_stderr
-from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
+from tests.support.slurm import require_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 SEEDS = (1, pytest.param(5, marks=pytest.mark.campaign), pytest.param(7, marks=pytest.mark.campaign))
@@ -22,22 +21,21 @@ FAULTS, STEPS, OVERLAP = 3, 12, 0.3
 
 
 @pytest.fixture(scope="module")
-def scene() -> Iterator[Scene]:
+def deployment() -> Iterator[FaultyDeployment]:
     """A cluster, in a directory whose path is short: Slurm's Unix sockets lie below it."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     with tempfile.TemporaryDirectory(prefix="chaos") as directory:
-        scene = Scene(Path(directory))
-        yield scene
-        scene.end()
-        scene.down()
+        deployment = FaultyDeployment(Path(directory))
+        yield deployment
+        deployment.end()
+        deployment.down()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_run_recovers_from_random_faults(scene: Scene, seed: int) -> None:
+def test_run_recovers_from_random_faults(deployment: FaultyDeployment, seed: int) -> None:
     kinds = switched_on(short=True)
     rounds = schedule(seed, FAULTS, kinds, OVERLAP)
-    result = Chaos(scene, seed, STEPS, to_stderr).suffer(rounds)
+    result = Chaos(deployment, seed, STEPS, to_stderr).run(rounds)
     repeat = again(seed, FAULTS, OVERLAP, kinds, STEPS)
     assert result.problems == [], "\n".join([*result.problems, "to repeat:", repeat])
     assert result.committed_steps_lost == 0 and result.fates.lost == 0

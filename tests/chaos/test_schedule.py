@@ -13,7 +13,7 @@ NAMES = ["a", "b", "c", "d"]
 def test_a_seed_repeats_its_schedule() -> None:
     first = schedule(7, 40, NAMES, 0.3)
     assert first == schedule(7, 40, NAMES, 0.3) and first != schedule(8, 40, NAMES, 0.3)
-    assert first[0][0].dice().random() == first[0][0].dice().random()
+    assert first[0][0].rng().random() == first[0][0].rng().random()
 
 
 def test_every_kind_is_drawn_equally_often() -> None:

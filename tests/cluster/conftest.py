@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +10,14 @@ import pytest
 
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
-from tests.cluster.accounting.cluster import AccountingCluster, missing_programs
+from tests.cluster.accounting.cluster import PROGRAMS, AccountingCluster
+from tests.support.slurm import require_slurm
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yield a cluster with four GPU nodes, two fake GPUs each, and a control node."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     root = tmp_path_factory.mktemp("cluster")
     spec = ClusterSpec("shared", root / "c", root / "runs", nodes=4, gpus_per_node=2, cpus_per_node=8)
     started, _ = up(spec)
@@ -33,15 +31,7 @@ def lab() -> Iterator[AccountingCluster]:
 
     `lab.submit`, `lab.primeslurm` and `lab.as_user` act as an ordinary user; `lab.hold` takes nodes as root.
     """
-    if os.geteuid() != 0:
-        pytest.skip("needs root: Slurm's daemons start jobs of other users")
-    if missing := missing_programs():
-        reason = (
-            f"not installed: {', '.join(missing)} (on Debian: apt-get install slurm-wlm munge slurmdbd mariadb-server)"
-        )
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    require_slurm(PROGRAMS, "slurm-wlm munge slurmdbd mariadb-server")
     with tempfile.TemporaryDirectory(prefix="lab-") as name:
         directory = Path(name)
         directory.chmod(0o755)  # the user must be able to enter it

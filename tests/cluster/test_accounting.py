@@ -5,7 +5,6 @@ Unlike on the embedded cluster, Slurm sends SIGTERM before a preemption with a g
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +16,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events
 from primeslurm.run.status.run_status import RunStatus, read_status
 from tests.cluster.accounting.cluster import AccountingCluster
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 
@@ -25,16 +25,12 @@ def status(run: RunDirectory) -> RunStatus:
     return read_status(run, job_query(run))
 
 
-def wait(run: RunDirectory, condition: Callable[[RunStatus], object], timeout_s: float = 240) -> RunStatus:
-    deadline = time.monotonic() + timeout_s
-    while not condition(found := status(run)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.3)
-    return found
+def wait(run: RunDirectory, condition: Callable[[RunStatus], object]) -> RunStatus:
+    return wait_until(lambda: now if condition(now := status(run)) else None, lambda: status(run), poll_s=0.3)
 
 
 def trained(steps: int, attempt: int = 1) -> Callable[[RunStatus], bool]:
-    return lambda found: found.phase == "running" and found.attempt == attempt and (found.step or 0) >= steps
+    return lambda status: status.phase == "running" and status.attempt == attempt and (status.step or 0) >= steps
 
 
 def end_of(run: RunDirectory, attempt: int = 1) -> EndRecord:
@@ -61,7 +57,7 @@ def test_preempted_runs_checkpoint_within_the_grace_time_and_come_back(lab: Acco
         wait(run, trained(2))
     urgent = lab.hold(nodes=3)
     for run in runs:
-        wait(run, lambda found: found.phase == "requeued")
+        wait(run, lambda status: status.phase == "requeued")
         end = end_of(run)
         assert (end.outcome, end.requeued) == ("preempted", True)
         assert end.reason.startswith("preempted: Slurm gives the job until ")
@@ -74,7 +70,7 @@ def test_preempted_runs_checkpoint_within_the_grace_time_and_come_back(lab: Acco
     wait(scavenger, trained(committed + 1, attempt=2))
 
     lab.as_user("scancel", job_of(scavenger))
-    ended = wait(scavenger, lambda found: found.phase == "cancelled")
+    ended = wait(scavenger, lambda status: status.phase == "cancelled")
     assert ended.committed_step == last_step(scavenger, 2) > committed
     assert not end_of(scavenger, 2).requeued
 
@@ -83,7 +79,7 @@ def test_preemption_without_grace_time_is_not_a_cancellation(lab: AccountingClus
     run = lab.submit(lab.site(qos="sudden"))
     wait(run, trained(2))
     urgent = lab.hold(nodes=3)
-    wait(run, lambda found: found.phase == "requeued")
+    wait(run, lambda status: status.phase == "requeued")
     end = end_of(run)
     assert (end.outcome, end.reason, end.requeued) == ("preempted", "Slurm requeued the job", True)
     assert end.committed_step == last_step(run)
@@ -133,7 +129,7 @@ def test_status_names_a_limit_lowered_after_submission(lab: AccountingCluster) -
         limit(0)
         for component in lab.client.job(job_of(run)).components:  # type: ignore[union-attr]
             lab.as_root("scontrol", "release", component.job_id)
-        waiting = wait(run, lambda found: "QOSMaxGRESPerUser" in found.reason, timeout_s=60)
+        waiting = wait(run, lambda status: "QOSMaxGRESPerUser" in status.reason)
         assert waiting.phase == "pending"
         shown = lab.primeslurm("status", run.path)
         assert "cannot start" in shown.stdout and "QOSMaxGRESPerUser" in shown.stdout, shown
@@ -155,10 +151,7 @@ def test_job_that_cannot_start_shows_a_reason(lab: AccountingCluster, options: t
     assert submitted.returncode == 0, submitted.stderr
     job_id = submitted.stdout.strip()
     try:
-        deadline = time.monotonic() + 60
-        while (job := lab.client.job(job_id)) is None or job.reason != reason:
-            assert time.monotonic() < deadline, job
-            time.sleep(0.3)
-        assert job.state == "PENDING"
+        wait_until(lambda: (job := lab.client.job(job_id)) and job.reason == reason, lambda: lab.client.job(job_id))
+        assert (job := lab.client.job(job_id)) is not None and job.state == "PENDING"
     finally:
         lab.client.cancel(job_id)

@@ -21,6 +21,7 @@ from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.cli import Result, primeslurm
 from tests.support.plans import python
 from tests.support.slurm_plans import group, plan
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 CHECKOUT = str(Path(__file__).parents[2])
@@ -53,10 +54,10 @@ def run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     attempt.record_job(JobRecord("", "slurm", time.time(), slurm_conf, "attached"))
     job_id = submit(given, AgentTask(given.run_dir, 1, "attached"), script, slurm_conf, "attached")
     attempt.record_job(JobRecord(job_id, "slurm", time.time(), slurm_conf, "attached"))
-    deadline = time.monotonic() + 90
-    while '"trainer-rank-0": "HEALTHY"' not in read(attempt.fleet_file):
-        assert time.monotonic() < deadline, read(directory.path / f"slurm-{job_id}.out")
-        time.sleep(0.5)
+    wait_until(
+        lambda: '"trainer-rank-0": "HEALTHY"' in read(attempt.fleet_file),
+        lambda: read(directory.path / f"slurm-{job_id}.out"),
+    )
     yield directory
     cluster.client.cancel(job_id)
 

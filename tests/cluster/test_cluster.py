@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.testbed.embedded_slurm.daemons import job_processes
 from tests.support.kernels import merges_pages
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 NO_RANDOM_ADDRESSES = 0x0040000
@@ -29,7 +29,7 @@ NO_RANDOM_ADDRESSES = 0x0040000
 
 def processes_naming(directory: Path) -> list[str]:
     """Return command lines of other processes whose command line or environment names a directory."""
-    found = []
+    lines = []
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
             continue
@@ -38,8 +38,8 @@ def processes_naming(directory: Path) -> list[str]:
         except OSError:
             continue
         if str(directory).encode() in text:
-            found.append(f"{process.name} {text[:200]!r}")
-    return found
+            lines.append(f"{process.name} {text[:200]!r}")
+    return lines
 
 
 def test_everything_is_up(cluster: Cluster) -> None:
@@ -137,10 +137,7 @@ def test_two_clusters_are_independent(cluster: Cluster, tmp_path: Path) -> None:
     environment = {"SLURM_CONF": str(spec.slurm_conf), "PATH": "/usr/bin:/bin"}
     argv = ["sbatch", "--nodes=2", "--output=/dev/null", f"--wrap=srun bash -c '{escape.replace(chr(39), chr(34))}'"]
     subprocess.run(argv, env=environment, check=True)
-    deadline = time.monotonic() + 120
-    while len(job_processes(spec.slurm_conf)) < 6:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: len(job_processes(spec.slurm_conf)) >= 6)
     jobs = [Path("/proc", str(process.pid)) for process in job_processes(spec.slurm_conf)]
     personalities = {int((job / "personality").read_text(), 16) for job in jobs}
     Cluster.load(directory).down()

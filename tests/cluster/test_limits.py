@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +17,10 @@ from primeslurm.base.hostlists import compress
 from primeslurm.records.attempt import Obstacle
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
-from tests.cluster.test_requeue import wait
 from tests.support.cli import Result, primeslurm
 from tests.support.recipes import model_dir, recipe_data
+from tests.support.slurm import require_slurm
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -28,8 +28,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yield two GPU nodes in partitions with limits."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     root = tmp_path_factory.mktemp("limits")
     spec = ClusterSpec("limits", root / "c", root / "runs", nodes=2, gpus_per_node=2, cpus_per_node=8)
     cluster, _ = up(spec)
@@ -47,7 +46,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def command(cluster: Cluster, *argv: str) -> str:
     env = {**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}
-    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def place(cluster: Cluster, directory: Path, partition: str, kind: dict[str, Any], **recipe: Any) -> None:
@@ -96,9 +95,9 @@ def test_job_that_cannot_start_is_refused_with_all_problems(
 ) -> None:
     place(limited, tmp_path, partition, kind, **recipe)
     result = primeslurm("check", "r.yaml", "--site", "site.yaml", cwd=tmp_path)
-    found = errors(result)
-    assert result.code == 2 and len(found) == len(expected), result.err
-    for text, beginning in zip(found, expected, strict=True):
+    problems = errors(result)
+    assert result.code == 2 and len(problems) == len(expected), result.err
+    for text, beginning in zip(problems, expected, strict=True):
         assert text.startswith(beginning)
     refused = primeslurm("submit", "r.yaml", "--site", "site.yaml", cwd=tmp_path)
     assert refused.code == 2 and expected[-1].partition(" =")[0] in refused.err
@@ -114,14 +113,7 @@ def test_sbatch_tests_the_job_first(limited: Cluster, tmp_path: Path) -> None:
 
 
 def until(run: Run, condition: Callable[[list[Obstacle]], bool]) -> list[Obstacle]:
-    found: list[Obstacle] = []
-
-    def holds() -> bool:
-        found[:] = run.status().obstacles
-        return condition(found)
-
-    wait(holds, timeout_s=60)
-    return found
+    return wait_until(lambda: obstacles if condition(obstacles := run.status().obstacles) else None)
 
 
 def test_pending_job_reports_the_reason_of_each_component(limited: Cluster, tmp_path: Path) -> None:
@@ -142,13 +134,13 @@ def test_pending_job_reports_the_reason_of_each_component(limited: Cluster, tmp_
     command(limited, "scontrol", "update", "partitionname=debug", "maxtime=5")
     for component in limited.client.job(str(status.job_id)).components:  # type: ignore[union-attr]
         command(limited, "scontrol", "release", component.job_id)
-    (limit,) = until(run, lambda found: [each.reason for each in found] == ["PartitionTimeLimit"])
+    (limit,) = until(run, lambda obstacles: [each.reason for each in obstacles] == ["PartitionTimeLimit"])
     assert (limit.component, limit.never) == ("train, inference", True)
     assert "train, inference: PartitionTimeLimit" in run.status().reason
     shown = primeslurm("status", "waits", "--runs", "runs", cwd=tmp_path)
     assert "error: train, inference cannot start: asks for more time than its partition allows" in shown.out
-    told = json.loads(primeslurm("status", "waits", "--runs", "runs", "--json", cwd=tmp_path).out)
-    assert [each["reason"] for each in told["obstacles"]] == ["PartitionTimeLimit"]
+    answer = json.loads(primeslurm("status", "waits", "--runs", "runs", "--json", cwd=tmp_path).out)
+    assert [each["reason"] for each in answer["obstacles"]] == ["PartitionTimeLimit"]
     doctor = primeslurm("doctor", "waits", "--runs", "runs", "--json", cwd=tmp_path)
     first = json.loads(doctor.out)["first"]
     assert doctor.code == 1 and first["failure"]["component"] == "component train, inference"
@@ -169,12 +161,12 @@ def test_job_waiting_for_maintenance_names_the_reservation(limited: Cluster, tmp
         submitted = primeslurm("submit", "r.yaml", "--emulate", "--site", "site.yaml", cwd=tmp_path)
         assert submitted.code == 0, submitted.err
         run = find_run("waits", tmp_path / "runs")
-        (closed,) = until(run, lambda found: any("maintenance" in each.reason for each in found))
+        (closed,) = until(run, lambda obstacles: any("maintenance" in each.reason for each in obstacles))
         assert closed.component == "train, inference" and not closed.never
         assert closed.text.startswith(f"cannot end before maintenance maint1 of {compress(nodes)}, from 20")
         assert run.cancel()
         command(limited, "scontrol", "update", "reservationname=maint1", "starttime=now")
-        wait(lambda: limited.client.nodes_by_partition(["gpu"]) == {"gpu": dict.fromkeys(nodes, False)}, timeout_s=60)
+        wait_until(lambda: limited.client.nodes_by_partition(["gpu"]) == {"gpu": dict.fromkeys(nodes, False)})
         assert limited.client.nodes_by_partition(["gpu"], "maint1") == {"gpu": dict.fromkeys(nodes, True)}
     finally:
         command(limited, "scontrol", "delete", "reservationname=maint1")

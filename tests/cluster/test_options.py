@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.render import render
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.slurm_plans import group, plan
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -49,15 +49,12 @@ class Sbatch:
         """Return the components of a job, from squeue."""
         argv = ["squeue", "--json"]  # with --json squeue ignores --jobs
         done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, check=True)
-        found = [dict(row) for row in json.loads(done.stdout)["jobs"]]
-        mine = [row for row in found if job in (str(row["job_id"]), str(row["het_job_id"]))]
+        rows = [dict(row) for row in json.loads(done.stdout)["jobs"]]
+        mine = [row for row in rows if job in (str(row["job_id"]), str(row["het_job_id"]))]
         return sorted(mine, key=lambda row: int(row["job_id"]))
 
     def wait_until_done(self, job: str) -> None:
-        deadline = time.monotonic() + 120
-        while (state := self._client.job(job)) is not None and state.active:
-            assert time.monotonic() < deadline, f"{state.state} {state.reason}"
-            time.sleep(0.5)
+        wait_until(lambda: (state := self._client.job(job)) is None or not state.active, lambda: self._client.job(job))
 
     def cancel_all(self) -> None:
         for job in self._jobs:
@@ -66,9 +63,9 @@ class Sbatch:
 
 @pytest.fixture
 def sbatch(cluster: Cluster, tmp_path: Path) -> Iterator[Sbatch]:
-    found = Sbatch(cluster, tmp_path)
-    yield found
-    found.cancel_all()
+    commands = Sbatch(cluster, tmp_path)
+    yield commands
+    commands.cancel_all()
 
 
 @pytest.mark.parametrize("comment", COMMENTS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.plans import python
 from tests.support.slurm_plans import group
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 CHECKOUT = str(Path(__file__).parents[2])
@@ -69,13 +68,6 @@ def resume(run: Run, path: str) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> None:
     real = os.environ["PATH"]
     late = tmp_path / "bin" / "sbatch"
@@ -86,12 +78,16 @@ def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> Non
 
     # Two resumes, both with an sbatch that hangs after Slurm has the job. Then the first one is killed.
     both = [resume(run, f"{late.parent}:{real}") for _ in range(2)]
-    until(lambda: any(process.poll() is not None for process in both))
+    wait_until(lambda: any(process.poll() is not None for process in both))
     (loser,) = [process for process in both if process.poll() is not None]
     (winner,) = [process for process in both if process is not loser]
     assert loser.wait() == 2
-    assert loser.stderr is not None and "nothing to resume, " in (said := loser.stderr.read()) and "attempt 2" in said
-    until((tmp_path / "taken").exists)
+    assert (
+        loser.stderr is not None
+        and "nothing to resume, " in (message := loser.stderr.read())
+        and "attempt 2" in message
+    )
+    wait_until((tmp_path / "taken").exists)
     winner.kill()
     winner.communicate()
 
@@ -101,7 +97,7 @@ def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> Non
     assert job_id is not None and status.attempt == 2 and status.active
     with pytest.raises(UsageError, match=rf"slurm job {job_id} \(attempt 2, submitted from"):
         run.start_again()
-    until(lambda: run.status().phase == "running")
+    wait_until(lambda: run.status().phase == "running")
 
     # a second job of the same submission ends without a trace
     job = run.directory.attempt(2).job()
@@ -111,16 +107,16 @@ def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> Non
     second = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
     def ended() -> bool:
-        found = cluster.client.job(second)
-        return found is not None and not found.active
+        state = cluster.client.job(second)
+        return state is not None and not state.active
 
-    until(ended)
-    assert (found := cluster.client.job(second)) is not None and (found.state, found.exit_code) == ("FAILED", 4)
+    wait_until(ended)
+    assert (state := cluster.client.job(second)) is not None and (state.state, state.exit_code) == ("FAILED", 4)
     output = run.directory.job_output(second).read_text()
     assert f"belongs to slurm job {job_id} (attempt 2" in output and "ends without touching it" in output
     assert run.status().phase == "running" and run.status().job_id == job_id
     assert [attempt.number for attempt in run.directory.attempts()] == [1, 2]
 
     (run.path / "done").touch()
-    assert run.wait(timeout_s=300).phase == "completed"
-    until(lambda: not {job_id, second} & set(cluster.client.job_ids()))
+    assert run.wait().phase == "completed"
+    wait_until(lambda: not {job_id, second} & set(cluster.client.job_ids()))

@@ -37,6 +37,7 @@ from primeslurm.slurm.render import render
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
 from tests.support.plans import SERVER, python
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -61,15 +62,8 @@ def server(name: str, node: int, *uses: str) -> Process:
     return process(name, node, argv, ports={"http": 21000 + 10 * node}, health=health, after=uses)
 
 
-def component(index: int, nodes: int, spares: int) -> HetGroup:
-    """Return nodes of partition gpu."""
-    fields = {"partition": "gpu", "gres": None, "cpus_per_task": 1}
-    return HetGroup.model_validate({"index": index, "name": str(index), "nodes": nodes, "spares": spares, **fields})
-
-
-def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str) -> Plan:
+def make_plan(run_dir: Path, site: Site, replicas: int, spares: int) -> Plan:
     """Return a plan with orchestrator and trainer on node 0, and an engine with its router on each further node."""
-    het = layout == "het"
     control = (
         process("orchestrator", 0, UNTIL_DONE),
         process("trainer-rank-0", 0, UNTIL_DONE, restart="attempt"),
@@ -77,24 +71,21 @@ def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str
     nodes = [control]
     for i in range(replicas):
         nodes.append((server(f"engine-r{i}-0", i + 1), server(f"router-{i}", i + 1, f"engine-r{i}-0")))
-    if het:  # each component has a second node, because a job needs every component
-        groups = (component(0, 2, 1), component(1, replicas + spares, spares))
-    else:
-        groups = (component(0, len(nodes) + spares, spares),)
-    count = sum(group.nodes for group in groups)
+    count = len(nodes) + spares
+    gpu = HetGroup(index=0, name="all", nodes=count, spares=spares, partition="gpu", gres=None, cpus_per_task=1)
     return Plan(
         schema=1,
         run=run_dir.name,
         run_dir=str(run_dir),
         task="rl",
-        layout=layout,
+        layout="single",
         executor="slurm",
         device="cpu",
         python=sys.executable,
         job=JobOptions(name=run_dir.name, time="00:10:00", signal_s=40),
-        groups=groups,
+        groups=(gpu,),
         nodes=tuple(
-            Node(index=i, group=int(het and i > 0), role="train", index_in_group=max(i - het, 0), processes=processes)
+            Node(index=i, group=0, role="train", index_in_group=i, processes=processes)
             for i, processes in enumerate(nodes)
         ),
         replicas=tuple(
@@ -132,11 +123,8 @@ class Job:
     def attempt(self) -> Attempt:
         return self.run.latest()
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 600) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "\n".join(map(str, events(self.run)))
-            time.sleep(0.2)
+    def wait(self, condition: Callable[[], object]) -> None:
+        wait_until(condition, lambda: "\n".join(map(str, events(self.run))))
 
     def states(self) -> dict[str, str]:
         fleet = self.attempt.fleet()
@@ -177,12 +165,11 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
         *,
         replicas: int,
         spares: int,
-        layout: str = "single",
         without_address: str | None = None,
         prologue: str = "",
         launcher: tuple[str, ...] = (),
     ) -> Job:
-        plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
+        plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares)
         job = plan.job.model_copy(update={"prologue": (prologue,) if prologue else (), "launcher": launcher})
         plan = plan.model_copy(update={"job": job})
         addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
@@ -196,10 +183,7 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
             job.wait(lambda job=job: not job.active())
     for name in [daemon.name for daemon in cluster.daemons if not daemon.alive]:
         revive_node(cluster, name)
-    deadline = time.monotonic() + 60
-    while any(node.state != "idle" or not node.responding for node in cluster.client.nodes()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: all(node.state == "idle" and node.responding for node in cluster.client.nodes()))
 
 
 def test_run_survives_two_lost_nodes(cluster: Cluster, start: Callable[..., Job]) -> None:
@@ -254,7 +238,10 @@ def test_node_that_fails_preflight_is_excluded(cluster: Cluster, start: Callable
     job.finish()
 
 
-@pytest.mark.parametrize(("replicas", "spares"), [(1, 1), (2, 0)], ids=["spare", "no-spare"])
+@pytest.mark.parametrize(
+    ("replicas", "spares"),
+    [pytest.param(1, 1, id="spare"), pytest.param(2, 0, id="no-spare", marks=pytest.mark.campaign)],
+)
 def test_a_node_where_no_agent_can_be_started(
     replicas: int, spares: int, cluster: Cluster, start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -281,8 +268,8 @@ def test_a_node_where_no_agent_can_be_started(
     assert last is not None and last.outcome == "completed"
     assert [attempt.number for attempt in job.run.attempts()] == ([1] if spares else [1, 2])
     assert {entry.node for entry in BadNodeLedger(job.run.path.parent).entries(time.time())} == {lost}
-    found = diagnose(job.run, job.run.attempt(1), lambda _: None)
-    failure = found.recovered[0] if spares else found.first and found.first.failure
+    diagnosis = diagnose(job.run, job.run.attempt(1), lambda _: None)
+    failure = diagnosis.recovered[0] if spares else diagnosis.first and diagnosis.first.failure
     assert failure is not None and (failure.component, failure.node) == (f"node {lost}", lost)
 
 
@@ -298,17 +285,6 @@ def test_a_node_where_the_agent_ends_at_once(cluster: Cluster, start: Callable[.
     assert lost.node == bad and lost.reason == "no agent could be started: Exited with exit code 127"
     assert job.node_of(1) != bad
     job.finish()
-
-
-def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:
-    job = start(replicas=1, spares=1, layout="het")
-    job.wait_for("engine-r0-0", "router-0", "orchestrator")
-    lost = job.node_of(1)
-    kill_node(cluster, lost)
-    job.wait(lambda: job.node_of(1) != lost)
-    job.wait_for("engine-r0-0", "router-0", "orchestrator")
-    job.finish()
-    assert [attempt.number for attempt in job.run.attempts()] == [1]
 
 
 def test_another_agent_requeues_a_job_without_a_head(cluster: Cluster, start: Callable[..., Job]) -> None:
@@ -328,7 +304,7 @@ def test_another_agent_requeues_a_job_without_a_head(cluster: Cluster, start: Ca
     assert last is not None and last.outcome == "completed"
 
 
-@pytest.mark.parametrize("victim", ["trainer", "head"])
+@pytest.mark.parametrize("victim", ["head", pytest.param("trainer", marks=pytest.mark.campaign)])
 def test_attempt_is_requeued_after_the_controller_returns(
     victim: str, cluster: Cluster, start: Callable[..., Job]
 ) -> None:
@@ -379,7 +355,7 @@ def test_job_avoids_only_as_many_nodes_as_can_be_spared(
     conf = str(cluster.spec.slurm_conf)
     monkeypatch.setenv("SLURM_CONF", conf)
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
-    plan = make_plan(tmp_path / "runs" / "toy", site, replicas=1, spares=0, layout="single")
+    plan = make_plan(tmp_path / "runs" / "toy", site, replicas=1, spares=0)
     Path(plan.run_dir).mkdir(parents=True)
     ledger = BadNodeLedger(tmp_path / "runs")
     names = list(cluster.client.nodes_of("gpu"))
@@ -389,18 +365,18 @@ def test_job_avoids_only_as_many_nodes_as_can_be_spared(
     argv = ("sbatch", "--parsable", "--hold", "--partition=gpu", "--nodes=2", "--output=/dev/null", "--wrap=true")
     job_id = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
-    def told() -> str:
+    def excluded_nodes() -> str:
         shown = subprocess.run(("scontrol", "show", "job", job_id), check=True, capture_output=True, text=True).stdout
         (value,) = re.findall(r"ExcNodeList=(\S*)", shown)
         return str(value)
 
     try:
         exclude_bad_nodes(plan, job_id)
-        assert expand(told()) == names[: len(names) - 2]
+        assert expand(excluded_nodes()) == names[: len(names) - 2]
         assert [entry.node for entry in excluded(Path(plan.run_dir))] == names[: len(names) - 2]
         for name in names:
             ledger.forget(name)
         exclude_bad_nodes(plan, job_id)
-        assert told() == "(null)" and excluded(Path(plan.run_dir)) == []
+        assert excluded_nodes() == "(null)" and excluded(Path(plan.run_dir)) == []
     finally:
         cluster.client.cancel(job_id)

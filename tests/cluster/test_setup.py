@@ -34,7 +34,7 @@ def test_failing_set_up_command_ends_the_run(
     submitted = primeslurm("submit", "r.yaml", "--emulate", "--site", "site.yaml", cwd=tmp_path)
     assert submitted.code == 0, submitted.err
 
-    status = find_run("setup", tmp_path / "runs").wait(timeout_s=120, poll_s=0.5)
+    status = find_run("setup", tmp_path / "runs").wait(poll_s=0.5)
     assert (status.phase, status.attempt) == ("failed", 1)
     assert words in status.reason
     assert status.reason.endswith("another attempt would end in the same way")
@@ -51,7 +51,7 @@ def test_unresolvable_names_end_the_run_without_blaming_nodes(cluster: Cluster, 
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(name="nameless")))
     submitted = primeslurm("submit", "r.yaml", "--emulate", "--site", "site.yaml", cwd=tmp_path)
     assert submitted.code == 0, submitted.err
-    status = find_run("nameless", tmp_path / "runs").wait(timeout_s=120, poll_s=0.5)
+    status = find_run("nameless", tmp_path / "runs").wait(poll_s=0.5)
     assert (status.phase, status.attempt) == ("failed", 1)
     assert "preflight failed on" in status.reason and "so none is excluded" in status.reason
     assert "network.addresses of the site file" in status.reason

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import rows
 from tests.support.runs import Demo
+from tests.support.slurm import require_slurm
 from tests.support.unmeasured import unmeasured
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +41,8 @@ def model() -> Path:
 @pytest.fixture(scope="session")
 def demo(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     """Yield an embedded cluster of four GPU nodes."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
-    found = Demo(ROOT, tmp_path_factory.mktemp("e2e"))
-    found.up()
-    yield found
-    found.down()
+    require_slurm()
+    made = Demo(ROOT, tmp_path_factory.mktemp("e2e"))
+    made.up()
+    yield made
+    made.down()

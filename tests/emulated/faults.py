@@ -22,7 +22,6 @@ import httpx
 from primeslurm.api.jobs import job_query
 from primeslurm.base.files import read_json
 from primeslurm.base.hostlists import expand
-from primeslurm.orchestrator.telemetry.progress_monitor import STATE_INTERVAL_S
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.events.training import CheckpointLoaded
 from primeslurm.run.bad_nodes import BadNodeLedger
@@ -35,10 +34,11 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.transport import secret
 from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, limit_time, revive_controller, revive_node, set_down, warn
+from tests.support.waiting import wait_until
 
 SIGNAL_S = 120
 """How long before its time limit the recipe's jobs get a signal [s]."""
-Seen = Callable[[RunStatus], bool]
+Noticed = Callable[[RunStatus], bool]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fault:
 
     name: str
     what: str
-    inject: Callable[[Deployment], Seen]
+    inject: Callable[[Deployment], Noticed]
     ends_attempt: bool | None = False
     """Whether a new attempt follows; None if it depends on what is being written."""
     repair: Callable[[Deployment], None] | None = None
@@ -60,6 +60,8 @@ class Fault:
     """Whether uncommitted steps are trained again within the attempt."""
     options: tuple[str, ...] = ()
     """Options of `submit`, for a fault that needs its own run."""
+    campaign: bool = False
+    """Whether it takes too long for every commit."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,16 @@ class Cost:
         return asdict(self)
 
 
-def suffer(deployment: Deployment, fault: Fault) -> Cost:
+def measure_cost(deployment: Deployment, fault: Fault) -> Cost:
     """Inject a fault into a healthy run, wait for recovery, and return the cost."""
     if fault.options:
         deployment.submit(*fault.options)
     deployment.running()
     before = deployment.snapshot()
     began = time.monotonic()
-    seen = fault.inject(deployment)
+    noticed_by = fault.inject(deployment)
     try:
-        deployment.wait(seen)
+        deployment.wait(noticed_by)
     finally:
         if fault.repair and not fault.repair_late:
             fault.repair(deployment)
@@ -107,7 +109,8 @@ def suffer(deployment: Deployment, fault: Fault) -> Cost:
 
     deployment.wait(recovered)
     seconds = time.monotonic() - began
-    time.sleep(1.5 * STATE_INTERVAL_S)  # counts are written at this interval
+    state, recovered_at = deployment.run.latest().path / "state" / "orchestrator.json", time.time()
+    wait_until(lambda: state.stat().st_mtime > recovered_at)  # so that it has all counts
     after = deployment.snapshot()
     if fault.repair and fault.repair_late:
         fault.repair(deployment)
@@ -121,7 +124,7 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
         end = deployment.run.attempt(after.attempt - 1).end()
         resumed = (end.committed_step if end else None) or before.committed
     elif fault.repeats:
-        resumed = _loaded(deployment)
+        resumed = _resumed_step(deployment)
     gone = before.missing(after)
     valid = [name for name in gone if before.groups[name].newest <= resumed]
     return Cost(
@@ -131,81 +134,82 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
         seconds=round(seconds, 1),
         committed_steps_lost=max(0, before.committed - after.committed),
         steps_repeated=max(0, before.step - resumed),
-        rollouts_begun_again=before.in_flight if again else max(0, after.begun_again - before.begun_again),
+        rollouts_begun_again=before.in_flight if again else max(0, after.restarted - before.restarted),
         finished_rollouts_lost=len(gone) - len(valid),
         committed_rollouts_lost=len(valid),
     )
 
 
-def _loaded(deployment: Deployment) -> int:
+def _resumed_step(deployment: Deployment) -> int:
     """Return the step from which the trainer was last started."""
-    loaded = [event for event in events(deployment.run) if isinstance(event, CheckpointLoaded)]
-    return loaded[-1].step
+    loads = [event for event in events(deployment.run) if isinstance(event, CheckpointLoaded)]
+    return loads[-1].step
 
 
-def _next_attempt(deployment: Deployment) -> Seen:
-    present = deployment.status().attempt
-    return lambda status: status.attempt > present
+def _next_attempt(deployment: Deployment) -> Noticed:
+    attempt = deployment.status().attempt
+    return lambda status: status.attempt > attempt
 
 
-def _restarted(deployment: Deployment, name: str) -> Seen:
+def _restarted(deployment: Deployment, name: str) -> Noticed:
     before = deployment.process(name)
     return lambda status: any(
         p.name == name and p.restarts > before.restarts and p.pid != before.pid for p in status.processes
     )
 
 
-def _kill(name: str) -> Callable[[Deployment], Seen]:
-    def inject(deployment: Deployment) -> Seen:
-        seen, pid = _restarted(deployment, name), deployment.process(name).pid
+def _kill(name: str) -> Callable[[Deployment], Noticed]:
+    def inject(deployment: Deployment) -> Noticed:
+        noticed, pid = _restarted(deployment, name), deployment.process(name).pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        return seen
+        return noticed
 
     return inject
 
 
-def _hang(name: str, what: str = "hang") -> Callable[[Deployment], Seen]:
-    def inject(deployment: Deployment) -> Seen:
-        seen, known = _restarted(deployment, name), read_json(deployment.run.latest().addresses_file)
-        assert known is not None
-        url = f"http://{known['hosts'][name]}:{known['ports'][name]['http']}/emulated/{what}"
+def _hang(name: str, what: str = "hang") -> Callable[[Deployment], Noticed]:
+    def inject(deployment: Deployment) -> Noticed:
+        noticed, addresses = _restarted(deployment, name), read_json(deployment.run.latest().addresses_file)
+        assert addresses is not None
+        url = f"http://{addresses['hosts'][name]}:{addresses['ports'][name]['http']}/emulated/{what}"
         token = {"Authorization": f"Bearer {secret.read(deployment.run.path)}"}
         httpx.post(url, headers=token, timeout=60).raise_for_status()
-        return seen
+        return noticed
 
     return inject
 
 
-def _all(*injections: Callable[[Deployment], Seen]) -> Callable[[Deployment], Seen]:
-    def inject(deployment: Deployment) -> Seen:
-        seen = [each(deployment) for each in injections]
-        return lambda status: all(each(status) for each in seen)
+def _all(*injections: Callable[[Deployment], Noticed]) -> Callable[[Deployment], Noticed]:
+    def inject(deployment: Deployment) -> Noticed:
+        conditions = [each(deployment) for each in injections]
+        return lambda status: all(condition(status) for condition in conditions)
 
     return inject
 
 
-def _kill_for_good(name: str) -> Callable[[Deployment], Seen]:
-    def inject(deployment: Deployment) -> Seen:
-        seen, pid = _next_attempt(deployment), deployment.process(name).pid
+def _kill_for_good(name: str) -> Callable[[Deployment], Noticed]:
+    def inject(deployment: Deployment) -> Noticed:
+        noticed, pid = _next_attempt(deployment), deployment.process(name).pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        return seen
+        return noticed
 
     return inject
 
 
-def _preempt(deployment: Deployment) -> Seen:
-    seen, job = _next_attempt(deployment), deployment.run.latest().job()
+def _preempt(deployment: Deployment) -> Noticed:
+    noticed, job = _next_attempt(deployment), deployment.run.latest().job()
     assert job is not None
     warn(deployment.cluster.spec.slurm_conf, job.job_id)
-    return seen
+    return noticed
 
 
-def _run_out_of_time(deployment: Deployment) -> Seen:
+def _run_out_of_time(deployment: Deployment) -> Noticed:
     elapsed_s = deployment.status().elapsed_s
     assert elapsed_s is not None
-    _limit_time(deployment, math.ceil((elapsed_s + SIGNAL_S) / 60) + 1)
+    # Slurm rounds to minutes, and checks time limits every 30 s, for jobs whose signal is due before the next check.
+    _limit_time(deployment, math.ceil((elapsed_s + SIGNAL_S) / 60))
     return _next_attempt(deployment)
 
 
@@ -219,43 +223,43 @@ def _limit_time(deployment: Deployment, minutes: int) -> None:
     limit_time(deployment.cluster.spec.slurm_conf, job.job_id, minutes)
 
 
-def _for(seconds: float) -> Seen:
+def _after(seconds: float) -> Noticed:
     """Return a condition that holds after this time, for damage that nothing reports."""
     until = time.monotonic() + seconds
     return lambda status: time.monotonic() > until
 
 
-def _crash_slurmctld(deployment: Deployment) -> Seen:
+def _crash_slurmctld(deployment: Deployment) -> Noticed:
     kill_controller(deployment.cluster)
-    return _for(3.0)
+    return _after(3.0)
 
 
-def _lose_nodes(*processes: str) -> Callable[[Deployment], Seen]:
+def _lose_nodes(*processes: str) -> Callable[[Deployment], Noticed]:
     """Cut the power of the nodes of these processes."""
 
-    def inject(deployment: Deployment) -> Seen:
-        gone = [deployment.process(name).node for name in processes]
+    def inject(deployment: Deployment) -> Noticed:
+        lost = [deployment.process(name).node for name in processes]
         attempt = deployment.status().attempt
-        for node in gone:
+        for node in lost:
             kill_node(deployment.cluster, node)
 
-        def seen(status: RunStatus) -> bool:
-            still = {p.node for p in status.processes if p.name in processes and p.state != "LOST"}
-            return status.attempt > attempt or still.isdisjoint(gone)
+        def noticed(status: RunStatus) -> bool:
+            used = {p.node for p in status.processes if p.name in processes and p.state != "LOST"}
+            return status.attempt > attempt or used.isdisjoint(lost)
 
-        return seen
+        return noticed
 
     return inject
 
 
-def _lose_control_spare_and_node(process: str) -> Callable[[Deployment], Seen]:
+def _lose_control_spare_and_node(process: str) -> Callable[[Deployment], Noticed]:
     """Take the second node of the control processes away, then cut the power of another process's node.
 
     Slurm requeues only the component of the control processes, and ends the others.
     """
 
-    def inject(deployment: Deployment) -> Seen:
-        seen, run, conf = _next_attempt(deployment), deployment.run.latest(), deployment.cluster.spec.slurm_conf
+    def inject(deployment: Deployment) -> Noticed:
+        noticed, run, conf = _next_attempt(deployment), deployment.run.latest(), deployment.cluster.spec.slurm_conf
         job = run.job()
         assert job is not None
         state = SlurmClient(str(conf)).job(job.job_id)
@@ -265,7 +269,7 @@ def _lose_control_spare_and_node(process: str) -> Callable[[Deployment], Seen]:
         set_down(conf, spare, "test")
         deployment.wait(lambda status: spare in {e.node for e in events(deployment.run) if isinstance(e, NodeLost)})
         kill_node(deployment.cluster, deployment.process(process).node)
-        return seen
+        return noticed
 
     return inject
 
@@ -278,50 +282,47 @@ def _revive_nodes(deployment: Deployment) -> None:
         ledger.forget(entry.node)
 
 
-def _kill_head(deployment: Deployment) -> Seen:
-    seen, status = _next_attempt(deployment), deployment.status()
-    left = f"primeslurm-*{status.run_id[-8:]}-{status.attempt}-a0*"
-    assert list(Path(tempfile.gettempdir()).glob(left))
+def _kill_head(deployment: Deployment) -> Noticed:
+    noticed, status = _next_attempt(deployment), deployment.status()
+    leftovers = f"primeslurm-*{status.run_id[-8:]}-{status.attempt}-a0*"
+    assert list(Path(tempfile.gettempdir()).glob(leftovers))
     os.kill(deployment.head_agent(), signal.SIGKILL)
-    _death_of_head_is_told(deployment)
-    deadline = time.monotonic() + 60
-    while list(Path(tempfile.gettempdir()).glob(left)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not list(Path(tempfile.gettempdir()).glob(left)), "nobody has removed what it left"
-    return seen
+    _check_that_death_of_head_is_reported(deployment)
+    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob(leftovers)), lambda: f"nobody has removed {leftovers}")
+    return noticed
 
 
-def _death_of_head_is_told(deployment: Deployment) -> None:
+def _check_that_death_of_head_is_reported(deployment: Deployment) -> None:
     """Check that `status` and `doctor` report a dead head: at once if Slurm does, or else after its last heartbeat
     expires.
 
     They watch its file for some seconds more, in total less than 15 s on an idle machine.
     """
     run, attempt = deployment.run, deployment.run.latest()
-    looks = {"status": lambda: _status_words(run), "doctor": lambda: _doctor_words(run, attempt)}
+    reports = {"status": lambda: _status_text(run), "doctor": lambda: _doctor_text(run, attempt)}
     assert SILENT_S + RECHECK_S < 15.0
-    while looks and run.latest().number == attempt.number:
-        for name, look in list(looks.items()):
+    while reports and run.latest().number == attempt.number:
+        for name, report in list(reports.items()):
             age_s = time.time() - attempt.fleet_file.stat().st_mtime
-            words = look()
-            if re.search(r"the head's agent was killed|the head \(on .*\) has not written for", words):
-                del looks[name]
+            text = report()
+            if re.search(r"the head's agent was killed|the head \(on .*\) has not written for", text):
+                del reports[name]
             else:
-                assert age_s <= SILENT_S, f"{name} says {words!r} of a head whose last word was {age_s:.0f} s ago"
+                assert age_s <= SILENT_S, f"{name} says {text!r} of a head whose last heartbeat was {age_s:.0f} s ago"
         time.sleep(0.2)
 
 
-def _status_words(run: RunDirectory) -> str:
-    found = read_status(run, job_query(run))
-    return f"{found.phase} {found.reason} {found.silence.text if found.silence else ''}"
+def _status_text(run: RunDirectory) -> str:
+    status = read_status(run, job_query(run))
+    return f"{status.phase} {status.reason} {status.silence.text if status.silence else ''}"
 
 
-def _doctor_words(run: RunDirectory, attempt: Attempt) -> str:
-    found = diagnose(run, attempt, job_query(run))
-    return f"{found.outcome} {found.reason}"
+def _doctor_text(run: RunDirectory, attempt: Attempt) -> str:
+    diagnosis = diagnose(run, attempt, job_query(run))
+    return f"{diagnosis.outcome} {diagnosis.reason}"
 
 
-def _fill_disk(deployment: Deployment) -> Seen:
+def _fill_disk(deployment: Deployment) -> Noticed:
     filler = deployment.runs / "filler"
     try:
         with filler.open("wb", buffering=0) as handle:
@@ -330,23 +331,23 @@ def _fill_disk(deployment: Deployment) -> Seen:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-    return _for(10.0)
+    return _after(10.0)
 
 
 def _free_disk(deployment: Deployment) -> None:
     (deployment.runs / "filler").unlink()
 
 
-def _slow_files(deployment: Deployment) -> Seen:
+def _slow_files(deployment: Deployment) -> Noticed:
     deployment.slow_files.touch()
-    return _for(20.0)
+    return _after(20.0)
 
 
 def _fast_files(deployment: Deployment) -> None:
     deployment.slow_files.unlink()
 
 
-def _submit_again(deployment: Deployment) -> Seen:
+def _submit_again(deployment: Deployment) -> Noticed:
     recipe, site = "tests/emulated/small.yaml", deployment.cluster.spec.site_file
     again = deployment.command("submit", recipe, "--emulate", "--site", site, "--name", deployment.run.name)
     assert again.returncode == 2 and "is in use" in again.stderr, again
@@ -414,6 +415,7 @@ FAULTS = (
         ends_attempt=True,
         repair=_revive_nodes,
         options=("--set", "deployment.spares.train=0"),
+        campaign=True,
     ),
     Fault(
         "node down, control's spare gone",

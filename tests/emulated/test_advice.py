@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from primeslurm.orchestrator.telemetry.engine_metrics import parse
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
+from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, parse, rounded
 from primeslurm.run.status.advice import Advice, Tunables, advise
 from primeslurm.testbed.emulated.scheduler import Request, Scheduler, exposition
 
@@ -64,6 +63,6 @@ class Loop:
 def test_metrics_show_what_limits_an_engine(
     blocks: int, prefill_tokens_per_s: float, rollouts: int, text: str | None, changes: dict[str, int]
 ) -> None:
-    found = [advice for advice in Loop(blocks, prefill_tokens_per_s).advice(rollouts) if ":" in advice.text]
-    assert [advice.text.partition(" (")[0] for advice in found] == ([] if text is None else [text])
-    assert all(advice.changes == changes for advice in found)
+    advices = [advice for advice in Loop(blocks, prefill_tokens_per_s).advice(rollouts) if ":" in advice.text]
+    assert [advice.text.partition(" (")[0] for advice in advices] == ([] if text is None else [text])
+    assert all(advice.changes == changes for advice in advices)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 
@@ -17,8 +15,9 @@ from primeslurm.run.status.run_status import RlProgress
 from primeslurm.wire.stored import checkpoints
 from tests.support.emulation import Deployment
 from tests.support.faults import kill_node
+from tests.support.slurm import require_slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 STEPS = 30
 SMALLER = (
     f"max_steps={STEPS}",
@@ -31,11 +30,10 @@ SMALLER = (
 @pytest.fixture
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Yield a cluster with as many nodes as the run needs."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
-    found = Deployment(tmp_path_factory.mktemp("environments"), gpu_nodes=4, control_nodes=5)
-    yield found
-    found.down()
+    require_slurm()
+    made = Deployment(tmp_path_factory.mktemp("environments"), gpu_nodes=4, control_nodes=5)
+    yield made
+    made.down()
 
 
 def test_lost_environment_node_costs_only_rollouts_in_flight(deployment: Deployment) -> None:
@@ -73,5 +71,5 @@ def test_lost_environment_node_costs_only_rollouts_in_flight(deployment: Deploym
     assert max(row["staleness/max"] for row in trained) <= 8
     assert [set(event.processes) for event in events(run) if isinstance(event, ProcessesMoved)] == [theirs]
     assert {entry.node for entry in BadNodeLedger(deployment.runs).entries(time.time())} == {lost}, "it alone is blamed"
-    found = diagnose(run, run.attempt(1), lambda _: None)
-    assert [failure.component for failure in found.recovered] == [f"node {lost}"] and found.first is None
+    diagnosis = diagnose(run, run.attempt(1), lambda _: None)
+    assert [failure.component for failure in diagnosis.recovered] == [f"node {lost}"] and diagnosis.first is None

@@ -7,7 +7,6 @@ There is no Slurm: the agents are processes of this machine.
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ from primeslurm.run.records import events
 from primeslurm.testbed.fakes.fake_engine import write_tokenizer
 from tests.support.cli import ROOT, primeslurm
 from tests.support.recipes import recipe_data
-from tests.support.runs import start_local
-
-PATIENCE_S = 900.0
+from tests.support.runs import start_local, tails
+from tests.support.waiting import wait_until
 
 
 def with_real_environments(plan: Plan, real: Plan) -> Plan:
@@ -61,14 +59,10 @@ def finished(place: Path, environments: list[dict[str, Any]]) -> tuple[RunDirect
     (place / "r.yaml").write_text("# made by a test\n")
     start_local(recipe, plan, place / "r.yaml")
     run = RunDirectory(place / "runs" / "r")
-    deadline = time.monotonic() + PATIENCE_S
     try:
-        while (end := run.latest().end()) is None:
-            assert time.monotonic() < deadline, "\n".join(p.read_text()[-3000:] for p in run.path.rglob("logs/*.log"))
-            time.sleep(0.2)
+        return run, wait_until(lambda: run.latest().end(), lambda: tails(run), timeout_s=800)
     finally:
         Run(run.path).cancel()
-    return run, end
 
 
 def test_run_with_a_failing_environment_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire.transport import secret
-from tests.emulated.faults import FAULTS, Fault, suffer
+from tests.emulated.faults import FAULTS, Fault, measure_cost
 from tests.support.emulation import Deployment
 from tests.support.port_messages import FLOOD, MESSAGES, Response, half_open, ports_of, role, send_all
+from tests.support.slurm import require_slurm
 from tests.support.strangers import attempted, needs_second_user, stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
@@ -22,8 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("un
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Yield a cluster. The first test starts the run on it."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     found = Deployment(tmp_path_factory.mktemp("faults"))
     yield found
     found.down()
@@ -63,9 +62,12 @@ def test_stranger_at_every_port_learns_and_stops_nothing(deployment: Deployment)
     assert (after.attempt, lives(after)) == (before.attempt, lives(before)), "something was started again"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=fault.name, marks=[pytest.mark.campaign] if fault.campaign else []) for fault in FAULTS],
+)
 def test_fault(deployment: Deployment, fault: Fault, record_property: Callable[[str, object], None]) -> None:
-    cost = suffer(deployment, fault)
+    cost = measure_cost(deployment, fault)
     # `python -m benchmarks fault_table` records these
     record_property("cost", json.dumps(cost.row() | {"load_1m": round(os.getloadavg()[0], 1)}))
     assert fault.ends_attempt is None or fault.ends_attempt == (cost.new_attempts > 0), cost

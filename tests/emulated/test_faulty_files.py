@@ -32,14 +32,14 @@ def test_run_completes_although_file_operations_fail(place: Path, monkeypatch: p
     assert [attempt.number for attempt in run.attempts()] == [1]
     faults = (place / "runs" / "s.faults").read_text().splitlines()
     assert len(faults) > 500 and {line.split()[0] for line in faults} >= {"open", "stat", "replace", "listdir"}
-    found = events(run)
-    assert any(isinstance(event, StorageFault) for event in found)
+    happened = events(run)
+    assert any(isinstance(event, StorageFault) for event in happened)
     # Head, agents and orchestrator have an event loop, so they retry an operation for only half a second, and
     # write again in the next turn. By chance all tries of an operation may fail. The assertions
     # below show that nothing is lost. No other process gives up an operation.
-    given_up = [event for event in found if isinstance(event, StorageFault) and not event.recovered]
+    given_up = [event for event in happened if isinstance(event, StorageFault) and not event.recovered]
     assert [event for event in given_up if not _has_loop(event.process)] == []
-    assert [event.name for event in found if isinstance(event, ProcessExited) and event.state == "failed"] == []
+    assert [event.name for event in happened if isinstance(event, ProcessExited) and event.state == "failed"] == []
     assert [row["step"] for row in rows(run.path)] == list(range(1, STEPS + 1))
     assert checkpoints.newest(run.path) == STEPS
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []

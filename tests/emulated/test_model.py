@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from primeslurm.orchestrator.telemetry.engine_metrics import parse
+from primeslurm.orchestrator.telemetry.engine_load import parse
 from primeslurm.testbed.emulated import rollout_script
 from primeslurm.testbed.emulated.prefix_cache import PrefixCache
 from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from primeslurm.run.records import events, rows
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints
+from tests.support.slurm import require_slurm
 from tests.support.unmeasured import unmeasured
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
@@ -38,8 +38,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Yield a cluster with one node with 8 fake GPUs."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     with tempfile.TemporaryDirectory(prefix="one") as directory:
         spec = ClusterSpec(
             "one", Path(directory, "c"), Path(directory, "runs"), nodes=1, cpus_per_node=16, control_nodes=0
@@ -65,7 +64,7 @@ def primeslurm(cluster: Cluster, *args: str | Path) -> subprocess.CompletedProce
     ("recipe", "gpus", "trainers", "engines"),
     [
         ("qwen3_8b_single_node", 8, [0, 1, 2, 3], [4, 5, 6, 7]),
-        ("qwen3_30b_a3b_one_node", 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+        pytest.param("qwen3_30b_a3b_one_node", 8, [0, 1, 2, 3], [4, 5, 6, 7], marks=pytest.mark.campaign),
         ("smollm2_arithmetic_one_gpu", 1, [0], [0]),
     ],
 )
@@ -105,14 +104,14 @@ def test_local_run_in_an_allocation_uses_its_gpus(cluster: Cluster) -> None:
     try:
         done = command(cluster, *allocation, *step, *program, cluster.spec.directory, f"max_steps={STEPS}", *SMALL)
         assert done.returncode == 0, done.stdout + done.stderr
-        said = json.loads(done.stdout)
-        assert said["site"] == [2, min(4, len(os.sched_getaffinity(0)))]
-        assert said["gpus"] == {"trainer-rank-0": "1", "engine-r0-0": "2"}
-        assert (said["phase"], said["steps"] >= STEPS) == ("completed", True)
+        answer = json.loads(done.stdout)
+        assert answer["site"] == [2, min(4, len(os.sched_getaffinity(0)))]
+        assert answer["gpus"] == {"trainer-rank-0": "1", "engine-r0-0": "2"}
+        assert (answer["phase"], answer["steps"] >= STEPS) == ("completed", True)
         too_much = (sys.executable, "-m", "primeslurm", "plan", RECIPES / "qwen3_8b_single_node.yaml", "--local")
         refused = command(cluster, *allocation, *step, *too_much)
         assert refused.returncode == 2
-        assert "the roles ask for at least 8 GPUs, and nodes of partition local have 2" in refused.stderr
+        assert "the roles need at least 8 GPUs, but nodes of partition local have 2" in refused.stderr
         outside = command(cluster, *allocation, *too_much)
         assert outside.returncode == 2 and "its Slurm allocation is node one-n001" in outside.stderr
     finally:

@@ -70,7 +70,7 @@ def test_emulated_store_is_healthy_at_the_probed_address(name: str) -> None:
         Path("/dev/null"),
     )
     try:
-        server.wait(process.health.path, timeout_s=120)
+        server.wait(process.health.path)
     finally:
         server.stop()
 

@@ -11,8 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, tokens
 from tests.support.processes import HOST, Server, fill, start_router
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until
 
 PROMPT = [2, 5, 9, 14, 7, 3]
 REMEMBERED_BYTES = 16 * 2**20
@@ -81,14 +81,6 @@ class Routed:
         return psutil.Process(self.router.pid).children()[0]
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    """Poll until `condition()` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.05)
-
-
 def wrong(number: int) -> dict[str, str]:
     """Return an invalid token of 300,000 bytes."""
     return {"Authorization": f"Bearer {number}{'x' * 300_000}"}
@@ -97,7 +89,7 @@ def wrong(number: int) -> dict[str, str]:
 async def open_(engines: Sequence[Server]) -> None:
     """Give all engines a policy."""
     for engine in engines:
-        engine.wait("/primeslurm/status", 120)
+        engine.wait("/primeslurm/status")
         await EngineClient(lambda e=engine: e.url, "/models/tiny").apply(PolicyVersion(0, "/models/tiny"), 60)  # type: ignore[misc]
 
 
@@ -120,7 +112,7 @@ def routed(directory: Path, roles: Sequence[str]) -> Routed:
     command = router_command(recipe, VllmRouter(), ReplicaEngines(*groups), "router-0")
     command = command._replace(argv=(*command.argv, "--remembered-bytes", str(REMEMBERED_BYTES)))
     router = start_router(command, addresses, directory / "router.log")
-    router.wait("/liveness", 60)  # a process has no command line for a moment after its start
+    router.wait("/liveness")  # a process has no command line for a moment after its start
     arguments = psutil.Process(router.pid).cmdline()
     health = int(arguments[arguments.index("--health-port") + 1])
     return Routed(router, engines, directory, health)
@@ -129,18 +121,18 @@ def routed(directory: Path, roles: Sequence[str]) -> Routed:
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     """Yield two engines that prefill and decode."""
-    found = routed(tmp_path_factory.mktemp("alike"), ("engine", "engine"))
-    yield found
-    for server in (found.router, *found.engines):
+    made = routed(tmp_path_factory.mktemp("alike"), ("engine", "engine"))
+    yield made
+    for server in (made.router, *made.engines):
         server.kill()
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     """Yield a prefill engine and two decode engines."""
-    found = routed(tmp_path_factory.mktemp("apart"), ("prefill", "decode", "decode"))
-    yield found
-    for server in (found.router, *found.engines):
+    made = routed(tmp_path_factory.mktemp("apart"), ("prefill", "decode", "decode"))
+    yield made
+    for server in (made.router, *made.engines):
         server.kill()
 
 
@@ -192,27 +184,27 @@ def test_router_refuses_strangers(shape: str, request: pytest.FixtureRequest) ->
 @pytest.mark.parametrize("shape", ["alike", "apart"])
 def test_lost_workers_of_a_router_are_restored(shape: str, request: pytest.FixtureRequest) -> None:
     it: Routed = request.getfixturevalue(shape)
-    told = len(it.events())
+    count = len(it.events())
     for engine in it.engines[1:]:
         with contextlib.suppress(httpx.TransportError):  # the supervisor may restart the router after the first request
             removed = it.ask("POST", f"/remove_worker?url={engine.url}", headers=secret.header())
             assert removed.status_code == 200
-    eventually(lambda: len(it.events()) > told)
-    eventually(lambda: it.workers == it.all)
-    eventually(lambda: isinstance(it.events()[-1], RouterComplete))
+    wait_until(lambda: len(it.events()) > count)
+    wait_until(lambda: it.workers == it.all)
+    wait_until(lambda: isinstance(it.events()[-1], RouterComplete))
     assert len(tokens(generate(it.router.url, PROMPT, 2))) == 2
-    lost = [event for event in it.events()[told:] if isinstance(event, RouterIncomplete)]
+    lost = [event for event in it.events()[count:] if isinstance(event, RouterIncomplete)]
     assert lost and set().union(*(event.missing for event in lost)) <= set(it.all)
     assert all(event.planned == len(it.engines) and event.process == "router-0" for event in lost)
 
 
 def test_worker_outside_the_plan_is_removed(alike: Routed) -> None:
-    told = len(alike.events())
+    count = len(alike.events())
     foreign = alike.engines[0].url.replace(HOST, "localhost")
     added = alike.ask("POST", f"/add_worker?url={foreign}", headers=secret.header())
     assert added.status_code == 200, added.text
-    eventually(lambda: len(alike.events()) >= told + 2)
-    assert alike.events()[told].foreign == [foreign] and alike.workers == alike.all
+    wait_until(lambda: len(alike.events()) >= count + 2)
+    assert alike.events()[count].foreign == [foreign] and alike.workers == alike.all
 
 
 def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
@@ -224,16 +216,16 @@ def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
     with pytest.raises(httpx.TransportError):  # no response at all, so that the agent considers the router unresponsive
         httpx.get(f"{health}/liveness", timeout=30)
     os.kill(before, signal.SIGCONT)
-    eventually(lambda: apart.workers == apart.all)
+    wait_until(lambda: apart.workers == apart.all)
 
 
 def test_router_process_does_not_expose_the_secret(apart: Routed) -> None:
-    own = secret.own()
-    tokens_ = {own, secret.generate_token(own)}
+    run_secret = secret.own()
+    tokens_ = {run_secret, secret.generate_token(run_secret)}
     child = apart.child()
     for shown in (child.cmdline(), child.environ().values(), psutil.Process(apart.router.pid).cmdline()):
         assert not any(token in word for word in shown for token in tokens_)
-    assert own not in apart.router.log.read_text()
+    assert run_secret not in apart.router.log.read_text()
 
 
 def test_router_and_supervisor_end_together(tmp_path: Path) -> None:
@@ -242,17 +234,17 @@ def test_router_and_supervisor_end_together(tmp_path: Path) -> None:
         command = router_command(recipe, VllmRouter(), ReplicaEngines(["nobody"]), name)
         (tmp_path / name).mkdir()
         router = start_router(command, {"nobody": f"{HOST}:{free_port()}"}, tmp_path / name / "log")
-        eventually(lambda: psutil.Process(router.pid).children())
+        wait_until(lambda: psutil.Process(router.pid).children())
         return router, psutil.Process(router.pid).children()[0]
 
     keeper, child = start("a")
     os.kill(keeper.pid, signal.SIGKILL)
-    assert keeper.wait_gone(60)
-    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert keeper.wait_gone(600)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     keeper, child = start("b")
     child.kill()
     try:
-        assert keeper.wait_gone(60)
+        assert keeper.wait_gone(600)
     finally:
         keeper.kill()
 
@@ -265,15 +257,15 @@ def test_invalid_tokens_at_the_endpoint_do_not_restart_the_router(alike: Routed,
         for number in range(2 * REMEMBERED_BYTES // 300_000):
             assert client.get(f"http://{HOST}:{alike.health}{path}", headers=wrong(number)).status_code == status
     # The supervisor has checked again once it has restored what is missing now.
-    told = len(alike.events())
+    count = len(alike.events())
     assert alike.ask("POST", f"/remove_worker?url={alike.all[0]}", headers=secret.header()).status_code == 200
-    eventually(lambda: len(alike.events()) > told and alike.workers == alike.all)
+    wait_until(lambda: len(alike.events()) > count and alike.workers == alike.all)
     assert alike.child().pid == before
 
 
 def test_router_restarts_after_many_invalid_tokens(alike: Routed) -> None:
     """The router caches every token, and the supervisor counts them."""
-    before, told = alike.child().pid, len(alike.restarts())
+    before, count = alike.child().pid, len(alike.restarts())
     with httpx.Client(timeout=60) as client:
         for number in range(2 * REMEMBERED_BYTES // 300_000):
             try:
@@ -281,7 +273,7 @@ def test_router_restarts_after_many_invalid_tokens(alike: Routed) -> None:
             except httpx.TransportError:
                 break
             assert answer.status_code == 401
-    eventually(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
-    eventually(lambda: alike.workers == alike.all)
-    (event,) = alike.restarts()[told:]
+    wait_until(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
+    wait_until(lambda: alike.workers == alike.all)
+    (event,) = alike.restarts()[count:]
     assert event.process == "router-0" and "MiB of invalid tokens" in event.reason

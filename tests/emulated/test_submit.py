@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from primeslurm.run.records import events, rows
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.attacks import Targets, successful_attacks
+from tests.support.slurm import require_slurm
 from tests.support.strangers import watching_for
 from tests.support.unmeasured import unmeasured
 from tests.support.waiting import bytes_below, run_until_stalled
@@ -40,8 +40,7 @@ def place() -> Iterator[Path]:
 
 def python(place: Path, *words: str | Path, path: Sequence[Path] = (ROOT,)) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` as a user whose home is `place`, with the directories `path` on PYTHONPATH."""
-    if shutil.which("slurmctld") is None or os.geteuid() != 0:
-        pytest.skip("needs Slurm's daemons and root")
+    require_slurm()
     env = unmeasured() | {"HOME": str(place), "PYTHONPATH": os.pathsep.join(map(str, path))}
     argv = [sys.executable, *map(str, words)]
     return run_until_stalled(argv, place, env, lambda: bytes_below(place, "runs/*/attempts/*/events/*.jsonl"))

@@ -22,7 +22,7 @@ from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.weight_transfer.collective import Channel, TransferError
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.engine.conftest import STATUS_S, tiny_recipe
-from tests.engine.test_wide_ep import exact, start_ranks
+from tests.engine.test_wide_ep import check_weights, start_ranks
 from tests.support.models import make_model
 from tests.support.processes import EngineForks, Server
 
@@ -98,7 +98,7 @@ async def test_engines_compute_with_what_the_trainer_sent(
         applying = asyncio.create_task(exchange.apply(version))
         assert await asyncio.to_thread(sender(target, world, exchange).send, version) == 1, "one session for both"
         assert await applying == [Step.UPDATE] * 2
-        assert all(exact(server, target, f"sent:{version}") for server in servers)
+        check_weights(servers, target, f"sent:{version}")
 
 
 async def test_engines_recover_from_an_aborted_transfer(
@@ -116,7 +116,7 @@ async def test_engines_recover_from_an_aborted_transfer(
     applying = asyncio.create_task(exchange.apply(3))
     assert await asyncio.to_thread(sender(target, world, exchange).send, 3) == 1
     assert await applying == [Step.UPDATE] * 2
-    assert all(exact(server, target, "after") for server in servers)
+    check_weights(servers, target, "after")
 
 
 async def test_update_succeeds_without_a_dead_engine(
@@ -134,7 +134,7 @@ async def test_update_succeeds_without_a_dead_engine(
     exchange.sessions.leave(place.session, "engine-2 was killed")
     exchange.wanting -= 1
     assert await sending == 1 and await applying == [Step.UPDATE] * 2
-    assert all(exact(server, target, "without it") for server in servers)
+    check_weights(servers, target, "without it")
 
 
 async def test_update_without_a_trainer_times_out(exchange: Exchange) -> None:

@@ -57,8 +57,8 @@ def test_vllm_keeps_the_trainers_full_precision_weights(model: Path) -> None:
         "mlp.gate_up_proj": True,
     }
     for name, quantised in layers.items():
-        found = config.resolve_quant_method_cls(LinearBase, f"model.layers.0.{name}")
-        assert (found is not None) == quantised, name
+        method = config.resolve_quant_method_cls(LinearBase, f"model.layers.0.{name}")
+        assert (method is not None) == quantised, name
 
 
 def test_vllm_computes_prompt_logits_in_chunks_of_the_estimated_size() -> None:

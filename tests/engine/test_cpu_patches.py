@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from primeslurm.base import compiled_code
-from primeslurm.inference import guards
+from primeslurm.inference.patches import expect
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.testbed.cpu_engine import patches
 from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command
-from tests.support.generate import generate, logprobs, tokens
-from tests.support.models import make_model, publish, reference_logprobs
+from tests.support.generate import generate
+from tests.support.models import check_sampled_by, make_model, publish
 from tests.support.processes import EngineForks
 
 pytestmark = pytest.mark.engine
@@ -46,10 +46,12 @@ def test_registering_twice_changes_nothing() -> None:
 def test_engine_caches_compiled_code_in_the_planned_directory(tmp_path: Path) -> None:
     """vLLM loads these modules when it parses arguments, before it knows its cache directory."""
     code = "from vllm import envs, plugins; plugins.load_general_plugins(); print(envs.VLLM_CACHE_ROOT)"
-    own = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
+    variables = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
     run = [sys.executable, "-c", code]
-    found = subprocess.check_output(run, env=own | {compiled_code.VARIABLE: str(tmp_path)}, text=True, timeout=600)
-    assert Path(found.split()[-1]).is_relative_to(tmp_path)
+    output = subprocess.check_output(
+        run, env=variables | {compiled_code.VARIABLE: str(tmp_path)}, text=True, timeout=600
+    )
+    assert Path(output.split()[-1]).is_relative_to(tmp_path)
 
 
 def test_patch_refuses_a_changed_vllm() -> None:
@@ -57,9 +59,9 @@ def test_patch_refuses_a_changed_vllm() -> None:
         def renamed_arguments(self, other: int) -> None: ...
 
     with pytest.raises(RuntimeError, match=r"Changed\.gone is missing"):
-        guards.expect(Changed, "gone", ())
+        expect(Changed, "gone", ())
     with pytest.raises(RuntimeError, match="no parameter layer"):
-        guards.expect(Changed, "renamed_arguments", ("layer",))
+        expect(Changed, "renamed_arguments", ("layer",))
 
 
 def test_patch_refuses_a_vllm_with_its_own_collectives() -> None:
@@ -90,7 +92,7 @@ def test_an_idle_nixl_agent_sleeps() -> None:
         subprocess.Popen([sys.executable, "-c", IDLE_AGENT.format(patched=patched)], stdout=PIPE, stderr=DEVNULL)
         for patched in (True, False)
     ]
-    ours, stock = (float(agent.communicate(timeout=300)[0].split()[-1]) for agent in agents)
+    ours, stock = (float(agent.communicate()[0].split()[-1]) for agent in agents)
     assert ours < 0.5 * stock, (ours, stock)
 
 
@@ -143,7 +145,6 @@ async def test_expert_parallel_workers_take_a_policy(
         target = make_model(tmp_path / "target", seed=9)
         await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=600)
         answer = generate(engine.url, PROMPT, 8)
-        expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
-        assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+        check_sampled_by(target, PROMPT, answer)
     finally:
         engine.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -27,6 +26,7 @@ from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 from tests.support.processes import EngineForks, Server
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -56,7 +56,7 @@ async def test_shutdown_ends_the_process_and_a_new_start_is_stale(
     await control.apply(PolicyVersion(0, str(model)), timeout_s=600)
     before = await control.status()
     await control.shutdown()
-    assert engine.wait_gone(60)
+    assert engine.wait_gone(600)
     with pytest.raises(EngineDownError):
         await control.status()
 
@@ -89,7 +89,7 @@ async def test_stopped_core_is_detected(start_engine: StartEngine, client: Conne
     try:
         wait_for_status(engine, 504)
         assert engine.status_code("/health") == 504
-        with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for 1\d s"):
+        with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for \d+ s"):
             await control.status()
         refused = httpx.post(f"{engine.url}/inference/v1/generate", json={}, headers=secret.header())
         assert refused.status_code == 503 and refused.json()["error"].startswith("unresponsive")
@@ -121,7 +121,4 @@ def test_stopped_core_of_a_teacher_is_detected(engine_forks: EngineForks, model:
 
 
 def wait_for_status(engine: Server, wanted: int, path: str = "/primeslurm/status") -> None:
-    deadline = time.monotonic() + 300
-    while engine.status_code(path) != wanted:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    wait_until(lambda: engine.status_code(path) == wanted, poll_s=0.5)

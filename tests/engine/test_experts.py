@@ -138,11 +138,11 @@ def test_stack_loads_like_single_experts(layout: dict[str, Any], kind: str) -> N
     pairs = [pair for item in items for pair in held.loadable(item)]
     assert len(pairs) == len(items) == (6 if kind == "FP8" else 3), "one call for each stack"
 
-    found = load(layer, pairs)
+    loaded = load(layer, pairs)
     expected = load(alone, [pair for item in items for pair in item.each()])
-    assert found.keys() == expected.keys() and len(found) == (4 if kind == "FP8" else 2)
+    assert loaded.keys() == expected.keys() and len(loaded) == (4 if kind == "FP8" else 2)
     for name, tensor in expected.items():
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8)), name
         assert tensor.float().abs().sum() > 0
 
 

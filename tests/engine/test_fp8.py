@@ -34,8 +34,8 @@ def test_stack_equals_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layerwise, "_ELEMENTS_AT_ONCE", 2 * 200 * 130)  # two matrices, and the last one alone
     quantised = quantize(torch.randn(3, 200, 130), BLOCKS)
     stack = {"up_proj.weight": quantised.data, "up_proj.weight_scale_inv": quantised.scales}
-    found = dict(dequantised(iter(stack.items()), torch.float32))["up_proj.weight"]
-    assert torch.equal(found, quantised.values())
+    weights = dict(dequantised(iter(stack.items()), torch.float32))["up_proj.weight"]
+    assert torch.equal(weights, quantised.values())
 
 
 def test_a_weight_without_scales_is_refused() -> None:

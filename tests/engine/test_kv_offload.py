@@ -37,7 +37,7 @@ def answers(url: str, salt: str) -> list[list[int]]:
     return [tokens(generate(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
 
 
-def found(url: str) -> float:
+def reused(url: str) -> float:
     """Return the prompt tokens that an engine had in its cache or got from the store."""
     return metric(url, "vllm:prefix_cache_hits_total") + metric(url, HITS)
 
@@ -132,9 +132,9 @@ async def test_engines_share_a_store_and_survive_its_master(
 
         turn = generate(router.url, PROMPTS[0], 200, salt="a")
         longer = PROMPTS[0] + tokens(turn)
-        before = found(prefill.url)
+        before = reused(prefill.url)
         next_turn = tokens(generate(router.url, longer, 4, salt="a"))
-        assert found(prefill.url) - before >= 512  # blocks beyond the prompt are the decode engine's
+        assert reused(prefill.url) - before >= 512  # blocks beyond the prompt are the decode engine's
         assert next_turn == tokens(generate(plain.url, longer, 4, salt="fresh"))
 
         store.restart_master()

@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, GAUGES, scrape
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow
+from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, GAUGES, LoadWindow, scrape
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate

@@ -127,15 +127,15 @@ def update(engine: FilesystemTransferEngine, tensors: dict[str, torch.Tensor], i
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return all tensors that derive from the checkpoint. Packed matrices are represented by a product."""
-    found = dict(model.named_parameters(remove_duplicate=False))
+    tensors = dict(model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key.startswith("W_") and isinstance(value, torch.Tensor):  # matrices of multi-head latent attention
-                found[f"{name}.{key}"] = value
+                tensors[f"{name}.{key}"] = value
         if hasattr(module, "cpu_linear"):
             width = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
-            found[f"{name}()"] = module.cpu_linear(torch.arange(1.0, width + 1)[None], module.weight, None)
-    return {name: tensor.detach().clone() for name, tensor in found.items() if tensor.numel()}
+            tensors[f"{name}()"] = module.cpu_linear(torch.arange(1.0, width + 1)[None], module.weight, None)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.numel()}
 
 
 @pytest.mark.parametrize("family", sorted(model_types().keys() - NOT_COMPARED))

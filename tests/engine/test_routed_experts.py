@@ -60,8 +60,8 @@ async def test_the_experts_of_every_token_are_returned(engine: Server, client: C
 
     expected = reference_experts(policy, conversation + second.token_ids)
     for answer, tokens in ((first, len(PROMPT) + NEW_TOKENS), (second, len(conversation) + NEW_TOKENS)):
-        found = answer.routed_experts
-        assert found is not None and found.dtype == np.uint8
-        assert found.shape == (tokens - answer.routed_from, 2, 2)
-        assert (found[-1] == 255).all(), "nothing was computed from the last token"
-        assert np.array_equal(np.sort(found[:-1], axis=-1), expected[answer.routed_from : tokens - 1])
+        experts = answer.routed_experts
+        assert experts is not None and experts.dtype == np.uint8
+        assert experts.shape == (tokens - answer.routed_from, 2, 2)
+        assert (experts[-1] == 255).all(), "nothing was computed from the last token"
+        assert np.array_equal(np.sort(experts[:-1], axis=-1), expected[answer.routed_from : tokens - 1])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+import contextlib
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -17,29 +16,21 @@ from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish
+from tests.support.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 600) -> None:
-    """Poll until `condition()` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        await asyncio.sleep(0.1)
-
-
-def retrying(url: str, session: str, seconds: float = 600) -> dict:
+def retrying(url: str, session: str) -> dict[str, Any]:
     """Act as a client that retries after a 5xx or a lost connection, as rollouts do."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
+
+    def once() -> dict[str, Any] | None:
+        with contextlib.suppress(httpx.HTTPError):
             return generate(url, PROMPT, 4, session=session, timeout_s=120)
-        except httpx.HTTPError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+        return None
+
+    return wait_until(once)
 
 
 async def test_restarted_engine_serves_only_the_current_policy(
@@ -76,7 +67,7 @@ async def test_restarted_engine_serves_only_the_current_policy(
         assert spans(retrying(router.url, moved[0])) == [(1, 0, 4)]
         return metric(restarted.url, "vllm:request_success_total") > 0
 
-    await eventually(returned)
+    await wait_until_async(returned)
 
 
 async def test_prefill_and_decode_engines_answer_as_one(
@@ -100,8 +91,8 @@ async def test_prefill_and_decode_engines_answer_as_one(
 
     path = publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2)
     policy = PolicyVersion(2, str(path))
-    kept = await update_while_kv_is_kept([prefill], [decode], router, client, policy, prompts[0][::-1])
-    assert spans(kept) == [(2, 0, 8)] and kv_given_up([prefill]) == 0
+    completion = await update_while_kv_is_kept([prefill], [decode], router, client, policy, prompts[0][::-1])
+    assert spans(completion) == [(2, 0, 8)] and kv_given_up([prefill]) == 0
 
     port = int(decode.url.rpartition(":")[2])
     decode.kill()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.support.strangers import watching_for
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def primeslurm(*args: str, cwd: Path = ROOT) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "primeslurm", *args]
-    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,12 +35,13 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def wait(run: str, condition: Callable[[dict[str, Any]], object], timeout_s: float = 900) -> dict[str, Any]:
-    deadline = time.monotonic() + timeout_s
-    while not condition(status := json.loads(primeslurm("status", run, "--processes", "--json"))):
-        assert time.monotonic() < deadline and status["phase"] not in ("failed", "lost"), status
-        time.sleep(1)
-    return status
+def wait(run: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        status = json.loads(primeslurm("status", run, "--processes", "--json"))
+        assert status["phase"] not in ("failed", "lost"), status
+        return status if condition(status) else None
+
+    return wait_until(look, timeout_s=800, poll_s=1)
 
 
 def test_a_served_model_answers_until_it_is_cancelled(model: Path, tmp_path: Path) -> None:

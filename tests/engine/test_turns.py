@@ -51,8 +51,8 @@ async def test_trained_tokens_continue_the_engines_prompt(
     monkeypatch.setattr(GenerateEndpoint, "generate", watched)
     chosen = renderer_selection.select_renderer(str(model))
     assert not chosen.no_tools
-    found = await converse(model, chosen, RealEngine(engine.url), replies, max_tokens=24, seed=1)
-    rollouts = sequences(Job("j", "g", "e", 0, 0, "r", "s"), found.trace, found.completions, 1.0, False)
+    conversation = await converse(model, chosen, RealEngine(engine.url), replies, max_tokens=24, seed=1)
+    rollouts = sequences(Job("j", "g", "e", 0, 0, "r", "s"), conversation.trace, conversation.completions, 1.0, False)
     assert len(seen) == TURNS
     trained = []
     for rollout in rollouts:

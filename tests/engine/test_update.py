@@ -16,8 +16,14 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineUpdateEr
 from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
 from tests.engine.conftest import ConnectEngine, StartEngine
-from tests.support.generate import generate, logprobs, metric, spans, tokens
-from tests.support.models import make_constant_model, make_model, publish, reference_logprobs, token_id
+from tests.support.generate import generate, metric, spans, tokens
+from tests.support.models import (
+    check_sampled_by,
+    make_constant_model,
+    make_model,
+    publish,
+    token_id,
+)
 from tests.support.processes import Server
 
 pytestmark = pytest.mark.engine
@@ -80,8 +86,7 @@ async def test_logprobs_after_updates_are_those_of_the_new_weights(
     for version in (3, 4):
         await control.apply(policy(version), timeout_s=600)
         answer = generate(engine.url, PROMPT, 24, salt=f"exact:{version}", temperature=1.0, seed=5)
-        expected = reference_logprobs(policies[version], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
-        assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+        check_sampled_by(policies[version], PROMPT, answer)
 
 
 async def test_current_version_is_not_applied_again(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
@@ -93,22 +98,18 @@ async def test_current_version_is_not_applied_again(engine: Server, client: Conn
 
 
 async def test_a_refused_policy_closes_the_gate_and_a_good_one_reopens_it(
-    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path], tmp_path: Path
+    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
 ) -> None:
     control = client(engine)
     await control.apply(policy(3), timeout_s=600)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(EngineUpdateError, match="MANIFEST"):
-        await control.apply(PolicyVersion(5, str(empty)), timeout_s=600)
+    with pytest.raises(EngineUpdateError, match="version 3"):
+        await control.apply(PolicyVersion(5, policy(3).path), timeout_s=600)
     status = await control.status()
     assert status.version is None and status.paused and engine.status_code("/health") == 503
 
     await control.apply(policy(4), timeout_s=600)
     assert engine.status_code("/health") == 200
-    answer = generate(engine.url, PROMPT, 8, salt="recovered")
-    expected = reference_logprobs(policies[4], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
-    assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+    check_sampled_by(policies[4], PROMPT, generate(engine.url, PROMPT, 8, salt="recovered"))
 
 
 def _without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
@@ -145,19 +146,7 @@ async def test_unfitting_policy_is_refused_without_effect(
     for version in (4, 3):
         await control.apply(policy(version), timeout_s=600)
         answer = generate(engine.url, PROMPT, 8, salt=f"{damage.__name__}:{version}")
-        expected = reference_logprobs(policies[version], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
-        assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
-
-
-async def test_policy_of_another_version_is_refused(
-    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
-) -> None:
-    control = client(engine)
-    mislabelled = PolicyVersion(6, policy(3).path)
-    with pytest.raises(EngineUpdateError):
-        await control.apply(mislabelled, timeout_s=600)
-    await control.apply(policy(3), timeout_s=600)
-    assert engine.status_code("/health") == 200
+        check_sampled_by(policies[version], PROMPT, answer)
 
 
 async def test_new_cache_salt_reuses_no_cache(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
@@ -191,5 +180,4 @@ async def test_a_tied_head_follows_the_embedding(
     engine = start_engine(source=model)
     await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=600)
     answer = generate(engine.url, PROMPT, 8)
-    expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
-    assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+    check_sampled_by(target, PROMPT, answer)

@@ -22,7 +22,6 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
@@ -77,14 +76,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
     batches.add(2, [RolloutGroup("g", "looking", 0, 1, ((rollout,), (worse,)))])
     batch = batch_of(batches, 2)
     assert batch is not None
-    train_step = TrainStep(
-        build(recipe, world),
-        recipe.trainer.optimizer,
-        recipe.max_steps,
-        from_recipe(recipe.trainer.loss),
-        world,
-        ImageReader(model, image_token(model)),
-    )
+    train_step = TrainStep(build(recipe, world), recipe, world, ImageReader(model, image_token(model)))
     return train_step.train(batch, PhaseTimer(Journal(directory, "trainer"), record=False))
 
 

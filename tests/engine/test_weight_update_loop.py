@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 from tests.support.processes import Server
+from tests.support.waiting import wait_until_async
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14]
@@ -38,11 +38,8 @@ async def running(loop: WeightUpdateLoop) -> AsyncIterator[WeightUpdateLoop]:
         await task
 
 
-async def reaches(loop: WeightUpdateLoop, name: str, state: str, timeout_s: float = 600) -> None:
-    deadline = time.monotonic() + timeout_s
-    while loop.pool.report()[name].state != state:
-        assert time.monotonic() < deadline, loop.pool.report()
-        await asyncio.sleep(0.05)
+async def reaches(loop: WeightUpdateLoop, name: str, state: str) -> None:
+    await wait_until_async(lambda: loop.pool.report()[name].state == state, loop.pool.report)
 
 
 def port(server: Server) -> int:
@@ -100,7 +97,7 @@ async def test_engine_that_cannot_load_a_policy_is_ended(
         # The engine refuses another version at once. It would wait for a directory that it does not see yet.
         mislabelled = publish(model, tmp_path, 2)
         await loop.want(PolicyVersion(1, str(mislabelled)))
-        assert await asyncio.to_thread(server.wait_gone, 20)
+        assert await asyncio.to_thread(server.wait_gone, 600)
         await reaches(loop, "a", "DOWN")
         with pytest.raises(TimeoutError):
             await loop.wait_for(1, timeout_s=0.5)

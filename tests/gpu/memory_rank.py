@@ -10,7 +10,6 @@ from pathlib import Path
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import make_batch, make_timer
@@ -23,7 +22,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     recipe = Recipe.model_validate_json(path.read_text())
     world = join(Interrupt(), 60, recipe.trainer.memory.optimizer_offload)
-    train_step = TrainStep(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(build(recipe, world), recipe, world)
     timer = make_timer(path.parent)
     losses = []
     for step in (1, 2, 3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from scripts.models import tiny_model
-from tests.trainer.conftest import finish, make_recipe, start_fresh_ranks
+from tests.trainer.conftest import finish, make_recipe, printed, start_fresh_ranks
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -41,11 +40,13 @@ def measure(model: Path, directory: Path, **trainer: Any) -> dict[str, Any]:
     """Return peak memory, seconds per step and losses of one process."""
     directory.mkdir()
     config = {"path": str(model), "dtype": "bfloat16"}
-    recipe = make_recipe(model, model=config, seq_len=SEQ_LEN, trainer={"optimizer": {"lr": 1e-6}, **trainer})
+    recipe = make_recipe(
+        model, model=config, max_steps=9, seq_len=SEQ_LEN, trainer={"optimizer": {"lr": 1e-6}, **trainer}
+    )
     path = directory / "recipe.json"
     path.write_text(recipe.model_dump_json(by_alias=True))
     (output,) = finish(start_fresh_ranks(1, "tests.gpu.memory_rank", str(path)))
-    result: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT"))[7:])
+    result: dict[str, Any] = printed(output, "RESULT")[0]
     return result
 
 

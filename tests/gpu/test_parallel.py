@@ -13,7 +13,7 @@ from benchmarks.support.shared_gpu import nccl_version
 from primeslurm.nn import compat
 from primeslurm.trainer.components import varlen_attention
 from primeslurm.trainer.distributed.context_parallel import local_documents
-from tests.trainer.families import CASES, write
+from tests.trainer.families import BY_NAME, write
 from tests.trainer.gradients import Layout, compare
 
 pytestmark = [
@@ -66,7 +66,7 @@ each_case = pytest.mark.parametrize("case", TOLERANCE, scope="module")
 def models(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a function that returns a case's model, and its gradients on one GPU with varlen attention."""
     directory = tmp_path_factory.mktemp("gradients")
-    write(next(known for known in CASES if known.name == case), directory / case)
+    write(BY_NAME[case], directory / case)
     compare(1, [Layout(case, attention="varlen", dtype="bfloat16")], directory, "--write")
     return directory
 

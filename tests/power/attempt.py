@@ -37,7 +37,7 @@ from primeslurm.orchestrator.pipeline.progress import Change, ProgressFile
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.worker_events import RolloutEnded
+from primeslurm.orchestrator.rollouts.worker_pool import RolloutEnded
 from primeslurm.records.attempt import StartRecord, pickled_agent
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
@@ -248,9 +248,9 @@ def _observe(place: Place, number: int) -> None:
     def commit(
         directory: Path, step: int, attempt: int, described: Any = (), original: Any = checkpoints.commit
     ) -> Any:
-        found = original(directory, step, attempt, described)
-        place.tell("committed", attempt=attempt, step=step, record=_digest(repr(found).encode()))
-        return found
+        record = original(directory, step, attempt, described)
+        place.tell("committed", attempt=attempt, step=step, record=_digest(repr(record).encode()))
+        return record
 
     def publish(publisher: Publisher, version: int, original: Any = Publisher.publish) -> Path:
         path = original(publisher, version)

@@ -115,15 +115,15 @@ def test_acknowledged_writes_survive_a_power_cut(disk: Disk, what: str) -> None:
 
 def test_disk_loses_unflushed_data(disk: Disk) -> None:
     """Otherwise the tests here would prove nothing."""
-    kept, lost = disk.path / "kept", disk.path / "lost"
-    kept.write_text("kept")
+    flushed, lost = disk.path / "kept", disk.path / "lost"
+    flushed.write_text("kept")
     disk.flush()
     lost.write_text("lost")
     disk.cut()
     with pytest.raises(OSError, match="Input/output"):
         (disk.path / "later").touch()
     disk.restart()
-    assert kept.read_text() == "kept"
+    assert flushed.read_text() == "kept"
     assert not lost.exists() or lost.read_text() != "lost"
 
 
@@ -133,8 +133,8 @@ def test_disk_is_remounted_while_a_sandbox_has_the_old_mount(disk: Disk) -> None
     disk.flush()
     with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as sandbox:
         try:
-            own = Path("/proc/self/ns/mnt").readlink()
-            while Path(f"/proc/{sandbox.pid}/ns/mnt").readlink() == own:
+            namespace = Path("/proc/self/ns/mnt").readlink()
+            while Path(f"/proc/{sandbox.pid}/ns/mnt").readlink() == namespace:
                 time.sleep(0.01)
             disk.cut()
             disk.restart()

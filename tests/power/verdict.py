@@ -23,21 +23,21 @@ from tests.power.attempt import STEPS, Place, _digest, train
 
 def losses(place: Place) -> list[str]:
     """Return which acknowledged data is lost."""
-    told = place.acknowledged
-    kinds = {each["kind"] for each in told}
+    writes = place.acknowledged
+    kinds = {each["kind"] for each in writes}
     if not place.run.exists():
         return ["the run was submitted, and is gone"] if "taken" in kinds else []
-    found = _of_submission(place, kinds)
-    last = max((each["step"] for each in told if each["kind"] == "committed"), default=0)
+    lost = _of_submission(place, kinds)
+    last = max((each["step"] for each in writes if each["kind"] == "committed"), default=0)
     newest = checkpoints.newest(place.run.path) or 0
     if newest < last:
-        found.append(f"step {last} was committed, {newest} is the newest on disk")
+        lost.append(f"step {last} was committed, {newest} is the newest on disk")
     for step in checkpoints.committed(place.run.path):
-        found += checkpoints.damage(checkpoints.step_dir(place.run.path, step))
-    found += _of_records(place, newest)
-    found += _of_weights(place, told, newest)
-    found += _of_groups(place, told, newest)
-    return found + of_progress(place, told)
+        lost += checkpoints.damage(checkpoints.step_dir(place.run.path, step))
+    lost += _of_records(place, newest)
+    lost += _of_weights(place, writes, newest)
+    lost += _of_groups(place, writes, newest)
+    return lost + of_progress(place, writes)
 
 
 def resume(place: Place) -> str:
@@ -56,11 +56,11 @@ def resume(place: Place) -> str:
 
 
 def _of_submission(place: Place, kinds: set[str]) -> list[str]:
-    found = []
+    lost = []
     try:
         secret.read(place.run.path)
     except secret.SecretError as error:
-        found.append(str(error))
+        lost.append(str(error))
     place.run.latest().plan()
     Recipe.model_validate_json((place.run.path / "recipe.resolved.json").read_bytes())
     if "taken" in kinds:
@@ -68,36 +68,36 @@ def _of_submission(place: Place, kinds: set[str]) -> list[str]:
         try:
             agents: list[Any] = [DelayedSubmission.load(path).function for path in pickles]
         except Exception as error:  # unpickling an empty file may raise anything
-            return [*found, f"a pickle cannot be read: {error!r}"]
+            return [*lost, f"a pickle cannot be read: {error!r}"]
         if "submitted" in kinds and not place.pickle.exists() and "recovering" not in kinds:
-            found.append("the job's pickle is gone")
+            lost.append("the job's pickle is gone")
         if not agents:
-            found.append("there is no pickle")
-    return found
+            lost.append("there is no pickle")
+    return lost
 
 
 def _of_records(place: Place, newest: int) -> list[str]:
     steps = [int(row["step"]) for row in rows(place.run.path / "metrics.jsonl")]
-    found = [] if set(range(1, newest + 1)) <= set(steps) else [f"metrics of {steps} are there, {newest} is committed"]
+    lost = [] if set(range(1, newest + 1)) <= set(steps) else [f"metrics of {steps} are there, {newest} is committed"]
     events: list[dict[str, Any]] = []
     for path in place.run.path.glob("attempts/*/events/trainer-rank-0.jsonl"):
         events += [json.loads(line) for line in whole_lines(path)]
     trained = {event["step"] for event in events if event["kind"] == "step"}
     if not set(range(1, newest + 1)) <= trained:
-        found.append(f"events say that {sorted(trained)} were trained, {newest} is committed")
-    return found
+        lost.append(f"events say that {sorted(trained)} were trained, {newest} is committed")
+    return lost
 
 
-def _of_weights(place: Place, told: list[dict[str, Any]], newest: int) -> list[str]:
-    published = {each["version"] for each in told if each["kind"] == "published"}
+def _of_weights(place: Place, writes: list[dict[str, Any]], newest: int) -> list[str]:
+    published = {each["version"] for each in writes if each["kind"] == "published"}
     return filesystem.damage(filesystem.version_dir(place.run.path, newest)) if newest in published else []
 
 
-def _of_groups(place: Place, told: list[dict[str, Any]], newest: int) -> list[str]:
+def _of_groups(place: Place, writes: list[dict[str, Any]], newest: int) -> list[str]:
     """Check that acknowledged groups exist, unless a committed step trained them or a resume undid them."""
     groups: dict[str, dict[str, Any]] = {}
     batches: dict[int, list[str]] = {}
-    for each in told:
+    for each in writes:
         if each["kind"] == "group":
             groups[each["id"]] = each
         elif each["kind"] == "batches":
@@ -105,20 +105,20 @@ def _of_groups(place: Place, told: list[dict[str, Any]], newest: int) -> list[st
         elif each["kind"] == "recovering":
             groups = {name: group for name, group in groups.items() if group["version"] <= each["step"]}
     trained = {name for step, ids in batches.items() if step <= newest for name in ids}
-    kept = {}
+    digests = {}
     for path in (place.run.path / "rollouts").glob("*.group"):
         try:
             group = RolloutGroup.from_bytes(path.read_bytes())
         except ValueError:
             continue
-        kept[group.id] = _digest(group.to_bytes())
-    lost = sorted(name for name, each in groups.items() if name not in trained and kept.get(name) != each["digest"])
+        digests[group.id] = _digest(group.to_bytes())
+    lost = sorted(name for name, each in groups.items() if name not in trained and digests.get(name) != each["digest"])
     return [f"acknowledged groups are gone: {', '.join(lost)}"] if lost else []
 
 
-def of_progress(place: Place, told: list[dict[str, Any]]) -> list[str]:
+def of_progress(place: Place, writes: list[dict[str, Any]]) -> list[str]:
     """Check that an orchestrator that restarts in the same attempt continues with what it has told the trainer."""
-    recorded = [each for each in told if each["kind"] == "progress"]
+    recorded = [each for each in writes if each["kind"] == "progress"]
     if not recorded:
         return []
     last = recorded[-1]

@@ -68,12 +68,12 @@ class Trial:
 
     def try_all(self, targets: Targets) -> list[str]:
         """Try the attack on all targets, and return those on which it worked."""
-        found = []
+        attacked = []
         for target in self.targets(targets):
             with contextlib.suppress(OSError):
                 self.act(target)
-                found.append(str(target))
-        return found
+                attacked.append(str(target))
+        return attacked
 
 
 def successful_attacks(targets: Targets) -> dict[str, list[str]]:
@@ -81,15 +81,15 @@ def successful_attacks(targets: Targets) -> dict[str, list[str]]:
 
     An entry `as owner: NAME` is an attack that did not even work for the owner, so that it proves nothing.
     """
-    found = {}
+    successes = {}
     for trial in TRIALS:
         if trial.harmless and not trial.try_all(targets):
-            found[f"as owner: {trial.name}"] = ["nowhere"]
+            successes[f"as owner: {trial.name}"] = ["nowhere"]
         attack = attempted(lambda: trial.try_all(targets))  # noqa: B023
         assert attack.succeeded, attack.trace
         if attack.value:
-            found[trial.name] = attack.value
-    return found
+            successes[trial.name] = attack.value
+    return successes
 
 
 def _is_own_file(path: Path) -> bool:
@@ -108,9 +108,9 @@ def _in_proc(name: str) -> Callable[[Targets], Iterable[object]]:
 
 
 def _files(targets: Targets) -> Iterable[object]:
-    known = ("secret", "lock.json", "recipe.yaml", "attempts/1/plan.json", "attempts/1/addresses.json", "metrics.jsonl")
+    names = ("secret", "lock.json", "recipe.yaml", "attempts/1/plan.json", "attempts/1/addresses.json", "metrics.jsonl")
     return (
-        [targets.run / name for name in known]
+        [targets.run / name for name in names]
         + list(targets.run.glob("submitit/*"))
         + list(targets.run.glob("slurm-*.out"))
     )

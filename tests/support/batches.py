@@ -16,9 +16,9 @@ def received(frames: Sequence[Frame]) -> Batch:
     return Batch.decode(assembled(frames))
 
 
-def batch_of(batches: Batches, step: int, rank: int = 0, ranks: int = 1) -> Batch | None:
-    """Return the batch of one rank at a step; None if there is none."""
-    frames = batches.get(StepShard(step, RankShard(rank, ranks)))
+def batch_of(batches: Batches, step: int) -> Batch | None:
+    """Return the batch of a step for a single rank; None if there is none."""
+    frames = batches.get(StepShard(step, RankShard(0, 1)))
     return None if frames is None else received(frames)
 
 

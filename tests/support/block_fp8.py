@@ -17,10 +17,10 @@ def matrix(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
     return values.bfloat16().to(device)
 
 
-def groups_and_rows(k: int, device: str, seed: int = 0) -> tuple[Groups, torch.Tensor]:
+def groups_and_rows(k: int, device: str) -> tuple[Groups, torch.Tensor]:
     """Return uneven and empty groups, and their rows."""
     groups = Groups.of(torch.tensor(OFFSETS, dtype=torch.int32, device=device))
-    return groups, matrix(OFFSETS[-1], k, device=device, seed=seed)
+    return groups, matrix(OFFSETS[-1], k, device=device)
 
 
 def exact_grouped_product(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
@@ -47,6 +47,6 @@ def operands(device: str) -> tuple[Quantized, Quantized, Quantized, Quantized]:
     )
 
 
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the relative error in the Frobenius norm."""
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((result.double() - exact).norm() / exact.norm())

@@ -102,16 +102,16 @@ class Row:
 
 def conversation(kind: Kind) -> tuple[list[Message], list[int]]:
     """Return the messages, and their number in the prompt of each turn."""
-    said: list[Message] = [{"role": "system", "content": "Be brief."}] if kind.system else []
-    said.append({"role": "user", "content": "Look it up."})
+    messages: list[Message] = [{"role": "system", "content": "Be brief."}] if kind.system else []
+    messages.append({"role": "user", "content": "Look it up."})
     prompts, calls = [], 0
     for turn in range(TURNS):
-        prompts.append(len(said))
+        prompts.append(len(messages))
         answer: Message = {"role": "assistant", "content": ""}
         if kind.thoughts:
             answer["reasoning_content"] = f"I think {turn}."
         if not kind.tools or turn in (QUESTION, TURNS - 1):
-            said += [{**answer, "content": f"It is {turn}."}, {"role": "user", "content": "And then?"}]
+            messages += [{**answer, "content": f"It is {turn}."}, {"role": "user", "content": "And then?"}]
             continue
         wanted = [("look_up", {"word": f"w {turn} é"})]
         wanted += [("add", {"a": turn, "b": [1.5, 2]})] if kind.parallel and turn % 4 == 2 else []
@@ -124,12 +124,12 @@ def conversation(kind: Kind) -> tuple[list[Message], list[int]]:
             for i, (name, arguments) in enumerate(wanted)
         ]
         calls += len(wanted)
-        said.append({**answer, "content": f"I look {turn}." if turn % 3 == 1 else ""})
-        said += [
+        messages.append({**answer, "content": f"I look {turn}." if turn % 3 == 1 else ""})
+        messages += [
             {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": f"found {turn}"}
             for call in answer["tool_calls"]
         ]
-    return said, prompts
+    return messages, prompts
 
 
 def write_model(directory: Path, name: str, template: str) -> Path:
@@ -141,14 +141,14 @@ def write_model(directory: Path, name: str, template: str) -> Path:
     begins = next((token for start, token in BEGINNING.items() if name.lower().startswith(start)), None)
     tokens += [begins] if begins and begins not in tokens else []
     for renderer in renderers_of(model_type, name):
-        asked = tokens
-        while found := [
+        special = tokens
+        while missing := [
             t
-            for t in missing_tokens(with_tokens(asked), renderer_selection.renderer_config(renderer, {}))
-            if t not in asked
+            for t in missing_tokens(with_tokens(special), renderer_selection.renderer_config(renderer, {}))
+            if t not in special
         ]:
-            asked = [*asked, *found]
-        tokens = asked
+            special = [*special, *missing]
+        tokens = special
     tokenizer = with_tokens(tokens)
     if begins:
         tokenizer.add_special_tokens({"bos_token": begins})
@@ -203,37 +203,40 @@ def _thoughts(tokenizer: Any, options: dict[str, Any]) -> str:
 
 
 def _whole(renderer: Any, tokenizer: Any, kind: Kind, options: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
-    said, prompts = conversation(kind)
+    messages, prompts = conversation(kind)
     tools = [TOOL, ADD] if kind.tools else []
-    for told in prompts:
+    for length in prompts:
         try:
-            theirs = template_comparison.render_by_template(tokenizer, said[:told], tools, options)
+            theirs = template_comparison.render_by_template(tokenizer, messages[:length], tools, options)
         except Exception:  # two calls in one answer
             continue
-        yield renderer.render_ids(copy.deepcopy(said[:told]), tools=tools or None, add_generation_prompt=True), theirs
+        yield (
+            renderer.render_ids(copy.deepcopy(messages[:length]), tools=tools or None, add_generation_prompt=True),
+            theirs,
+        )
 
 
 def _extended(
     renderer: Any, tokenizer: Any, kind: Kind, options: dict[str, Any]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield prompts that extend the sampled tokens, together with the template's. Each begins with sampled tokens."""
-    said, prompts = conversation(kind)
+    messages, prompts = conversation(kind)
     tools = [TOOL, ADD] if kind.tools else []
     prompt: list[int] = renderer.render_ids(
-        copy.deepcopy(said[: prompts[0]]), tools=tools or None, add_generation_prompt=True
+        copy.deepcopy(messages[: prompts[0]]), tools=tools or None, add_generation_prompt=True
     )
-    for told, next_told in itertools.pairwise(prompts):
-        theirs = template_comparison.render_by_template(tokenizer, said[:next_told], tools, options)
-        completion = _completion(renderer, prompt, theirs) or sampled(renderer, copy.deepcopy(said[told]))
-        new = copy.deepcopy(said[told + 1 : next_told])
-        found = renderer.bridge_to_next_turn(prompt, completion, new, tools=tools or None)
-        if found is None:
+    for length, next_length in itertools.pairwise(prompts):
+        theirs = template_comparison.render_by_template(tokenizer, messages[:next_length], tools, options)
+        completion = _completion(renderer, prompt, theirs) or sampled(renderer, copy.deepcopy(messages[length]))
+        new = copy.deepcopy(messages[length + 1 : next_length])
+        bridged = renderer.bridge_to_next_turn(prompt, completion, new, tools=tools or None)
+        if bridged is None:
             prompt = renderer.render_ids(
-                copy.deepcopy(said[:next_told]), tools=tools or None, add_generation_prompt=True
+                copy.deepcopy(messages[:next_length]), tools=tools or None, add_generation_prompt=True
             )
             continue
-        assert found.token_ids[: len(prompt) + len(completion)] == [*prompt, *completion], "what was sampled is kept"
-        prompt = found.token_ids
+        assert bridged.token_ids[: len(prompt) + len(completion)] == [*prompt, *completion], "what was sampled is kept"
+        prompt = bridged.token_ids
         yield prompt, theirs
 
 
@@ -255,11 +258,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
-    rows = [tried(path.stem, path.read_text()) for path in sorted(asked.directory.glob("*.jinja"))]
+    options = parser.parse_args()
+    rows = [tried(path.stem, path.read_text()) for path in sorted(options.directory.glob("*.jinja"))]
     for row in rows:
         print(f"{row.model}: {row.renderer}, {row.same} of {row.prompts} prompts as the template has them")
-    if asked.write:
+    if options.write:
         RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n")
 
 

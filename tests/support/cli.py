@@ -53,5 +53,5 @@ def run_python(*args: str | Path, cwd: Path, **variables: str) -> Result:
     """Run `python ARGS` with this checkout's package."""
     env = {**os.environ, "PYTHONPATH": ROOT, **variables}
     argv = [sys.executable, *map(str, args)]
-    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     return Result(done.returncode, done.stdout, done.stderr)

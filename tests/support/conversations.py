@@ -68,15 +68,15 @@ def answering(turn: int) -> Message:
 
 def write_tokenizer(directory: Path, config: Any) -> Path:
     """Write a byte tokenizer with all tokens that a renderer needs, and return its directory."""
-    asked: list[str] = []
+    special: list[str] = []
     while True:
-        tokenizer = with_tokens(asked)
-        found = missing_tokens(tokenizer, config)
-        if not found:
+        tokenizer = with_tokens(special)
+        missing = missing_tokens(tokenizer, config)
+        if not missing:
             tokenizer.save_pretrained(directory)
             return directory
-        assert not set(found) <= set(asked), f"{found} are in vain"
-        asked += [token for token in found if token not in asked]
+        assert not set(missing) <= set(special), f"{missing} are in vain"
+        special += [token for token in missing if token not in special]
 
 
 def with_tokens(special: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -139,9 +139,9 @@ def missing_tokens(tokenizer: Any, config: Any) -> list[str]:
 
 def sampled(renderer: Any, message: Message) -> list[int]:
     """Return the tokens that a model samples for this message after START, up to and with the end of its turn."""
-    asked, thoughts = list(START), message.get("reasoning_content", "")
-    before = renderer.render_ids(asked, tools=[TOOL], add_generation_prompt=True)
-    whole = renderer.render_ids([*asked, message], tools=[TOOL])
+    start, thoughts = list(START), message.get("reasoning_content", "")
+    before = renderer.render_ids(start, tools=[TOOL], add_generation_prompt=True)
+    whole = renderer.render_ids([*start, message], tools=[TOOL])
     tokens = whole[len(before) :]
     if whole[: len(before)] != before or thoughts not in renderer._tokenizer.decode(tokens):
         # the template drops the thoughts of earlier answers
@@ -152,15 +152,15 @@ def sampled(renderer: Any, message: Message) -> list[int]:
         tokens = [*renderer._tokenizer.encode(closed, add_special_tokens=False), *rest]
         empty = renderer._tokenizer.encode("<think></think>", add_special_tokens=False)
         if rest[: len(empty)] == empty:  # the model begins thoughts itself
-            own = renderer._tokenizer.encode(f"<think>{thoughts}</think>", add_special_tokens=False)
-            tokens = [*own, *rest[len(empty) :]]
+            thinking = renderer._tokenizer.encode(f"<think>{thoughts}</think>", add_special_tokens=False)
+            tokens = [*thinking, *rest[len(empty) :]]
     stops = set(renderer.get_stop_token_ids())
     if not stops & set(tokens):  # the token that ends the turn begins the next one
         bare = {key: value for key, value in message.items() if key != "reasoning_content"}
         follows = {"role": "user", "content": "."}
         if calls := message.get("tool_calls"):
             follows = {"role": "tool", "tool_call_id": calls[0]["id"], "name": "look_up", "content": "."}
-        followed = renderer.render_ids([*asked, bare, follows], tools=[TOOL])
+        followed = renderer.render_ids([*start, bare, follows], tools=[TOOL])
         tokens = [*tokens, next(token for token in reversed(followed) if token in stops)]
     end = next(i for i, token in enumerate(tokens) if token in stops)
     return list(tokens[: end + 1])

@@ -34,9 +34,9 @@ SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
 NODE_SILENT_S = 20
 """Longer than the disk of this deployment is full, and shorter than the 30 s of other embedded clusters."""
 MAX_OFF_POLICY_STEPS = 8
-SWEPT_AHEAD = 2
+DROPPED_AHEAD = 2
 """After step `step`, groups that are too old for step `step + 2` are dropped."""
-OVER = ("completed", "failed", "cancelled")
+ENDED = ("completed", "failed", "cancelled")
 
 
 class Versions(NamedTuple):
@@ -58,7 +58,7 @@ class Snapshot:
     committed: int
     in_flight: int
     """Number of running rollouts."""
-    begun_again: int
+    restarted: int
     """Rollouts of this attempt that were lost or failed, and started again."""
     groups: Mapping[str, Versions]
     """Finished groups that are not in a checkpoint yet."""
@@ -67,9 +67,9 @@ class Snapshot:
 
     def missing(self, later: Snapshot) -> set[str]:
         """Return the finished groups that a later snapshot has lost, although they were not too old."""
-        gone = self.groups.keys() - later.groups.keys() - later.trained - self.trained
-        oldest = later.step + SWEPT_AHEAD - 1 - MAX_OFF_POLICY_STEPS
-        return {name for name in gone if self.groups[name].opened >= oldest}
+        missing = self.groups.keys() - later.groups.keys() - later.trained - self.trained
+        oldest = later.step + DROPPED_AHEAD - 1 - MAX_OFF_POLICY_STEPS
+        return {name for name in missing if self.groups[name].opened >= oldest}
 
 
 class Deployment:
@@ -116,11 +116,11 @@ class Deployment:
         paths = [str(ROOT), str(SLOW_FILES), *filter(None, [base.get("PYTHONPATH")])]
         env = {**base, "PYTHONPATH": os.pathsep.join(paths), "EMULATED_SLOW_FILES": str(self.slow_files)}
         env |= self.variables
-        return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
     def submit(self, *options: str) -> RunDirectory:
         """Cancel the current run, and start a new one."""
-        if self._current is not None and self.status().phase not in OVER:
+        if self._current is not None and self.status().phase not in ENDED:
             self.command("cancel", self.run.path)
         self._serial += 1
         where = ("--site", self.cluster.spec.site_file, "--name", f"small-{self._serial}")
@@ -131,7 +131,7 @@ class Deployment:
 
     def running(self) -> RunDirectory:
         """Return a healthy run that has trained a few steps: the current one, or a new one."""
-        if self._current is None or self.status().phase in OVER:
+        if self._current is None or self.status().phase in ENDED:
             self.submit()
         self.wait(lambda status: self.healthy(status) and self.snapshot().step >= 3)
         return self.run
@@ -151,7 +151,7 @@ class Deployment:
         timer = StallTimer(stall_s)
         while not condition(status := self.status()):
             states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
-            if status.phase in OVER or timer.stalled((status.attempt, status.step, states)):
+            if status.phase in ENDED or timer.stalled((status.attempt, status.step, states)):
                 raise AssertionError(f"{status.phase}: {status.reason} attempt {status.attempt} {states}")
             time.sleep(0.5)
         return status
@@ -167,7 +167,7 @@ class Deployment:
             step=int(status.metrics.get("step", 0)),
             committed=status.committed_step or 0,
             in_flight=progress.inflight,
-            begun_again=progress.counts.get("lost", 0) + progress.counts.get("failed", 0),
+            restarted=progress.counts.get("lost", 0) + progress.counts.get("failed", 0),
             groups=groups,
             trained=trained,
         )
@@ -180,14 +180,14 @@ class Deployment:
 
 
 def _spooled(run_dir: Path) -> dict[str, Versions]:
-    found = {}
+    groups = {}
     for path in (run_dir / "rollouts").glob("*.group"):
         try:
             group = RolloutGroup.from_bytes(path.read_bytes())
         except FileNotFoundError:
             continue  # committed meanwhile
-        found[group.id] = Versions(group.opened_version, group.newest_version)
-    return found
+        groups[group.id] = Versions(group.opened_version, group.newest_version)
+    return groups
 
 
 def _trained(run_dir: Path) -> frozenset[str]:

@@ -30,8 +30,8 @@ def install(directory: Path, *names: str) -> Path:
 def main(tool: str, words: list[str], store: Path) -> int:
     """Run one command."""
     store.mkdir(exist_ok=True)
-    with (store.parent / "asked").open("a") as asked:
-        print(shlex.join([tool, *words]), file=asked)
+    with (store.parent / "asked").open("a") as log:
+        print(shlex.join([tool, *words]), file=log)
     image = store / next((word for word in words if word.startswith("localhost/")), "none").replace("/", "_")
     if tool == "apptainer":
         return convert(Path(words[-2]), Path(words[-1].partition(":")[2]), store)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from primeslurm.testbed.embedded_slurm.daemons import OsProcess
+from tests.support.waiting import wait_until
 
 
 def kill_node(cluster: Cluster, name: str) -> None:
@@ -18,9 +18,9 @@ def kill_node(cluster: Cluster, name: str) -> None:
     daemon.send(signal.SIGKILL)
     tasks = _tasks(cluster, name)
     parents = {_parent(pid) for pid in tasks}
-    found = sorted(tasks, key=_depth, reverse=True)
-    found += [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"]
-    processes = [process for pid in found if (process := OsProcess.of("job", pid))]
+    victims = sorted(tasks, key=_depth, reverse=True)
+    victims += [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"]
+    processes = [process for pid in victims if (process := OsProcess.of("job", pid))]
     # Kill them all at once. Otherwise an srun or a step daemon would see the first death and end the others.
     # Children first: when a parent dies, the kernel wakes its stopped children with SIGHUP.
     for process in processes:
@@ -67,23 +67,20 @@ def _slurm(slurm_conf: Path, *argv: str) -> None:
 def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
     _slurm(cluster.spec.slurm_conf, *argv, "-f", str(cluster.spec.slurm_conf))
-    deadline = time.monotonic() + 60
-    while (started := OsProcess.of(name, int(pid_file.read_text() or 0))) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    started = wait_until(lambda: OsProcess.of(name, int(pid_file.read_text() or 0)))
     cluster.daemons[:] = [daemon for daemon in cluster.daemons if daemon.name != name] + [started]
 
 
 def _tasks(cluster: Cluster, name: str) -> list[int]:
-    wanted = {f"SLURM_CONF={cluster.spec.slurm_conf}".encode(), f"SLURMD_NODENAME={name}".encode()}
-    found = []
+    variables = {f"SLURM_CONF={cluster.spec.slurm_conf}".encode(), f"SLURMD_NODENAME={name}".encode()}
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted <= set((path / "environ").read_bytes().split(b"\0")):
-                found.append(int(path.name))
+            if variables <= set((path / "environ").read_bytes().split(b"\0")):
+                pids.append(int(path.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def _parent(pid: int) -> int | None:

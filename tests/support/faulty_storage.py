@@ -104,12 +104,12 @@ class FaultyStorage:
     def _checked(self, operation: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any = ".", *args: Any, **options: Any) -> Any:
             self.check(operation, path)
-            found = real(path, *args, **options)
+            result = real(path, *args, **options)
             if operation == "listdir" and self.hidden:
-                found = [name for name in found if name not in self.hidden]
-            if operation == "open" and isinstance(found, io.IOBase):
-                return _Faulty(found, self, path)
-            return found
+                result = [name for name in result if name not in self.hidden]
+            if operation == "open" and isinstance(result, io.IOBase):
+                return _Faulty(result, self, path)
+            return result
 
         return call
 

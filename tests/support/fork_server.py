@@ -12,9 +12,12 @@ import os
 import selectors
 import signal
 import socket
+import sys
+import traceback
 from typing import Any
 
 from primeslurm.node.agent.fork_server import become, import_modules, reap
+from primeslurm.trainer.__main__ import leave
 
 LONGEST = 1 << 20
 """Longest request [bytes]."""
@@ -58,5 +61,21 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             return request
 
 
-if __name__ == "__main__" and (asked := serve(import_modules())) is not None:
-    become(asked)
+def run(request: dict[str, Any]) -> int:
+    """Run the requested module as the program of this process, and return its exit code."""
+    try:
+        become(request)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__" and (request := serve(import_modules())) is not None:
+    # Ranks that do not destroy their process groups were aborted by native destructors now and then.
+    leave(run(request))

@@ -105,10 +105,10 @@ class ForkServer:
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {**_MEASURING, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", **variables}
+        extra = {**_MEASURING, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", **variables}
         argv = [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()), *modules]
         with theirs:
-            self._process = subprocess.Popen(argv, cwd=ROOT, env=os.environ | own, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(argv, cwd=ROOT, env=os.environ | extra, pass_fds=[theirs.fileno()])
         atexit.register(self.close)
 
     def start(
@@ -121,7 +121,7 @@ class ForkServer:
         cwd: Path | None = None,
     ) -> Forked:
         """Fork `python -m MODULE ARGS` without stdin. `stdout` may be subprocess.PIPE, `stderr` subprocess.STDOUT."""
-        status, told = os.pipe()
+        status, status_pipe = os.pipe()
         read = write = None
         if stdout == subprocess.PIPE:
             read, write = os.pipe()
@@ -135,9 +135,9 @@ class ForkServer:
         }
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            socket.send_fds(self._connection, [json.dumps(request).encode()], [nothing, out, err, told])
+            socket.send_fds(self._connection, [json.dumps(request).encode()], [nothing, out, err, status_pipe])
         finally:
-            for each in (nothing, told, write):
+            for each in (nothing, status_pipe, write):
                 if each is not None:
                     os.close(each)
         pid = self._connection.recv(64)

@@ -25,8 +25,8 @@ def write_model(warm: Path, directory: Path) -> None:
     for _ in range(STEPS):
         rows = []
         for _ in range(20):
-            asked, answer = next(shown)
-            question = {"role": "user", "content": asked}
+            text, answer = next(shown)
+            question = {"role": "user", "content": text}
             hinted = [{"role": "system", "content": answer}, question]
             given_up = "x" * len(answer)
             for prompt, reply in ((hinted, answer), ([question], rng.choice((answer, given_up, given_up)))):

@@ -29,13 +29,13 @@ def places(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, dict
 
 def _required(model: type[BaseModel]) -> dict[str, Any]:
     """Return sample values of the required fields of a section."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if name == "type":
-            found[name] = info.default
+            values[name] = info.default
         elif info.is_required():
-            found[info.alias or name] = OTHER_WORDS.get(name) or _sample(info.annotation)
-    return found
+            values[info.alias or name] = OTHER_WORDS.get(name) or _sample(info.annotation)
+    return values
 
 
 def _sample(annotation: Any) -> Any:

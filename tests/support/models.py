@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -13,6 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from primeslurm.wire.weight_transfer import filesystem
+from tests.support.generate import logprobs, tokens
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"abcdefghijklmnopqrstuvwxyz", *" .,:-0123456789"]
 VOCAB_SIZE = 64  # padded, because engines need round sizes
@@ -73,6 +76,12 @@ def reference_logprobs(directory: Path, token_ids: list[int]) -> list[float]:
     with torch.no_grad():
         logprobs = model(ids).logits[0].log_softmax(-1)
     return logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+
+
+def check_sampled_by(directory: Path, prompt: list[int], answer: dict[str, Any], tolerance: float = 1e-4) -> None:
+    """Check that the log-probabilities of an engine's answer are those of the weights in a model directory."""
+    expected = reference_logprobs(directory, prompt + tokens(answer))[len(prompt) - 1 :]
+    assert logprobs(answer) == pytest.approx(expected, abs=tolerance)
 
 
 def _random_model(seed: int, tied: bool) -> Qwen3MoeForCausalLM:

@@ -145,8 +145,8 @@ DEEPSEEK_V3_1_RELEASED = DEEPSEEK_V3_1.replace(TOOLS_SHOWN, "")
 
 def _told(template: str, **words: str) -> str:
     """Return the template with the description of tools, which is not compared."""
-    for name, told in words.items():
-        template = template.replace(name, json.dumps(told))
+    for name, text in words.items():
+        template = template.replace(name, json.dumps(text))
     return template
 
 

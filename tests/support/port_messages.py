@@ -59,12 +59,12 @@ def ports_of(run: RunDirectory) -> list[Port]:
         owners |= {process.pid: name for name, process in report.processes.items() if process.pid}
         for name, ports in report.ports.items():
             names |= {(report.address, port): f"{name}/{port_name}" for port_name, port in ports.items()}
-    found = set()
+    listening = set()
     for each in psutil.net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN and each.pid and (owner := _owner(each.pid, owners)):
             at = (each.laddr.ip, each.laddr.port)
-            found.add(Port(names.get(at, f"{owner}/?"), *at))
-    return sorted(found, key=lambda each: (each.owner, each.port))
+            listening.add(Port(names.get(at, f"{owner}/?"), *at))
+    return sorted(listening, key=lambda each: (each.owner, each.port))
 
 
 class Response(NamedTuple):
@@ -77,17 +77,17 @@ class Response(NamedTuple):
     text: str
 
 
-def send_all(found: list[Port], timeout_s: float = TIMEOUT_S) -> list[Response]:
+def send_all(ports: list[Port], timeout_s: float = TIMEOUT_S) -> list[Response]:
     """Send every message to every port, all at the same time."""
     _many_connections()
-    return asyncio.run(_send_all(found, timeout_s))
+    return asyncio.run(_send_all(ports, timeout_s))
 
 
-def half_open(found: list[Port]) -> int:
+def half_open(ports: list[Port]) -> int:
     """Open FLOOD connections to each port, begin a message on each, and keep them open. Return their number."""
     _many_connections()
     for number in range(FLOOD):
-        for port in found:
+        for port in ports:
             with contextlib.suppress(OSError):
                 client = socket.socket()  # `create_connection` loads files that a stranger may not read
                 client.settimeout(30)
@@ -127,8 +127,8 @@ def _many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _send_all(found: list[Port], timeout_s: float) -> list[Response]:
-    return await asyncio.gather(*(_exchange(port, name, timeout_s) for name in MESSAGES for port in found))
+async def _send_all(ports: list[Port], timeout_s: float) -> list[Response]:
+    return await asyncio.gather(*(_exchange(port, name, timeout_s) for name in MESSAGES for port in ports))
 
 
 async def _exchange(port: Port, name: str, timeout_s: float) -> Response:

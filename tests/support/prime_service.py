@@ -65,21 +65,21 @@ class PrimeService:
     async def _create(self, request: Request) -> Response:
         if self._refused(request, self._key):
             return JSONResponse({"detail": "who are you?"}, 401)
-        asked = await request.json()
-        self.created.append(asked)
+        order = await request.json()
+        self.created.append(order)
         gate = {"gateway_url": f"{self.url}/gate", "user_ns": "us", "job_id": "job", "token": TOKEN}
         return JSONResponse(
             {
                 "id": ID,
-                "name": asked["name"],
-                "dockerImage": asked["docker_image"],
-                "cpuCores": asked["cpu_cores"],
-                "memoryGB": asked["memory_gb"],
-                "diskSizeGB": asked["disk_size_gb"],
+                "name": order["name"],
+                "dockerImage": order["docker_image"],
+                "cpuCores": order["cpu_cores"],
+                "memoryGB": order["memory_gb"],
+                "diskSizeGB": order["disk_size_gb"],
                 "diskMountPath": "/",
-                "gpuCount": asked["gpu_count"],
+                "gpuCount": order["gpu_count"],
                 "status": "PENDING",
-                "timeoutMinutes": asked["timeout_minutes"],
+                "timeoutMinutes": order["timeout_minutes"],
                 "createdAt": NOW,
                 "updatedAt": NOW,
                 "gatewayAuth": {**gate, "expires_at": "2999-01-01T00:00:00Z"},
@@ -87,8 +87,8 @@ class PrimeService:
         )
 
     async def _statuses(self, request: Request) -> Response:
-        asked = (await request.json())["sandbox_ids"]
-        return JSONResponse({"statuses": [{"sandbox_id": each, "status": "RUNNING"} for each in asked], "errors": []})
+        ids = (await request.json())["sandbox_ids"]
+        return JSONResponse({"statuses": [{"sandbox_id": each, "status": "RUNNING"} for each in ids], "errors": []})
 
     async def _policy(self, request: Request) -> Response:
         self.policies.append(await request.json())

@@ -54,6 +54,6 @@ def _python() -> Path:
 
 def _libraries(*files: str | Path) -> set[str]:
     """Return the system's libraries, as paths that the loader uses."""
-    said = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
-    words = {word for line in said.splitlines() if line[:1].isspace() for word in line.split() if word[:1] == "/"}
+    output = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
+    words = {word for line in output.splitlines() if line[:1].isspace() for word in line.split() if word[:1] == "/"}
     return {word for word in words if not Path(word).is_relative_to(_python().parents[1])}

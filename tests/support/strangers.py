@@ -27,7 +27,6 @@ import pytest
 
 STRANGER = 65534
 """The uid of `nobody`, who owns no file."""
-OTHER_STRANGER = 65533
 
 needs_second_user = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another Unix user needs root")
 
@@ -48,47 +47,47 @@ class Attack:
         return not self.error
 
 
-def become(uid: int = STRANGER) -> None:
-    """Give up root permanently: no groups, no capabilities."""
+def _give_up_root() -> None:
+    """Become the stranger permanently: no groups, no capabilities."""
     os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
+    os.setresgid(STRANGER, STRANGER, STRANGER)
+    os.setresuid(STRANGER, STRANGER, STRANGER)
 
 
 @contextlib.contextmanager
-def stranger(attack: Callable[[], Any], uid: int = STRANGER) -> Iterator[Attack]:
+def stranger(attack: Callable[[], Any]) -> Iterator[Attack]:
     """Run an attack as another user. Its process, with its resources, lives until the block ends."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         ours.close()
-        _attack(attack, uid, theirs)
+        _attack(attack, theirs)
     theirs.close()
     try:
-        with ours, ours.makefile("r") as told:
-            yield Attack(**json.loads(told.readline()), pid=pid)
+        with ours, ours.makefile("r") as answers:
+            yield Attack(**json.loads(answers.readline()), pid=pid)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def attempted(attack: Callable[[], Any], uid: int = STRANGER) -> Attack:
+def attempted(attack: Callable[[], Any]) -> Attack:
     """Run an attack as another user, and wait for its end."""
-    with stranger(attack, uid) as done:
+    with stranger(attack) as done:
         return done
 
 
-def _attack(attack: Callable[[], Any], uid: int, told: socket.socket) -> None:
-    """Run in the forked process, and never return into the tests."""
+def _attack(attack: Callable[[], Any], connection: socket.socket) -> None:
+    """Run in the forked process, send the result, and never return into the tests."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        become(uid)
+        _give_up_root()
         try:
             answer = {"value": attack()}
         except BaseException as error:
             answer = {"error": type(error).__name__, "trace": traceback.format_exc()}
-        told.sendall(json.dumps(answer).encode() + b"\n")
-        told.recv(1)  # wait until the other end is closed
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+        connection.recv(1)  # wait until the other end is closed
     finally:
         os._exit(0)
 

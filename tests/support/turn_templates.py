@@ -112,13 +112,13 @@ UNENDING = """{%- for message in messages %}
 def tokenizer(template: str, eos: str | None = None, *more: str) -> Any:
     """Return a byte-level tokenizer in which all markers of a chat template are single tokens."""
     marks = [*TOKEN.findall(template), *([eos] if eos else []), *more]
-    found = with_tokens(list(dict.fromkeys(marks)))
-    found.chat_template = template
+    result = with_tokens(list(dict.fromkeys(marks)))
+    result.chat_template = template
     if eos:
-        found.eos_token = eos
+        result.eos_token = eos
     if "bos_token" in template:
-        found.add_special_tokens({"bos_token": "<bos>"})
-    return found
+        result.add_special_tokens({"bos_token": "<bos>"})
+    return result
 
 
 def write_model(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 STALL_S = 300.0
 """Time without any progress after which a wait fails [s]."""
 
@@ -23,6 +26,28 @@ class StallTimer:
         if value != self._value:
             self._value, self._changed_at = value, now
         return now > self._changed_at + self._stall_s
+
+
+def wait_until(
+    condition: Callable[[], T | None], problem: Callable[[], object] = str, timeout_s: float = 600, poll_s: float = 0.1
+) -> T:
+    """Poll until `condition()` is true, and return its value.
+
+    Fail with `problem()` after the timeout, which only a hang reaches.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, problem()
+        time.sleep(poll_s)
+    return value
+
+
+async def wait_until_async(condition: Callable[[], object], problem: Callable[[], object] = str) -> None:
+    """Poll until `condition()` is true, while other tasks run. Fail with `problem()` after ten minutes."""
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline, problem()
+        await asyncio.sleep(0.05)
 
 
 def run_until_stalled(

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.worker_events import (
+from primeslurm.orchestrator.rollouts.worker_pool import (
     JobLost,
     RolloutEnded,
     WorkerDied,
     WorkerEvent,
+    WorkerPool,
     WorkerUnusable,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.batches.frames import Frame
 
 

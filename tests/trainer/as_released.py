@@ -11,14 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
+from tests.trainer.conftest import tensors
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "moe.gate.", "norm", "weights_proj")
 """Name parts of tensors that are not quantized."""
-
-
-def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def change_config(directory: Path, **values: Any) -> None:

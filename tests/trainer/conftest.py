@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,14 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.base.phase_timer import PhaseTimer
+from primeslurm.trainer.components import lora
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights.export import cast
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
+from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model
 from tests.support.faulty_storage import storage_time  # noqa: F401 - for all tests
 from tests.support.forks import TRAINER, Forked, server
@@ -85,6 +91,11 @@ def finish(ranks: Sequence[Forked | subprocess.Popen[str]], code: int = 0) -> li
     return printed
 
 
+def printed(output: str, word: str) -> list[Any]:
+    """Return the JSON values that a rank printed after a word."""
+    return [json.loads(line.removeprefix(word)) for line in output.splitlines() if line.startswith(f"{word} ")]
+
+
 def trainer_command(recipe: Path, run_dir: Path, attempt: int, orchestrator: str | None = None) -> list[str]:
     """Return module and arguments of a trainer rank on CPU."""
     link = ["--orchestrator", orchestrator] if orchestrator else []
@@ -143,6 +154,21 @@ def make_batch(
 
 def make_timer(directory: Path) -> PhaseTimer:
     return PhaseTimer(Journal(directory, "test"), record=False)
+
+
+def exported(policy: PolicyModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a policy by Hugging Face name. A collective."""
+    state = policy.model.state_dict()
+    state = state if policy.lora is None else lora.merge(state, policy.lora)
+    return policy.adapter.to_hf({name: cast(name, lora.whole(tensor), dtype) for name, tensor in state.items()})
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def published(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
+    return tensors(filesystem.version_dir(run_dir, version))
 
 
 @pytest.fixture(scope="session")

@@ -268,6 +268,9 @@ OTHER_VISION_CASE = case("llava", LlavaConfig, text_config=Qwen2Config(**COMMON)
 """Its vision encoder is not supported, so it is trained on text."""
 
 
+BY_NAME = {each.name: each for each in (*CASES, *UNEVEN_CASES, *GENERIC_CASES, *VISION_CASES, OTHER_VISION_CASE)}
+
+
 def reference_of(case: Case) -> Any:
     """Return the class of transformers that loads a case's checkpoint."""
     return AutoModelForImageTextToText if hasattr(case.config(), "vision_config") else AutoModelForCausalLM

@@ -12,7 +12,7 @@ from primeslurm.trainer.data.image_positions import Images
 from primeslurm.wire.batches.batch import Row
 from scripts.models.tiny_model import tokenizer
 from tests.trainer.conftest import SEQ_LEN
-from tests.trainer.families import CASES, IMAGES, VISION_CASES, Case, write
+from tests.trainer.families import BY_NAME, IMAGES, write
 
 START, IMAGE, END = tokenizer().convert_ids_to_tokens(
     [IMAGES[name] for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")]
@@ -40,14 +40,9 @@ DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
 """Patches in height and width of the images of each document: two, none and one."""
 
 
-def case_of(name: str) -> Case:
-    """The case of this name."""
-    return next(case for case in (*CASES, *VISION_CASES) if case.name == name)
-
-
 def write_vision_model(name: str, directory: Path) -> Path:
     """A checkpoint of a case with what reads its images and renders its conversations."""
-    path = write(case_of(name), directory)
+    path = write(BY_NAME[name], directory)
     words = AutoTokenizer.from_pretrained(path)
     words.chat_template = TEMPLATE
     words.save_pretrained(path)

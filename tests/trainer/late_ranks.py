@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.optimizers import host_states
@@ -68,8 +67,8 @@ class Run:
             },
             checkpoint={"interval": 1},
         )
-        policy, loss = build(recipe, world), from_recipe(recipe.trainer.loss)
-        self.train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, Drawn())
+        policy = build(recipe, world)
+        self.train_step = TrainStep(policy, recipe, world, Drawn())
         self.saver = Checkpoints(directory, 1, recipe.checkpoint, world, None)
         self._directory = directory
 

@@ -10,7 +10,6 @@ from typing import Any
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
@@ -45,7 +44,7 @@ def prepare(
     }
     recipe = make_recipe(model, trainer=trainer, checkpoint={"interval": 2})
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     return train_step, Checkpoints(directory, 1, recipe.checkpoint, world, None)
 
 

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
-from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
-from primeslurm.trainer.base.phase_timer import PhaseTimer
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from tests.trainer.conftest import make_batch
+from tests.trainer.conftest import finish, make_batch, make_timer, printed, start_ranks
 
 
 def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
     import torch
 
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
-    timer = PhaseTimer(Journal(out, f"rank-{world.rank}"), record=False)
+    train_step = TrainStep(policy, recipe, world)
+    timer = make_timer(out)
     metrics = []
     for step in range(1, recipe.max_steps + 1):
         routed = recipe.trainer.router_replay
@@ -35,6 +34,19 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
         metrics[-1]["collectives"] = collective_count.started() - before
     Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     return metrics
+
+
+def train_on_ranks(size: int, runs: Mapping[Path, Recipe]) -> list[list[list[dict[str, float]]]]:
+    """Train recipes, by output directory, one after the other. Return the metrics of each step by run and rank."""
+    arguments = []
+    for out, recipe in runs.items():
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
+        arguments += [str(out / "recipe.json"), str(out)]
+    by_rank = [printed(output, "METRICS") for output in finish(start_ranks(size, "tests.trainer.ranks", *arguments))]
+    ends = accumulate((recipe.max_steps for recipe in runs.values()), initial=0)
+    assert {len(metrics) for metrics in by_rank} == {sum(recipe.max_steps for recipe in runs.values())}
+    return [[metrics[begin:end] for metrics in by_rank] for begin, end in pairwise(ends)]
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
@@ -35,7 +34,7 @@ def counted(parallelism: dict[str, Any], model: Path, world: World) -> dict[str,
     trainer = {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": SEQ_LEN, "parallelism": parallelism}
     recipe = make_recipe(model, trainer=trainer)
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     batch = make_batch(1, policy.dp_rank, policy.dp_world, rows=MICRO_BATCHES * policy.dp_world)
     sent: Counter[str] = Counter()
     reduce, gather = dist.reduce_scatter_single, dist.all_gather_single

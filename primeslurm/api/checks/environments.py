@@ -1,4 +1,4 @@
-"""Trying a recipe's environments, or rendering its data, before it is submitted."""
+"""Load a recipe's environments, or render its data, before the recipe is submitted."""
 
 from __future__ import annotations
 
@@ -25,80 +25,70 @@ _FIELD = "environments"
 def environment_problems(
     recipe: Recipe, site: Site, *, local: bool, skip: Collection[str] = ()
 ) -> tuple[list[Violation], list[Finding]]:
-    """Load every environment of a recipe with the Python that jobs will use, where that is here.
+    """Load every environment of a recipe with the Python of its jobs, if that Python exists on this machine.
 
-    Args:
-        recipe: the recipe, with its model's absolute path; without rollouts it has no environments.
-        site: names the Python; where it is to run.
-        local: without Slurm.
-        skip: environments that are not tried, for example environments.0.
+    Paths in `recipe` must be absolute. Environments in `skip` (for example environments.0) are not loaded.
 
     Returns:
-        Why the run would fail; and what could not be looked at here, or not everybody wants.
+        Errors that would end the run; and warnings and notes, also about environments that could not be loaded here.
     """
     if not recipe.samples:
         return [], []
     interpreter = _interpreter(recipe, site, local)
     if isinstance(interpreter, str):
         return [], [_untried(interpreter)]
-    wanted = environments_by_field(recipe.trained_environments, recipe.evaluation_environments)
-    wanted = {place: each for place, each in wanted.items() if place not in skip}
-    tried = probe_environments(wanted, recipe.model, interpreter)
-    if tried.missing_package:
-        lacks = _unprepared(interpreter, tried.missing_package, site, local)
-        return ([lacks], []) if isinstance(lacks, Violation) else ([], [_untried(lacks)])
-    violations = [_with_advice(each) for each in tried.violations]
-    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in tried.warnings]
-    notes = [*warnings, *map(_note, tried.notes)]
+    environments = environments_by_field(recipe.trained_environments, recipe.evaluation_environments)
+    environments = {place: each for place, each in environments.items() if place not in skip}
+    result = probe_environments(environments, recipe.model, interpreter, max_len=recipe.max_len)
+    if result.missing_package:
+        problem = _unprepared(interpreter, result.missing_package, site, local)
+        return ([problem], []) if isinstance(problem, Violation) else ([], [_untried(problem)])
+    violations = [_with_advice(each) for each in result.violations]
+    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in result.warnings]
+    notes = [*warnings, *map(_note, result.notes)]
     if local or _is_this_machine(site):
-        return [*violations, *tried.missing], notes
-    return violations, [*(_elsewhere(each) for each in tried.missing), *notes]
+        return [*violations, *result.missing], notes
+    return violations, [*(_elsewhere(each) for each in result.missing), *notes]
 
 
 def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
-    """Render data of SFT with the Python that jobs will use, where that is here.
-
-    Args:
-        recipe: the recipe, with absolute paths of its model and data.
-        site: names the Python; where it is to run.
-        local: without Slurm.
+    """Render SFT data with the Python of the jobs, if that Python exists on this machine.
 
     Returns:
-        Why the run would fail; and what could not be looked at here, and which token ends a turn.
+        Errors that would end the run; and warnings and notes, also about the token that ends a turn.
     """
     if recipe.task != "sft":
         return [], []
     interpreter = _interpreter(recipe, site, local)
     if isinstance(interpreter, str):
         return [], [_unrendered(interpreter)]
-    found = render_data(recipe, interpreter)
-    if found.missing_package:
-        lacks = _unprepared(interpreter, found.missing_package, site, local)
-        return ([lacks], []) if isinstance(lacks, Violation) else ([], [_unrendered(lacks)])
-    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in found.warnings]
-    return list(found.violations), [*warnings, *map(_note, found.notes)]
+    result = render_data(recipe, interpreter)
+    if result.missing_package:
+        problem = _unprepared(interpreter, result.missing_package, site, local)
+        return ([problem], []) if isinstance(problem, Violation) else ([], [_unrendered(problem)])
+    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in result.warnings]
+    return list(result.violations), [*warnings, *map(_note, result.notes)]
 
 
 def _interpreter(recipe: Recipe, site: Site, local: bool) -> Interpreter | str:
-    """The Python of jobs, or why it cannot be used here."""
-    found = Interpreter(site.python or "python3", _variables(site) | ({} if local else _kept_back(recipe, site)))
+    """Return the Python of the jobs, or the reason why it cannot be used on this machine."""
+    interpreter = Interpreter(site.python or "python3", _variables(site) | ({} if local else _kept_back(recipe, site)))
     if recipe.slurm.over(site.slurm).container is not None and not local:
-        return "jobs run in an image"
-    return found if found.here else f"{found.python} is not on this host"
+        return "jobs run in a container image"
+    return interpreter if interpreter.here else f"{interpreter.python} is not on this host"
 
 
-def _unprepared(interpreter: Interpreter, lacks: str, site: Site, local: bool) -> Violation | str:
-    """What it means that a Python lacks a package: jobs do, too, unless they load modules first."""
+def _unprepared(interpreter: Interpreter, package: str, site: Site, local: bool) -> Violation | str:
     if (site.modules or site.prologue) and not local:
-        return f"{interpreter.python} has no {lacks} without the site's modules and prologue"
-    install = "`primeslurm install --gpu --to DIR` (or --cpu) makes a Python that has it"
+        return f"{interpreter.python} has no {package} without the site's modules and prologue"
+    install = "`primeslurm install --gpu --to DIR` (or --cpu) installs a Python with it"
     use = "submit with DIR/bin/primeslurm" if local else "name DIR/bin/python as `python` in the site file"
     fix = f"{install}; {use}"
-    return Violation("python", interpreter.python, f"this Python has no {lacks}, and jobs run it", fix)
+    return Violation("python", interpreter.python, f"this Python, which jobs use, has no {package}", fix)
 
 
 def _with_advice(violation: Violation) -> Violation:
-    """Say how to make the module of an unknown environment importable, unless its name is misspelt."""
+    """Add how to make an environment's module importable, unless its name is misspelt."""
     if violation.why != UNKNOWN or violation.fix.startswith("did you mean"):
         return violation
     module = violation.value.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
@@ -113,7 +103,7 @@ def _with_advice(violation: Violation) -> Violation:
 
 
 def _directory_of(module: str) -> Path | None:
-    """Find a module in the working directory or one below it: the directory to import it from."""
+    """Return the directory to import a module from: the working directory, or one directly below it."""
     directories = [Path()]
     with contextlib.suppress(OSError):  # the working directory may not be readable
         directories += [path for path in files.listing(Path()) if is_dir(path)]
@@ -124,19 +114,18 @@ def _directory_of(module: str) -> Path | None:
 
 
 def _variables(site: Site) -> dict[str, str]:
-    """What processes get from the site, as far as it is known before a node is."""
     env = {name: value for name, value in site.env.items() if "${" not in value}
     return {**env, "LD_LIBRARY_PATH": ":".join(site.library_path)} if site.library_path else env
 
 
 def _kept_back(recipe: Recipe, site: Site) -> dict[str, str]:
-    """Keys of sandboxes' providers that may be set here, and that jobs do not get: as if they were not."""
-    given = {*site.env, *site.pass_env, *recipe.pass_env}
-    return {name: "" for names in PROVIDER_KEYS.values() for name in names if name not in given}
+    """Return sandbox provider keys that are set in this shell but do not reach jobs, as empty variables."""
+    passed = {*site.env, *site.pass_env, *recipe.pass_env}
+    return {name: "" for names in PROVIDER_KEYS.values() for name in names if name not in passed}
 
 
 def _is_this_machine(site: Site) -> bool:
-    """Whether all nodes of a site are this machine, as those of an embedded cluster are."""
+    """True if all nodes of a site are this machine, as in an embedded cluster."""
     return _all_loopback(site.network.addresses)
 
 
@@ -148,16 +137,16 @@ def _all_loopback(addresses: Mapping[str, str]) -> bool:
 
 
 def _untried(why: str) -> Finding:
-    return Finding(level="note", field=_FIELD, text=f"not tried here: {why}; the nodes try them before anything loads")
+    return Finding(level="note", field=_FIELD, text=f"not loaded here: {why}; the nodes load them before the models")
 
 
 def _unrendered(why: str) -> Finding:
-    text = f"not rendered here: {why}; the trainer names lines that it cannot render"
+    text = f"not rendered here: {why}; the trainer reports lines that it cannot render"
     return Finding(level="note", field="sft.data", text=text)
 
 
 def _elsewhere(violation: Violation) -> Finding:
-    """Nodes may have what this host lacks."""
+    # Nodes may have files or programs that this host lacks.
     text = f"{violation.why}; the nodes are checked when the job starts"
     return Finding(level="warning", field=violation.field, value=violation.value, text=text, fix=violation.fix)
 

@@ -1,8 +1,7 @@
-"""Plan a recipe, and find everything that can be said about it in one pass, although parts of it are faulty.
+"""Plan a recipe, and report all findings in one pass, even if parts of the recipe are wrong.
 
-A fault must not hide other faults, and its consequences must not be reported as further faults. Therefore the checks
-look at several variants of a faulty recipe (`recipe.reading.valid_variants`), and keep the findings that all variants
-have.
+An error must not hide other errors, and its consequences must not be reported as further errors. Therefore a wrong
+recipe is planned in several variants (`recipe.reading.valid_variants`), and findings count if all variants have them.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from primeslurm.recipe.reading.recipe_files import Draft, independent, is_below
 from primeslurm.recipe.reading.valid_variants import path_of
 from primeslurm.recipe.site import NodeKind
 
+# Levels of findings, the most severe first.
 LEVELS = ("error", "blocked", "warning", "note")
-"""In the order in which findings are shown."""
+# Nodes to plan with if there is no site file. Findings on both kinds do not depend on the site.
 _ASSUMED_NODES = (
     NodeKind(partition="unknown", gpus=8, cpus=192, gpu="h200", memory_gib=2000),
     NodeKind(partition="unknown", gpus=8, cpus=64, gpu="b200", memory_gib=4000),
 )
-"""Nodes to plan with if there is no site file. What is found on both does not depend on the site."""
+# Fields of an environment that loading it needs.
 _LOADED = frozenset(("id", "args", "harness", "runtime", "load_timeout_s"))
-"""Fields of an environment without which it cannot be tried."""
 
 
 def look_at_files(recipe: Recipe) -> RecipeFiles:
-    """Look at the recipe's models and data, as far as they are here."""
+    """Read the metadata of the recipe's models and data, as far as they exist on this machine."""
     model, teacher = model_files(recipe), teacher_recipe(recipe)
     of_teacher = model_files(teacher) if teacher else None
     located = with_absolute_paths(recipe)
@@ -46,67 +45,63 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
 
 
 def emulated_plan_of(recipe: Recipe, site: Site) -> Planned:
-    """Work out the plan of an emulated run; its files need not be there. Raises UsageError."""
     return make_emulated_plan(recipe, site, Path(site.runs) / recipe.name, model_files(recipe).shape)
 
 
 def with_warnings(planned: Planned, violations: Sequence[Violation]) -> Planned:
-    """Return the same plan with violations among its findings, as warnings."""
+    """Return the plan with violations added to its findings, as warnings."""
     findings = (*planned.plan.findings, *as_findings(violations, "warning"))
     return replace(planned, plan=planned.plan.model_copy(update={"findings": findings}))
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is to be said about a recipe on a site before it runs."""
+    """Findings about a recipe on a site."""
 
     plan: Plan | None
-    """None if the recipe cannot be planned, or would fail although it can."""
+    """None if there are errors that prevent a plan, or that would end the run."""
     findings: tuple[Finding, ...] = ()
-    """Everything, the most severe first."""
+    """All findings, the most severe first."""
     details: tuple[str, ...] = ()
-    """More about notes: what a command of Slurm answered."""
+    """Output of Slurm commands that failed."""
 
     @property
     def errors(self) -> tuple[Violation, ...]:
-        """What is refused everywhere."""
+        """Findings that refuse the recipe on every machine."""
         return tuple(refusals(self.findings, "error"))
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """Why there is no plan that could run."""
         return () if self.plan is not None else self.errors
 
     @property
     def ok(self) -> bool:
-        """Whether the recipe is sound. It may still be blocked here."""
+        """True if the recipe has no errors. It may still be blocked on this machine."""
         return not self.errors
 
     @property
     def blocked(self) -> bool:
-        """Whether a real submission would be refused here and now, for reasons that may not hold elsewhere."""
+        """True if `submit` would refuse the recipe on this machine, for reasons that may not hold elsewhere."""
         return any(finding.level == "blocked" for finding in self.findings)
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A recipe on a site, looked at as far as possible."""
+    """Plan and findings of a recipe."""
 
     planned: Planned | None
-    """None if reading, placing or trying it found an error."""
+    """None if reading, planning or loading the recipe found an error."""
     errors: tuple[Violation, ...]
     others: tuple[Finding, ...]
-    """Findings that are no errors."""
     details: tuple[str, ...] = ()
 
     def refuse(self) -> Planned:
-        """Return what was planned. Raises UsageError with errors and blockers if there are errors."""
+        """Return the plan. Raises UsageError with all errors and blockers if there is none."""
         if self.planned is None:
             raise UsageError([*self.errors, *refusals(self.others, "blocked")])
         return self.planned
 
     def check(self) -> Check:
-        """Return findings and plan as a check."""
         findings = by_severity((*as_findings(self.errors, "error"), *self.others))
         if self.planned is None:
             return Check(None, findings, self.details)
@@ -114,29 +109,29 @@ class Examined:
 
 
 def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort findings, the most severe first; those of one level stay in their order."""
+    """Sort findings, the most severe first, and remove duplicates."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: LEVELS.index(finding.level)))
 
 
 def ask_nobody(plans: Sequence[Plan], complete: bool) -> SlurmAnswer:
-    """Answer in place of Slurm if it is not asked."""
+    """Return an empty answer: an `AskSlurm` that does not query Slurm."""
     return SlurmAnswer()
 
 
 @dataclass(frozen=True)
 class SlurmAnswer:
-    """What Slurm says about a plan."""
+    """Slurm's objections to a plan."""
 
     problems: tuple[Violation, ...] = ()
-    """Why its job could never start."""
+    """Reasons why the job could never start."""
     note: str = ""
-    """Why Slurm could not be asked; empty if it could."""
+    """Reason why Slurm could not be queried; empty if it answered."""
     details: str = ""
-    """What its command answered then."""
+    """Output of the Slurm command that failed."""
 
 
+# Takes variants of one recipe's plan, and whether the first one is final. Returns problems that all variants have.
 AskSlurm = Callable[[Sequence[Plan], bool], SlurmAnswer]
-"""Takes plans of one recipe, and whether the first is what would be submitted. Says what all of them have in common."""
 
 
 def examine(
@@ -148,60 +143,57 @@ def examine(
     ask: AskSlurm = ask_nobody,
     files: RecipeFiles | None = None,
 ) -> Examined:
-    """Find everything that can be found in one pass.
+    """Find all errors and warnings of a recipe in one pass.
 
-    The first look finds errors. A second look, at variants with other values in the fields of these errors, finds the
-    errors that the first ones hid: nothing is compared with a placement that failed, for example.
+    A first round finds errors. A second round plans variants with other values in the wrong fields. It finds errors
+    that the first ones hid: nothing is compared with a placement that failed, for example.
 
-    Args:
-        recipe: as it was read.
-        site: as it was read.
-        local: without Slurm.
-        environments: try environments and data, and take files that cannot be used for errors. Otherwise such files
-            block.
-        ask: asks Slurm about plans.
-        files: what is known of a sound recipe's files, if somebody has looked already.
+    With `environments`, environments are loaded, data is rendered, and unusable files are errors instead of blockers.
+    `files` holds the metadata of a valid recipe's files, if they have been read.
     """
     faulty = [fault.path for fault in (*recipe.faults, *site.faults)]
-    given = [*recipe.violations, *site.violations]
+    reading_errors = [*recipe.violations, *site.violations]
     sites = [with_python(each) for each in site.variants() or map(_assumed_site, _ASSUMED_NODES)]
     local = local and site.value is not None
 
-    def looks(doubted: Sequence[Violation] = ()) -> list[_Look]:
+    def plan_variants(doubted: Sequence[Violation] = ()) -> list[_Look]:
         recipes = recipe.variants(doubted)
         pairs = [(each, sites[i % len(sites)]) for i, each in enumerate(recipes)]
         pairs += [(recipes[i % len(recipes)], sites[i]) for i in range(len(recipes), len(sites)) if recipes]
-        known = files if recipe.value is not None and not doubted else None
-        return [_look(*pair, known or look_at_files(pair[0]), local=local, strict=environments) for pair in pairs]
+        given = files if recipe.value is not None and not doubted else None
+        return [_look(*pair, given or look_at_files(pair[0]), local=local, strict=environments) for pair in pairs]
 
-    first = looks()
+    first = plan_variants()
     errors = independent([each.errors for each in first], faulty)
     plans_from = first
     if errors:
-        again = looks(errors)
-        known = [*faulty, *(path_of(each.field) for each in errors)]
-        errors += independent([each.errors for each in again], known)
-        errors = _causes(errors, lambda error: [each.errors for each in looks([error])])
+        # Other values in the wrong fields uncover errors that these hid.
+        second = plan_variants(errors)
+        wrong_fields = [*faulty, *(path_of(each.field) for each in errors)]
+        errors += independent([each.errors for each in second], wrong_fields)
+        errors = _causes(errors, lambda error: [each.errors for each in plan_variants([error])])
         if not all(each.planned for each in first):
-            plans_from = again
+            plans_from = second
     deprecations = (*recipe.deprecations, *site.deprecations)
     others = as_findings(deprecations, "warning") + _common([each.others for each in plans_from], faulty)
+    # Loading environments is slow, and the variants differ only in wrong fields: one variant is enough.
     tried = _try(first[0], faulty, local=local) if environments and first else _Tried()
     errors += [each for each in tried.errors if each not in errors]
     errors = [each for each in errors if not _said(each, tried.errors)]
     plans = [each.planned.plan for each in plans_from if each.planned]
-    sound = recipe.value is not None and site.value is not None
+    # Only a valid recipe gets a batch script, which sbatch can test.
+    valid = recipe.value is not None and site.value is not None
     answer = SlurmAnswer()
     if plans and site.value is not None and not local:
-        answer = ask(plans, sound and not errors)
+        answer = ask(plans, valid and not errors)
         errors += independent([answer.problems], [*faulty, *(path_of(each.field) for each in errors)])
         if answer.note:
             others.append(Finding(level="note", field="slurm", text=answer.note))
-    fatal = bool(given or not first or not first[0].planned or first[0].unusable or tried.errors)
+    fatal = bool(reading_errors or not first or not first[0].planned or first[0].unusable or tried.errors)
     planned = None if fatal else first[0].planned
     return Examined(
         with_warnings(planned, deprecations) if planned else None,
-        tuple(dict.fromkeys((*given, *errors))),
+        tuple(dict.fromkeys((*reading_errors, *errors))),
         (*others, *tried.others),
         (answer.details,) if answer.details else (),
     )
@@ -209,7 +201,7 @@ def examine(
 
 @dataclass(frozen=True)
 class _Look:
-    """One recipe on one site, planned."""
+    """One variant of a recipe, planned on one site."""
 
     recipe: Recipe
     site: Site
@@ -218,7 +210,7 @@ class _Look:
     others: list[Finding]
     planned: Planned | None
     unusable: bool
-    """Files that are here cannot be used."""
+    """Files exist here but cannot be used."""
 
 
 def _look(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool, strict: bool) -> _Look:
@@ -233,7 +225,7 @@ def _look(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool, strict
 
 
 def _merged(errors: Iterable[Violation]) -> list[Violation]:
-    """Make one error of all that is wrong with one value of a field."""
+    """Merge errors about the same value of a field."""
     by_field: dict[str, list[Violation]] = {}
     merged: list[Violation] = []
     for error in errors:
@@ -249,42 +241,43 @@ def _merged(errors: Iterable[Violation]) -> list[Violation]:
 
 
 def _said(violation: Violation, others: Iterable[Violation]) -> bool:
-    """Whether somebody who looked closer has said the same."""
+    """True if another violation of the same field says the same."""
     return any(each != violation and each.field == violation.field and each.why in violation.why for each in others)
 
 
 def _common(findings: Sequence[Sequence[Finding]], faulty: Sequence[Sequence[str]]) -> list[Finding]:
-    """Return the findings that all looks have, outside of faulty fields."""
+    """Return the findings that all variants have, except those about wrong fields."""
     if not findings:
         return []
     everywhere = set.intersection(*({(each.level, each.field) for each in some} for some in findings))
-    found = [each for each in findings[0] if (each.level, each.field) in everywhere]
-    return [each for each in found if not is_below(each.field, faulty)]
+    common = [each for each in findings[0] if (each.level, each.field) in everywhere]
+    return [each for each in common if not is_below(each.field, faulty)]
 
 
 def _causes(
-    errors: list[Violation], found_without: Callable[[Violation], Sequence[Sequence[Violation]]]
+    errors: list[Violation], errors_without: Callable[[Violation], Sequence[Sequence[Violation]]]
 ) -> list[Violation]:
-    """Leave out errors that are consequences of others.
+    """Remove errors that are consequences of others.
 
-    An error follows from another if it goes away once the other's field has another value, and not the other way round.
-    Of two that both do so, the first stays.
+    An error is a consequence if it disappears when the other error's field gets another value, and the reverse is not
+    true. If both disappear, the first one counts as the cause. `errors_without` returns the errors of all variants in
+    which one error's field has another value.
     """
     if len(errors) < 2:
         return errors
-    stays: dict[Violation, set[tuple[str, str]]] = {}
+    remaining_without: dict[Violation, set[tuple[str, str]]] = {}
     for error in errors:
-        looks = found_without(error)
-        kept = set.intersection(*({(v.field, v.value) for v in some} for some in looks)) if looks else None
-        stays[error] = {(v.field, v.value) for v in errors} if kept is None else kept
+        variants = errors_without(error)
+        remaining = set.intersection(*({(v.field, v.value) for v in some} for some in variants)) if variants else None
+        remaining_without[error] = {(v.field, v.value) for v in errors} if remaining is None else remaining
     causes: list[Violation] = []
     for i, error in enumerate(errors):
         follows = [
             other
             for j, other in enumerate(errors)
             if not _within(error.field, other.field)
-            and (error.field, error.value) not in stays[other]
-            and (j < i or (other.field, other.value) in stays[error])
+            and (error.field, error.value) not in remaining_without[other]
+            and (j < i or (other.field, other.value) in remaining_without[error])
         ]
         if not follows:
             causes.append(error)
@@ -292,7 +285,7 @@ def _causes(
 
 
 def _within(field: str, other: str) -> bool:
-    """Whether a field is another one, or lies below or above it: what is wrong in both has two causes."""
+    """True if two fields are the same, or one contains the other. Errors in both have separate causes."""
     one, two = path_of(field), path_of(other)
     return one[: len(two)] == two or two[: len(one)] == one
 
@@ -304,7 +297,7 @@ class _Tried:
 
 
 def _try(look: _Look, faulty: Sequence[Sequence[str]], *, local: bool) -> _Tried:
-    """Try environments, and render data, as far as their fields are sound."""
+    """Load environments and render data, unless their fields are wrong."""
     from primeslurm.api.checks import environments
 
     skip = {".".join(path[:at]) for path in faulty for at in (2, 3) if _spoils(path, at)}
@@ -320,7 +313,6 @@ def _try(look: _Look, faulty: Sequence[Sequence[str]], *, local: bool) -> _Tried
 
 
 def _spoils(path: Sequence[str], at: int) -> bool:
-    """Whether a fault lies in a field that an environment needs to load. `at`: parts of the environment's own path."""
     return len(path) >= at and path[at - 2] == "environments" and (len(path) == at or path[at] in _LOADED)
 
 

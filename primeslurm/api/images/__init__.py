@@ -1,1 +1,1 @@
-"""Container images of Harbor tasks that come with a Dockerfile."""
+"""Container images of Harbor tasks: which are needed, and how they are built."""

@@ -1,7 +1,7 @@
-"""Builds container images of tasks, with what this machine has.
+"""Build container images of tasks with the programs of this machine.
 
-A SIF is made in two steps: podman, buildah or docker builds the Dockerfile, and apptainer converts what it exports.
-What is built is renamed into place and noted last, so that an attempt that was killed is gone on with.
+A SIF image takes two steps: podman, buildah or docker builds the Dockerfile, and apptainer converts the exported
+archive. A finished image is renamed into place and recorded last, so an interrupted build can simply be repeated.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from primeslurm.api.images.wanted import WantedImage
 from primeslurm.base.errors import PrimeslurmError, UsageError, Violation
 from primeslurm.wire.stored import task_images
 
+# Programs that build a Dockerfile for a runtime that cannot. The first one that works is used.
 _BUILDERS = {"apptainer": ("podman", "buildah", "docker")}
-"""What builds a Dockerfile for a runtime that does not itself: the first one that works."""
 
 
+# Lines of a failed build's log in its error, and characters per line.
 _LINES, _LINE = 10, 300
-"""Lines of a failed build's output that its error shows, and characters of each."""
 
 
 class ImageBuildError(PrimeslurmError):
@@ -34,22 +34,14 @@ class ImageBuildError(PrimeslurmError):
 
 
 def is_there(image: WantedImage) -> bool:
-    """Whether an image was built, and this machine's engine still has it."""
+    """True if an image was built, and the container engine of this machine still has it."""
     if task_images.built_image(image.images, image.digest, image.runtime) is None:
         return False
     return image.runtime == "apptainer" or _succeeds([image.runtime, "image", "inspect", image.tag])
 
 
 class ImageBuilder:
-    """Builds images.
-
-    Args:
-        images: to be built.
-        dry_run: only print commands: the programs need not be installed here.
-
-    Raises:
-        UsageError: a program that the builds need does not work here. Each is named.
-    """
+    """Builds images. With `dry_run`, missing programs are listed in `problems` instead of raising UsageError."""
 
     def __init__(self, images: Collection[WantedImage], dry_run: bool = False) -> None:
         self.problems: list[Violation] = []
@@ -57,7 +49,7 @@ class ImageBuilder:
         # An image from a registry needs apptainer alone.
         self._tools = {runtime: self._working(runtime) for runtime in {i.runtime for i in images if not i.pulled}}
         if shutil.which("apptainer") is None and any(image.runtime == "apptainer" for image in images):
-            why = "apptainer writes the images, and is not installed here"
+            why = "apptainer, which writes the images, is not installed here"
             self.problems.append(Violation("--runtime", "apptainer", why, "install apptainer, or use another machine"))
         if self.problems and not dry_run:
             raise UsageError(self.problems)
@@ -66,7 +58,6 @@ class ImageBuilder:
         self._stopped = False
 
     def _working(self, runtime: str) -> str:
-        """Return the first builder that works here: docker may lack its daemon, podman a mapping of users."""
         tools = _BUILDERS.get(runtime, (runtime,))
         for tool in tools:
             if _succeeds([tool, "info"]):
@@ -74,37 +65,25 @@ class ImageBuilder:
         broken = [f"`{tool} info` fails" for tool in tools if shutil.which(tool)]
         why = " and ".join(broken) or f"none of {', '.join(tools)} is installed here"
         fix = "build on another machine that sees the same directory"
-        self.problems.append(Violation("--runtime", "", f"nothing builds a Dockerfile: {why}", fix))
+        self.problems.append(Violation("--runtime", "", f"no program can build a Dockerfile: {why}", fix))
         return tools[0]
 
     def commands(self, image: WantedImage, archive: Path, sif: Path) -> list[list[str]]:
-        """List what is run to build an image.
-
-        Args:
-            image: which.
-            archive: what the builder exports, for apptainer to convert.
-            sif: what apptainer writes.
-        """
+        """Return the commands that build an image; for a SIF file, the builder exports `archive` for apptainer."""
         if image.pulled:
             return [["apptainer", "build", "--disable-cache", str(sif), f"docker://{image.pulled}"]]
         tool = self._tools[image.runtime]
-        found = [[tool, "build", "--tag", image.tag, str(image.environment)]]
+        commands = [[tool, "build", "--tag", image.tag, str(image.environment)]]
         if image.runtime == "apptainer":
             export, kind = _export(tool, image.tag, archive)
             # it is read once: no copy of it stays in apptainer's cache
-            found += [export, ["apptainer", "build", "--disable-cache", str(sif), f"{kind}:{archive}"]]
-        return found
+            commands += [export, ["apptainer", "build", "--disable-cache", str(sif), f"{kind}:{archive}"]]
+        return commands
 
     def build(self, images: Sequence[WantedImage], jobs: int, progress: Callable[[str], None]) -> None:
-        """Build images, several at once. What is interrupted leaves nothing that counts as built.
+        """Build images, `jobs` at a time, and call `progress` with a line of text after each.
 
-        Args:
-            images: that are not there.
-            jobs: builds at once.
-            progress: told of each image that is done or has failed.
-
-        Raises:
-            ImageBuildError: some failed, all of which it names. The others are built.
+        Raises ImageBuildError that names all failed images. The others are built.
         """
         failed = []
         with ThreadPoolExecutor(jobs) as pool:
@@ -117,6 +96,7 @@ class ImageBuilder:
                     if error:
                         failed.append(f"{', '.join(image.tasks)}: {error}")
             except BaseException:
+                # After Ctrl-C, no build may continue in the background.
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._stop()
                 raise
@@ -128,6 +108,7 @@ class ImageBuilder:
         image.images.mkdir(parents=True, exist_ok=True)
         _sweep(image)
         image.log.unlink(missing_ok=True)  # an earlier build's
+        # Several hosts may build into one directory, so the temporary name has host and process.
         part = image.images / f"{image.digest}.{socket.gethostname()}.{os.getpid()}.part"
         with tempfile.TemporaryDirectory(prefix="primeslurm-images-") as directory:
             try:
@@ -142,17 +123,8 @@ class ImageBuilder:
         if is_sif and not image.pulled:  # it is what counts, and a builder's storage is small
             _succeeds([tool, "rmi", image.tag])
 
-    def _run(self, words: Sequence[str], log: Path, kept: Path) -> None:
-        """Run a command whose output goes to a log.
-
-        Args:
-            words: the command.
-            log: what it says is added to this one.
-            kept: where the log stays if the error shows only its end.
-
-        Raises:
-            ImageBuildError: it failed, or was interrupted.
-        """
+    def _run(self, words: Sequence[str], log: Path, kept_log: Path) -> None:
+        """Run a command and append its output to `log`, which is moved to `kept_log` if the error shows only a part."""
         with log.open("ab") as output:
             with self._lock:
                 if self._stopped:
@@ -164,8 +136,8 @@ class ImageBuilder:
             self._running.discard(process)
             stopped = self._stopped
         if code:
-            said = [] if stopped else _ending(log, kept)
-            raise ImageBuildError("\n  ".join([f"{words[0]} {words[1]} ended with exit code {code}", *said]))
+            last_lines = [] if stopped else _ending(log, kept_log)
+            raise ImageBuildError("\n  ".join([f"{words[0]} {words[1]} ended with exit code {code}", *last_lines]))
 
     def _stop(self) -> None:
         with self._lock:
@@ -174,18 +146,18 @@ class ImageBuilder:
                 process.terminate()
 
 
-def _ending(log: Path, kept: Path) -> list[str]:
-    """The last lines of a log; one that has more is kept, and named."""
+def _ending(log: Path, kept_log: Path) -> list[str]:
+    """Return the last lines of a log. A longer log is moved to `kept_log`."""
     lines = log.read_text(errors="replace").strip().splitlines()
     shown = [line[:_LINE] for line in lines[-_LINES:]]
     if shown == lines:
         return shown
-    shutil.move(log, kept)
-    return [*shown, f"(the end of {kept})"]
+    shutil.move(log, kept_log)
+    return [*shown, f"(the end of {kept_log})"]
 
 
 def _workdir(tool: str, tag: str) -> str:
-    """Where programs of an image start; empty if it does not say. Raises ImageBuildError."""
+    """Return the working directory of an image; empty if it has none. Raises ImageBuildError."""
     words = [tool, "image", "inspect", "--format", "{{.Config.WorkingDir}}", tag]
     if tool == "buildah":
         words = [tool, "inspect", "--type", "image", "--format", "{{.OCIv1.Config.WorkingDir}}", tag]
@@ -193,12 +165,12 @@ def _workdir(tool: str, tag: str) -> str:
         words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
     if done.returncode:
-        raise ImageBuildError(f"{tool} does not tell its working directory: {done.stderr.strip()[-300:]}")
+        raise ImageBuildError(f"{tool} cannot read the working directory of the image: {done.stderr.strip()[-300:]}")
     return "" if done.stdout.strip() == "/" else done.stdout.strip()
 
 
 def _export(tool: str, tag: str, archive: Path) -> tuple[list[str], str]:
-    """The command that writes an image to a file, and what apptainer calls such a file."""
+    """Return the command that exports an image to a file, and apptainer's name for the format of the file."""
     if tool == "docker":
         return ["docker", "save", "--output", str(archive), tag], "docker-archive"
     if tool == "podman":
@@ -213,7 +185,7 @@ def _succeeds(words: Sequence[str]) -> bool:
 
 
 def _sweep(image: WantedImage) -> None:
-    """Remove what builds of this machine that were killed have left of an image."""
+    """Remove files that interrupted builds of this machine have left."""
     for path in image.images.glob(f"{image.digest}.{socket.gethostname()}.*.part"):
         if not Path("/proc", path.suffixes[-2][1:]).exists():
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which container images Harbor tasks of a directory or a recipe need, as a Dockerfile or as the name of an image."""
+"""The container images that Harbor tasks need, built from a Dockerfile or pulled from a registry."""
 
 from __future__ import annotations
 
@@ -16,62 +16,56 @@ TASKSET = "harbor-local"
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks whose images are wanted, and for what."""
+    """Tasks whose images are needed."""
 
     tasks: Path
-    """Directory that has them, at any depth."""
+    """Directory that contains the tasks, at any depth."""
     names: tuple[str, ...] | None
-    """Of their directories; None: all."""
+    """Names of task directories; None for all."""
     images: Path
     runtime: str
 
 
 @dataclass(frozen=True)
 class WantedImage:
-    """An image, and the tasks that run in it."""
+    """An image that tasks need."""
 
     digest: str
     runtime: str
     images: Path
     environment: Path
-    """Directory with the Dockerfile, of one of the tasks."""
+    """Directory of the Dockerfile."""
     tasks: tuple[str, ...]
     pulled: str | None = None
-    """Name of the image in its registry, if it is fetched and not built."""
+    """Name of the image in a registry. None: the image is built from a Dockerfile."""
 
     @property
     def name(self) -> str:
-        """Path of its SIF, or its tag."""
+        """Path of its SIF file, or its tag."""
         return task_images.image_name(self.images, self.digest, self.runtime)
 
     @property
     def tag(self) -> str:
-        """What docker, podman or buildah calls it."""
+        """Name of the image in docker, podman or buildah."""
         return f"{task_images.REPOSITORY}:{self.digest}"
 
     @property
     def log(self) -> Path:
-        """What the commands of a build that failed said, if its error shows only the end of it."""
         return self.images / f"{self.digest}.log"
 
 
 def sources(path: Path, runtime: str | None, images: Path | None) -> list[TaskSource]:
-    """Name the tasks that a path stands for: a recipe, or a directory of tasks.
+    """Return the tasks of a directory, or of the environments of a recipe.
 
-    Args:
-        path: of either.
-        runtime: what the images are for, by default apptainer; a recipe says that itself.
-        images: where they go; a recipe says that itself.
-
-    Raises:
-        UsageError: it is neither, or an option contradicts the recipe.
+    `runtime` (apptainer by default) and `images` (the directory of images) are options for a directory; a recipe has
+    its own. Raises UsageError if the path is neither, or an option contradicts the recipe.
     """
     path = expanded(path)
     if not is_file(path):
         return _of_directory(path, runtime or "apptainer", images)
-    said = {"--runtime": runtime, "--images": images}
-    why = "a recipe says that itself, in `runtime` and `args.images` of its environments"
-    if problems := [Violation(name, str(value), why) for name, value in said.items() if value is not None]:
+    options = {"--runtime": runtime, "--images": images}
+    why = "a recipe sets this in `runtime` and `args.images` of its environments"
+    if problems := [Violation(name, str(value), why) for name, value in options.items() if value is not None]:
         raise UsageError(problems)
     return _of_recipe(path)
 
@@ -81,7 +75,7 @@ def _of_directory(tasks: Path, runtime: str, images: Path | None) -> list[TaskSo
     if not is_dir(tasks):
         problems.append(Violation("TASKS", str(tasks), "is neither a directory of tasks nor a recipe"))
     if runtime not in task_images.RUNTIMES:
-        why = "runs no image that is built here"
+        why = "is not a container runtime that images can be built for"
         problems.append(Violation("--runtime", runtime, why, f"one of {', '.join(task_images.RUNTIMES)}"))
     if problems:
         raise UsageError(problems)
@@ -89,55 +83,51 @@ def _of_directory(tasks: Path, runtime: str, images: Path | None) -> list[TaskSo
 
 
 def _of_recipe(path: Path) -> list[TaskSource]:
-    """Those of environments that run in a container of the node."""
-    found = []
+    sources = []
     for environment in load_recipe(find_recipe(path)).all_environments:
         tasks, names = environment.args.get("path"), environment.args.get("tasks")
-        kind = environment.runtime.type if environment.runtime else "apptainer"
-        if environment.id == TASKSET and isinstance(tasks, str) and kind in task_images.RUNTIMES:
-            said = environment.args.get("images")
-            images = task_images.image_directory(Path(tasks), Path(said) if isinstance(said, str) else None)
-            wanted = tuple(map(str, names)) if isinstance(names, list | tuple) else None
-            found.append(TaskSource(Path(tasks), wanted, images, kind))
-    absent = [source.tasks for source in found if not is_dir(source.tasks)]
-    problems = [Violation("environments.args.path", str(each), "is no directory") for each in absent]
-    if not found:
+        runtime = environment.runtime.type if environment.runtime else "apptainer"
+        if environment.id == TASKSET and isinstance(tasks, str) and runtime in task_images.RUNTIMES:
+            images = environment.args.get("images")
+            images = task_images.image_directory(Path(tasks), Path(images) if isinstance(images, str) else None)
+            task_names = tuple(map(str, names)) if isinstance(names, list | tuple) else None
+            sources.append(TaskSource(Path(tasks), task_names, images, runtime))
+    missing = [source.tasks for source in sources if not is_dir(source.tasks)]
+    problems = [Violation("environments.args.path", str(each), "is not a directory") for each in missing]
+    if not sources:
         why = f"has no environment {TASKSET} that runs in {' or '.join(task_images.RUNTIMES)}"
         problems = [Violation("TASKS", str(path), why)]
     if problems:
         raise UsageError(problems)
-    return found
+    return sources
 
 
 def wanted_images(sources: Sequence[TaskSource]) -> list[WantedImage]:
-    """List the images that tasks need, each once, in the order of their first tasks.
-
-    Raises:
-        UsageError: there is no task, or one cannot be read.
-    """
-    problems, found = [], dict[tuple[str, str, Path], WantedImage]()
+    """Return the images that tasks need, without duplicates. Raises UsageError if a task cannot be read."""
+    problems, wanted = [], dict[tuple[str, str, Path], WantedImage]()
     for source in sources:
         directories = task_images.task_directories(source.tasks, source.names)
         if not directories:
             problems.append(Violation("TASKS", str(source.tasks), "has no task (a directory with task.toml)"))
         for directory in directories:
             try:
-                about = task_images.read_task(directory)
-                pulled = task_images.pulled_image(about, source.runtime)
-                if pulled or task_images.must_be_built(directory, about):
-                    _add(found, source, directory, pulled)
+                task = task_images.read_task(directory)
+                pulled = task_images.pulled_image(task, source.runtime)
+                if pulled or task_images.must_be_built(directory, task):
+                    _add(wanted, source, directory, pulled)
             except (OSError, ValueError, AttributeError) as error:
                 problems.append(Violation(str(directory / "task.toml"), "", f"cannot be read: {error}"))
     if problems:
         raise UsageError(problems)
-    return list(found.values())
+    return list(wanted.values())
 
 
 def _add(
-    found: dict[tuple[str, str, Path], WantedImage], source: TaskSource, directory: Path, pulled: str | None
+    wanted: dict[tuple[str, str, Path], WantedImage], source: TaskSource, directory: Path, pulled: str | None
 ) -> None:
     environment = directory / "environment"
     digest = task_images.pulled_digest(pulled) if pulled else task_images.environment_digest(environment)
     key = (digest, source.runtime, source.images)
-    first = found.setdefault(key, WantedImage(digest, source.runtime, source.images, environment.resolve(), (), pulled))
-    found[key] = replace(first, tasks=tuple(dict.fromkeys((*first.tasks, directory.name))))
+    new = WantedImage(digest, source.runtime, source.images, environment.resolve(), (), pulled)
+    image = wanted.get(key, new)
+    wanted[key] = replace(image, tasks=tuple(dict.fromkeys((*image.tasks, directory.name))))

@@ -1,1 +1,1 @@
-"""Recipes before submission: loading, emulation, evaluation, comparison."""
+"""Load, compare, emulate and evaluate recipes."""

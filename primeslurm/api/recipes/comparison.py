@@ -1,4 +1,4 @@
-"""Compare recipes and runs: what they ask for, and what they do."""
+"""Compare the fields and the plans of two recipes or runs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from primeslurm.run.diff import Difference, diff, recipe_diff
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two recipes or runs differ."""
+    """Differences between two recipes or runs."""
 
     a: Plan
     b: Plan
     recipe: list[Difference]
-    """Fields of the recipes that differ. Empty if a run has no recipe that can be read."""
+    """Fields that differ. Empty if a run has no readable recipe."""
     plan: list[Difference]
-    """Every difference of the plans, from the whole to the parts."""
+    """All differences of the plans."""
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference."""
         return not (self.recipe or self.plan)
 
 
@@ -40,25 +39,16 @@ class Comparison:
 class _Side:
     plan: Plan
     recipe: Mapping[str, Any]
-    """The recipe as it is written."""
     resolved: Mapping[str, Any]
-    """The recipe with absolute paths and with everything filled in that it leaves open."""
+    """The recipe with absolute paths and all defaults."""
     is_run: bool
 
 
 def compare(a: str, b: str, *, site: Path | None = None, runs: Path | None = None, local: bool = False) -> Comparison:
-    """Compare two recipes or runs.
+    """Compare two recipes or runs, each given as recipe file, name of a ready recipe, or name or directory of a run.
 
-    Args:
-        a: a recipe file, the name of a ready recipe, or the name or directory of a run.
-        b: the other one.
-        site: site file for recipes, as for `load`.
-        runs: directory of runs, as for `find_run`.
-        local: plan recipes for this machine, as for `load`.
-
-    Raises:
-        UsageError: a recipe cannot be planned.
-        RunError: there is no such run, or its plan cannot be read.
+    `site` and `local` are as for `load`, and `runs` is as for `find_run`. Raises UsageError if a recipe cannot be
+    planned, and RunError if a run does not exist or its plan cannot be read.
     """
     one, other = _sides((a, b), site, runs, local)
     if one.is_run or other.is_run:  # a run keeps its resolved recipe only
@@ -69,19 +59,22 @@ def compare(a: str, b: str, *, site: Path | None = None, runs: Path | None = Non
 
 
 def _sides(sides: Sequence[str], site: Path | None, runs: Path | None, local: bool) -> list[_Side]:
-    """Plan both sides. Raises UsageError with what is wrong with either; what is wrong with both is said once."""
-    planned, wrong = list[_Side](), dict[str, Sequence[Violation]]()
+    """Plan both sides. Raises UsageError with the errors of both; errors that both have appear once."""
+    planned, violations = list[_Side](), dict[str, Sequence[Violation]]()
     for side in sides:
         try:
             planned.append(_side(side, site, runs, local))
         except UsageError as error:
-            wrong[side] = error.violations
-    if wrong:
-        both = [each for each in wrong.get(sides[0], ()) if each in wrong.get(sides[1], ())]
-        own = [
-            replace(each, field=f"{side}: {each.field}") for side in wrong for each in wrong[side] if each not in both
+            violations[side] = error.violations
+    if violations:
+        shared = [each for each in violations.get(sides[0], ()) if each in violations.get(sides[1], ())]
+        separate = [
+            replace(each, field=f"{side}: {each.field}")
+            for side, problems in violations.items()
+            for each in problems
+            if each not in shared
         ]
-        raise UsageError([*both, *own])
+        raise UsageError([*shared, *separate])
     return planned
 
 
@@ -92,10 +85,8 @@ def _side(side: str, site: Path | None, runs: Path | None, local: bool) -> _Side
     if path.suffix in RECIPES and not is_dir(path):
         loaded = load(path, site=site, local=local)
         planned = loaded.resolve()
-        written, resolved = (
-            recipe.model_dump(mode="json", by_alias=True) for recipe in (loaded.recipe, planned.recipe)
-        )
-        return _Side(planned.plan, written, resolved, is_run=False)
+        fields, resolved = (recipe.model_dump(mode="json", by_alias=True) for recipe in (loaded.recipe, planned.recipe))
+        return _Side(planned.plan, fields, resolved, is_run=False)
     run = find_run(side, runs)
-    kept = files.read_json(run.path / recipe_record.FILE)
-    return _Side(run.plan(), {}, kept if isinstance(kept, dict) else {}, is_run=True)
+    record = files.read_json(run.path / recipe_record.FILE)
+    return _Side(run.plan(), {}, record if isinstance(record, dict) else {}, is_run=True)

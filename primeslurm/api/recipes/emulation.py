@@ -1,4 +1,4 @@
-"""What an emulated run is given: a recipe without names of one cluster, and an embedded cluster of its size."""
+"""Prepare an emulated run: a recipe without settings of one cluster, and an embedded cluster of the right size."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import ServedTeacher
 
+# Fields of `slurm` that an emulated job uses. The others name resources of one real cluster.
 KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_signal_s")
-"""What an emulated job takes over from the recipe's `slurm`; the rest names things of one real cluster."""
 
 
 def for_emulation(recipe: Recipe) -> Recipe:
-    """Make the recipe of a recipe's emulated run. Raises UsageError for what has no stand-in."""
+    """Return the recipe of an emulated run. Raises UsageError if the task or the teacher has no stand-in."""
     if recipe.task != "rl":
         raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "leave out --emulate")])
     if isinstance(recipe.teacher, ServedTeacher):
-        why = "has no stand-in, and what stand-ins sample means nothing to it"
+        why = "has no stand-in, because it would score made-up tokens"
         raise UsageError([Violation("teacher.type", recipe.teacher.type, why, "nearest: engines")])
-    kept = {field: getattr(recipe.slurm, field) for field in KEPT_SLURM_FIELDS}
-    changed: dict[str, object] = {"slurm": Slurm(**kept)}
-    if environments := recipe.deployment.environments:  # how much of a node is there, only a real cluster says
-        alike = environments.model_copy(update={"cpus": None, "memory": None})
-        changed["deployment"] = recipe.deployment.model_copy(update={"environments": alike})
+    slurm = {field: getattr(recipe.slurm, field) for field in KEPT_SLURM_FIELDS}
+    changed: dict[str, object] = {"slurm": Slurm(**slurm)}
+    if environments := recipe.deployment.environments:  # parts of a node depend on the real cluster
+        without_sizes = environments.model_copy(update={"cpus": None, "memory": None})
+        changed["deployment"] = recipe.deployment.model_copy(update={"environments": without_sizes})
     return recipe.model_copy(update=changed)
 
 
 def refuse_without_packages() -> None:
-    """Raise UsageError if the command line is installed alone: stand-ins save their versions with safetensors."""
+    """Raise UsageError if safetensors is missing: stand-ins write weights with it."""
     if importlib.util.find_spec("safetensors") is None:
         why = f"stand-ins need the run-time environment, and {sys.executable} has no safetensors"
         fix = "`primeslurm install --cpu --to DIR`, then use `DIR/bin/primeslurm`"
@@ -51,7 +51,7 @@ def refuse_without_packages() -> None:
 
 
 def cluster_for(recipe: Recipe) -> ClusterSpec:
-    """Describe an embedded cluster of exactly the nodes that the recipe asks for. Raises UsageError."""
+    """Return an embedded cluster with exactly the nodes of the recipe. Raises UsageError."""
     spec = _spec(recipe.name)
     requests = resource_requests(recipe, site_of(spec))
     without = sum(request.nodes + request.spares for request in requests if request.role in WITHOUT_GPUS)
@@ -64,8 +64,8 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
 def _spec(run: str) -> ClusterSpec:
     """Return a cluster named `emulate-<run>`.
 
-    A name that is not valid, or too long for Unix sockets below the home directory, is cut and ends with a digest, so
-    that no two runs share a cluster.
+    An invalid name, or one that is too long for Unix sockets below the home directory, is cut and ends with a digest.
+    So no two runs share a cluster.
     """
     name, digest = f"emulate-{run}", f"{zlib.crc32(run.encode()):08x}"
     names = [name] if is_name(name) else []
@@ -75,20 +75,15 @@ def _spec(run: str) -> ClusterSpec:
 
 
 def site_of(spec: ClusterSpec) -> Site:
-    """Describe the site of an embedded cluster that is not up."""
+    """Return the site of an embedded cluster that is not up."""
     return site(spec, LoopbackPlace(0))
 
 
 def refuse_too_large(plan: Plan, available_mib: int | None = None, *, merged: bool = False) -> None:
-    """Refuse an emulated run that does not fit into this machine's memory.
+    """Raise UsageError if an emulated run does not fit into this machine's free memory.
 
-    Args:
-        plan: of the run.
-        available_mib: memory that is free; this machine's if left out.
-        merged: the kernel merges equal pages of its processes.
-
-    Raises:
-        UsageError: the kernel would kill some of its processes.
+    Without this check, the kernel would kill some of its processes. `merged` means that the kernel merges equal memory
+    pages.
     """
     if available_mib is None:
         available_mib = psutil.virtual_memory().available >> 20
@@ -96,25 +91,19 @@ def refuse_too_large(plan: Plan, available_mib: int | None = None, *, merged: bo
     if needed <= available_mib:
         return
     size = f"{count(plan.allocated, 'node')}, {sum(1 for _ in plan.processes())} processes"
-    why = f"stand-ins take about {gib(needed / 1024)} of memory, and {gib(available_mib / 1024)} are free here"
-    fix = f"about {plan.allocated * available_mib // needed} such nodes would fit: fewer nodes, replicas, GPUs a node"
+    why = f"stand-ins need about {gib(needed / 1024)} of memory, and {gib(available_mib / 1024)} are free here"
+    fix = (
+        f"use fewer nodes, replicas or GPUs per node (about {plan.allocated * available_mib // needed} nodes would fit)"
+    )
     raise UsageError([Violation("deployment", size, why, fix)])
 
 
 @contextmanager
 def running(spec: ClusterSpec, *, keep: bool) -> Iterator[Site]:
-    """Start an embedded cluster, and end it with the block. One that was up before is left alone.
+    """Start an embedded cluster, yield its site, and stop it at the end of the block unless `keep` is set.
 
-    Args:
-        spec: the cluster.
-        keep: leave it; after an error it ends in any case.
-
-    Yields:
-        Its site.
-
-    Raises:
-        UsageError: programs are missing, or its directory is in use otherwise.
-        ClusterError: it does not start.
+    A cluster that was already up is never stopped. After an error, a cluster that was started here always is. Raises
+    UsageError if programs are missing or the cluster's directory is in use, and ClusterError if it does not start.
     """
     cluster, started = up(spec)
     try:

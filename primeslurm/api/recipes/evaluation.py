@@ -1,4 +1,4 @@
-"""Evaluation as a job of its own: of a model that a recipe names, or of a policy that a run has published."""
+"""Load a recipe that only evaluates: the model of a recipe, or a published policy of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from primeslurm.recipe.reading.recipe_files import file_or_ready, load_recipe
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.wire.weight_transfer import filesystem
 
+# Overrides that turn any recipe into an evaluation: no training, no teacher.
 TASK = ("task=eval", "teacher=null")
-"""What is changed in any recipe: nothing is trained, and no teacher is asked."""
 
 
 def load_evaluation(
-    what: str,
+    target: str,
     *,
     step: int | None = None,
     runs: Path | None = None,
@@ -30,42 +30,35 @@ def load_evaluation(
     name: str | None = None,
     local: bool = False,
 ) -> LoadedRecipe:
-    """Read the recipe of an evaluation: engines, environments of `evaluation`, and no trainer.
+    """Load the recipe of an evaluation, which has engines and the environments of `evaluation`, but no trainer.
 
-    Args:
-        what: a recipe's file or the name of a ready recipe, whose model is evaluated; else a run, by name or directory.
-        step: of the run, whose published policy is evaluated. Default: the newest.
-        runs: directory of all runs.
-        site: as of `load`.
-        overrides: fields to set, as words `path=value`.
-        name: name of the evaluation's run. Default: that of what is evaluated, with `-eval`.
-        local: as of `load`.
-
-    Raises:
-        UsageError: recipe, site or step are wrong.
-        RunError: there is no such run.
+    `target` is a recipe file or ready recipe, whose model is evaluated; or the name or directory of a run, of which the
+    policy published at `step` (by default the newest) is evaluated. By default, the evaluation is named after recipe or
+    run, with `-eval`. Other arguments are as for `load`. Raises UsageError, and RunError if the run does not exist.
     """
-    source, words = Path(what), (*TASK, *overrides)
-    if not is_dir(runs_directory(runs) / what):
+    source, words = Path(target), (*TASK, *overrides)
+    if not is_dir(runs_directory(runs) / target):
         source = file_or_ready(source)
     if is_file(source) or source.suffix in RECIPES:
         if step is not None:
-            raise UsageError([Violation("--step", str(step), "is of runs, and this is a recipe", "leave it out")])
+            raise UsageError(
+                [Violation("--step", str(step), f"applies to runs only, and {target} is a recipe", "leave it out")]
+            )
         name = name or f"{load_recipe(source, words).name}-eval"
     else:
-        run = find_run(what, runs)
-        source, found = run.path / recipe_record.FILE, _version(run.path, what, step)
-        path = yaml.safe_dump(str(filesystem.version_dir(run.path.resolve(), found)))
-        name, words = name or f"{run.path.name}-eval-{found}", (*TASK, f"model.path={path}", *overrides)
+        run = find_run(target, runs)
+        source, version = run.path / recipe_record.FILE, _version(run.path, target, step)
+        # Overrides are parsed as YAML, in which characters of a path may have a meaning.
+        path = yaml.safe_dump(str(filesystem.version_dir(run.path.resolve(), version)))
+        name, words = name or f"{run.path.name}-eval-{version}", (*TASK, f"model.path={path}", *overrides)
     return load(source, site=site, overrides=words, name=name, local=local)
 
 
 def _version(run_dir: Path, run: str, step: int | None) -> int:
-    """The published version that is asked for."""
-    there = filesystem.published(run_dir)
-    if step in there or (step is None and there):
-        return there[-1] if step is None else step
-    nearest = [f"nearest: {min(there, key=lambda found: abs(found - (step or 0)))}"] if there else []
+    versions = filesystem.published(run_dir)
+    if step in versions or (step is None and versions):
+        return versions[-1] if step is None else step
+    nearest = [f"nearest: {min(versions, key=lambda version: abs(version - (step or 0)))}"] if versions else []
     export = f"or `primeslurm export {run} DIR --step N`, and `eval` of the recipe with --set model.path=DIR"
     why = f"is not among the published policies in {run_dir / 'weights'}"
     raise UsageError([Violation("--step", "newest" if step is None else str(step), why, "; ".join([*nearest, export]))])

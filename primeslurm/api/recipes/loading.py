@@ -1,4 +1,4 @@
-"""From a recipe file to something that can be planned, checked, rendered and submitted."""
+"""Load a recipe file; then plan, check, render or submit it."""
 
 from __future__ import annotations
 
@@ -33,52 +33,48 @@ if TYPE_CHECKING:
     from primeslurm.api.submission import DryRun, Submitted
     from primeslurm.api.testbed import ClusterSpec
 
+# Suffixes that tell a recipe file from the name of a run.
 RECIPES = (".yaml", ".yml")
-"""Endings of recipe files, where a run may be named instead."""
+# Values by dotted path, `{"orchestrator.batch_size": 64}`, or words as for `--set`, `["max_steps=3"]`.
 Overrides = Mapping[str, Any] | Sequence[str]
-"""Values by dotted path, `{"orchestrator.batch_size": 64}`, or words as `--set` takes them, `["max_steps=3"]`."""
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe and the site that it is to run on."""
+    """A valid recipe and its site."""
 
     recipe: Recipe
     site: Site
     source: Path
-    """The recipe's file."""
     local: bool
-    """Run on this machine without Slurm."""
     files: RecipeFiles | None
-    """What is known of the recipe's files; None for an emulated run, which needs none."""
+    """Metadata of the recipe's files; None for an emulated run, which does not need them."""
     cluster: ClusterSpec | None = None
-    """The embedded cluster that an emulated run needs, if it was given no site."""
+    """Embedded cluster of an emulated run without a site."""
     planned: Planned | None = None
-    """What was worked out before its embedded cluster was up."""
+    """Plan that was made before the embedded cluster started."""
     draft: Draft[Recipe] | None = None
-    """The recipe's data, by which a check tells causes from consequences."""
+    """The recipe's raw data, which tells a check the causes of errors from their consequences."""
 
     @property
     def emulated(self) -> bool:
-        """Whether light stand-ins run in place of engines, trainer and environments."""
+        """True if stand-ins replace engines, trainer and environments."""
         return self.files is None
 
     def plan(self) -> Plan:
-        """Work out which node does what, with findings and, where the model is known, an estimate of memory.
+        """Assign nodes and processes. The plan has findings and, if the model is known, a memory estimate.
 
-        Neither Slurm nor the model's files are needed: what is missing is among the findings.
-
-        Raises:
-            UsageError: the recipe cannot be placed on this site; every reason at once.
+        Neither Slurm nor the model's files are needed; missing files are findings. Raises UsageError with all reasons
+        if the recipe cannot be placed on this site.
         """
         return self.resolve().plan
 
     def resolve(self) -> Planned:
-        """Work out the plan, and the recipe with everything filled in that it leaves open; raises as `plan` does."""
+        """Return the plan, and the recipe with all defaults filled in. Raises as `plan`."""
         return self.to_run() if self.files is None else self._examined(environments=False).refuse()
 
     def to_run(self) -> Planned:
-        """Work out what is to run, and try it as far as it can be here. Raises UsageError for what cannot be used."""
+        """Plan the recipe, and also load its environments. Raises UsageError as `submit`."""
         if self.planned is not None:
             return self.planned
         if self.files is None:
@@ -87,13 +83,7 @@ class LoadedRecipe:
         return self._examined().refuse()
 
     def check(self, *, slurm: bool = True) -> Check:
-        """Say everything that is wrong or doubtful: placement, compatibility, memory, files, and what Slurm says.
-
-        It raises nothing for what it finds.
-
-        Args:
-            slurm: ask Slurm, if it answers.
-        """
+        """Return all findings about placement, memory and files, and, with `slurm`, Slurm's objections."""
         if self.files is not None:
             return self._examined(ask=self._ask_slurm if slurm else ask_nobody).check()
         try:
@@ -112,18 +102,13 @@ class LoadedRecipe:
         return examine(recipe, site, local=self.local, environments=environments, ask=ask, files=self.files)
 
     def _ask_slurm(self, plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
-        """Ask Slurm, unless the run has none or its cluster is not up yet."""
         from primeslurm.api import submission
 
-        asked = plans[0].executor == "slurm" and self.cluster is None
-        return submission.ask_slurm(plans, self.site.slurm_conf, whole=whole) if asked else SlurmAnswer()
+        applies = plans[0].executor == "slurm" and self.cluster is None
+        return submission.ask_slurm(plans, self.site.slurm_conf, whole=whole) if applies else SlurmAnswer()
 
     def render(self) -> str:
-        """Render the batch script, byte for byte as it would be submitted.
-
-        Raises:
-            UsageError: the recipe cannot be placed, or contradicts itself.
-        """
+        """Return the batch script exactly as `submit` passes it to Slurm. Raises UsageError."""
         from primeslurm.slurm.render import render
 
         plan = self.plan()
@@ -131,26 +116,19 @@ class LoadedRecipe:
         return render(plan)
 
     def dry_run(self, *, slurm: bool = True) -> DryRun:
-        """Do all that `submit` does before it writes anything.
+        """Make all checks of `submit`, and write nothing. Checks that are impossible here are listed as such.
 
-        What could not be asked, or is missing here, is said and is no failure.
-
-        Args:
-            slurm: ask Slurm, if it answers.
-
-        Raises:
-            UsageError: `submit` would refuse this anywhere; every reason at once.
+        Raises UsageError with all reasons why `submit` would refuse the recipe on any machine.
         """
         from primeslurm.api import submission
 
         return submission.dry_run(self.plan(), self.site.slurm_conf, ask=slurm and self.cluster is None)
 
     def submit(self) -> Run:
-        """Make the run directory and submit the job. An emulated run's cluster is started first, and stays.
+        """Create the run directory and submit the job. An emulated run's cluster is started first, and stays up.
 
-        Raises:
-            UsageError: something is wrong with the recipe, its files or its name; every reason at once.
-            ClusterError: Slurm refused the job or did not answer. Nothing is left of the run then.
+        Raises UsageError with all reasons if the recipe, its files or its name are wrong. Raises ClusterError if Slurm
+        refused the job or did not answer; the run directory is then removed.
         """
         from primeslurm.api.runs.run import Run
 
@@ -158,29 +136,24 @@ class LoadedRecipe:
             return Run(Path(ready.start().plan.run_dir))
 
     def start(self) -> Submitted:
-        """Make the run directory and submit the job, on a cluster that is up. Raises as `submit`."""
+        """Submit the job to a cluster that is up. Raises as `submit`."""
         from primeslurm.api import submission
 
         def ask(plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
             return SlurmAnswer() if whole else self._ask_slurm(plans, whole)  # the submission itself asks for the whole
 
-        known = self.planned is not None or self.files is None
-        planned = self.to_run() if known else self._examined(ask=ask).refuse()
+        final = self.planned is not None or self.files is None
+        planned = self.to_run() if final else self._examined(ask=ask).refuse()
         return submission.submit(planned, self.source, self.site.slurm_conf)
 
     @contextmanager
     def on_cluster(
         self, *, keep: bool = False, starting: Callable[[ClusterSpec], None] = lambda _: None
     ) -> Iterator[LoadedRecipe]:
-        """Start the embedded cluster that an emulated run needs, if any; yields the same recipe on its site.
+        """Start the embedded cluster of an emulated run, if it needs one, and yield the recipe on the cluster's site.
 
-        Args:
-            keep: leave the cluster when the block ends without an error.
-            starting: is called before the cluster starts, once nothing that is known speaks against the run.
-
-        Raises:
-            UsageError: `submit` would refuse the recipe.
-            ClusterError: the cluster does not start.
+        `starting` is called before the cluster starts, after all other checks. With `keep`, the cluster stays up when
+        the block ends without an error. Raises UsageError if `submit` would refuse the recipe, and ClusterError.
         """
         if self.cluster is None:
             yield self
@@ -188,11 +161,13 @@ class LoadedRecipe:
         from primeslurm.api import submission
         from primeslurm.api.recipes import emulation
 
+        # Refuse the run before the cluster starts, which takes longer than all checks.
         planned = self.to_run()
         submission.refuse_unfit(planned.plan)
         emulation.refuse_too_large(planned.plan, merged=self.cluster.merge_pages)
         starting(self.cluster)
         with emulation.running(self.cluster, keep=keep) as site:
+            # The cluster's addresses are known only now. Nothing else of the plan changes.
             placed = planned.listening_at(site.network.addresses)
             yield replace(self, site=with_python(site), cluster=None, planned=placed)
 
@@ -206,28 +181,31 @@ def load(
     local: bool = False,
     emulate: bool = False,
 ) -> LoadedRecipe:
-    """Read and validate a recipe and the site that it is for.
+    """Read and validate a recipe and its site.
 
     Args:
-        recipe: its YAML file, or the bare name of a ready recipe.
+        recipe: a YAML file, or the name of a ready recipe.
         site: a site file; by default ./site.yaml or ~/.primeslurm/site.yaml.
-        overrides: fields to set, as a mapping of dotted paths to values or as words `path=value`.
-        name: name of the run in place of the recipe's.
+        overrides: fields to change, see `Overrides`.
+        name: name of the run; by default the recipe's.
         local: run on this machine without Slurm.
-        emulate: run the whole job with light stand-ins, on an embedded cluster unless a site is given.
+        emulate: replace engines, trainer and environments by stand-ins. Without a site, they run on an
+            embedded cluster.
 
     Raises:
-        UsageError: recipe or site are wrong; everything that is, at once.
+        UsageError: the recipe or the site is wrong; with all reasons.
     """
     site_file, words = Path(site) if site is not None else None, _words(overrides)
     if emulate:
         return _load_emulated(find_recipe(Path(recipe)), site_file, words, name, local)
-    where = draft_site(site_file, local=local)
-    source = _find_source(recipe, where)
-    asked = read_recipe(source, words, name)
-    if asked.value is None or where.value is None:
-        raise UsageError(examine(asked, where, local=local, environments=False).errors)
-    return LoadedRecipe(asked.value, with_python(where.value), source, local, look_at_files(asked.value), draft=asked)
+    site_draft = draft_site(site_file, local=local)
+    source = _find_source(recipe, site_draft)
+    draft = read_recipe(source, words, name)
+    if draft.value is None or site_draft.value is None:
+        raise UsageError(examine(draft, site_draft, local=local, environments=False).errors)
+    return LoadedRecipe(
+        draft.value, with_python(site_draft.value), source, local, look_at_files(draft.value), draft=draft
+    )
 
 
 def check(
@@ -239,56 +217,52 @@ def check(
     local: bool = False,
     slurm: bool = True,
 ) -> Check:
-    """Say everything that is wrong or doubtful about a recipe, although it cannot be loaded.
-
-    Arguments are those of `load` and `LoadedRecipe.check`. It raises nothing for what it finds.
-    """
+    """Return all findings about a recipe, even if it cannot be loaded. Arguments are as for `load`."""
     from primeslurm.api import submission
 
-    where = draft_site(Path(site) if site is not None else None, local=local)
+    site_draft = draft_site(Path(site) if site is not None else None, local=local)
     try:
-        source = _find_source(recipe, where)
+        source = _find_source(recipe, site_draft)
     except UsageError as error:
         return Check(None, tuple(as_findings(error.violations, "error")))
-    asked = read_recipe(source, _words(overrides), name)
-    conf = where.value.slurm_conf if where.value else None
+    draft = read_recipe(source, _words(overrides), name)
+    conf = site_draft.value.slurm_conf if site_draft.value else None
 
     def ask(plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
         return submission.ask_slurm(plans, conf, whole=whole)
 
-    return examine(asked, where, local=local, ask=ask if slurm else ask_nobody).check()
+    return examine(draft, site_draft, local=local, ask=ask if slurm else ask_nobody).check()
 
 
-def _find_source(recipe: str | Path, where: Draft[Site]) -> Path:
-    """Find the file of a recipe. Raises UsageError, also with what is wrong with the site, if there is none."""
+def _find_source(recipe: str | Path, site_draft: Draft[Site]) -> Path:
+    """Return the recipe file. Raises UsageError, which then also has the errors of the site."""
     try:
         return find_recipe(Path(recipe))
     except UsageError as error:
-        raise UsageError([*error.violations, *where.violations]) from None
+        raise UsageError([*error.violations, *site_draft.violations]) from None
 
 
 def _load_emulated(
     source: Path, site_file: Path | None, words: Sequence[str], name: str | None, local: bool
 ) -> LoadedRecipe:
     if local:
-        why = "an emulated run is a real Slurm job, on an embedded cluster"
+        why = "an emulated run is a Slurm job on an embedded cluster"
         raise UsageError([Violation("--local", "", why, "leave it out")])
     from primeslurm.api.recipes import emulation
 
-    asked = read_recipe(source, words, name)
-    where = draft_site(site_file) if site_file is not None else None
-    if problems := [*asked.violations, *(where.violations if where else ())]:
+    draft = read_recipe(source, words, name)
+    site_draft = draft_site(site_file) if site_file is not None else None
+    if problems := [*draft.violations, *(site_draft.violations if site_draft else ())]:
         raise UsageError(problems)
-    recipe = emulation.for_emulation(asked.valid_value())
-    if where is not None:
-        return LoadedRecipe(recipe, with_python(where.valid_value()), source, False, None, draft=asked)
+    recipe = emulation.for_emulation(draft.valid_value())
+    if site_draft is not None:
+        return LoadedRecipe(recipe, with_python(site_draft.valid_value()), source, False, None, draft=draft)
     emulation.refuse_without_packages()
     spec = emulation.cluster_for(recipe)
-    return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec, draft=asked)
+    return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec, draft=draft)
 
 
 def _words(overrides: Overrides) -> Sequence[str]:
-    """Overrides as `--set` takes them."""
     if not isinstance(overrides, Mapping):
         return overrides
     return [f"{path}={yaml.safe_dump(value, default_flow_style=True)}" for path, value in overrides.items()]

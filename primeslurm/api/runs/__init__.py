@@ -1,1 +1,1 @@
-"""A run after its submission: status, cancel, resume, logs, attach, export."""
+"""Status, logs, export and other functions of submitted runs."""

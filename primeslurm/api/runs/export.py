@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face model, and conversion of quantised models to bfloat16."""
+"""Export checkpoints as Hugging Face models, and convert quantized models to bfloat16."""
 
 from __future__ import annotations
 
@@ -20,19 +20,11 @@ from primeslurm.wire.stored import checkpoints
 
 
 def export(run: Run, directory: Path, step: int | None = None) -> Path:
-    """Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU.
+    """Write a checkpoint of a run (by default the newest) as a Hugging Face model, with config and tokenizer.
 
-    Args:
-        run: the run.
-        directory: target directory, created with its parents. It must not exist.
-        step: a committed step; the newest by default.
-
-    Returns:
-        The directory as an absolute path.
-
-    Raises:
-        UsageError: there is no such step, or the directory cannot be created.
-        RunError: the checkpoint is damaged, or cannot be converted.
+    No GPU is needed. `directory` is created; its absolute path is returned. Raises UsageError if the step does not
+    exist, or the directory exists or cannot be created, and RunError if the checkpoint is damaged or cannot be
+    converted.
     """
     target = expanded(directory).absolute()
     problems = _problems(run, step, target)
@@ -55,7 +47,7 @@ def _problems(run: Run, step: int | None, target: Path) -> list[Violation]:
         problems.append(Violation("RUN", run.name, "has no committed checkpoint"))
     elif step is not None and step not in steps:
         nearest = min(steps, key=lambda committed: abs(committed - step))
-        problems.append(Violation("--step", str(step), "is no committed step", f"nearest: {nearest}"))
+        problems.append(Violation("--step", str(step), "is not a committed step", f"nearest: {nearest}"))
     return [*problems, *_no_place(target)]
 
 
@@ -69,12 +61,12 @@ def _make_parent(target: Path) -> None:
 
 def _no_place(target: Path) -> list[Violation]:
     if os.path.lexists(target):
-        return [Violation("DIR", str(target), "exists already")]
+        return [Violation("DIR", str(target), "already exists")]
     return []
 
 
 def _run(argv: list[str], progress: Callable[[str], None] | None = None) -> None:
-    """Run a trainer command without GPUs, and pass its stderr to `progress`. Raises RunError with its last line."""
+    """Run a trainer command without GPUs, and pass its stderr to `progress`. Raises RunError with the last line."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     last = ""
     with subprocess.Popen(
@@ -90,17 +82,14 @@ def _run(argv: list[str], progress: Callable[[str], None] | None = None) -> None
 
 
 def convert(model: str, directory: Path, progress: Callable[[str], None] | None = None) -> Path:
-    """Convert an INT4, MXFP4 or block-scale FP8 checkpoint to bfloat16. It needs no GPU.
+    """Convert an INT4, MXFP4 or block-scale FP8 checkpoint to bfloat16, which engines load in RL. No GPU is needed.
 
-    RL needs this because engines load bfloat16 weights. A conversion that was killed continues with the next file.
+    A repeated conversion continues after the last finished file. `progress` is called with lines that count the files.
 
     Args:
         model: a directory, or a hub id in the Hugging Face cache.
-        directory: target directory, created with its parents. It must not exist.
-        progress: called with the number of finished files.
-
-    Returns:
-        The directory as an absolute path.
+        directory: directory to create, whose absolute path is returned.
+        progress: called with lines that count the finished files.
 
     Raises:
         UsageError: the model does not exist or has another format, or the directory cannot be created.
@@ -128,5 +117,5 @@ def _unconvertible(model: str, source: Path | None) -> list[Violation]:
     if four_bit_format(stored) or is_block_fp8(stored):
         return []
     how = storage_format(stored)
-    why = f"is stored in {how}, in a format that is not read" if how else "is not quantised: it can be used as it is"
+    why = f"is stored in {how}, which cannot be converted" if how else "is not quantised: it can be used as it is"
     return [Violation("MODEL", model, why, "INT4 of compressed-tensors, MXFP4, or FP8 in blocks of 128 x 128")]

@@ -1,4 +1,4 @@
-"""Logs of a run's processes: selection, and reading while they grow."""
+"""Select the logs of a run's processes, and read them while they grow."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.run.directory import Attempt
 
+# Size of the block that is read first at the end of a log. It doubles until it contains enough lines.
 BLOCK_BYTES = 64 * 1024
-"""First block read from the end of a log. The size doubles until it contains enough lines."""
 
 
 def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
-    """Return the logs of a role or process, or all logs if `role` is None.
+    """Return the logs of a role or process; all logs for None.
 
-    Raises:
-        UsageError: there is no such log; the text has the nearest name.
-        RunError: the attempt has no logs.
+    Raises UsageError with the nearest name if there is no such log, and RunError if the attempt has no logs.
     """
     if picked := logs_of(attempt, role):
         return picked
@@ -30,33 +28,30 @@ def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
     if not logs:
         raise RunError(f"no process of attempt {attempt.number} of {run} has a log")
     valid = sorted({log.parent.name for log in logs} | {log.stem for log in logs})
-    raise UsageError([Violation("PROCESS", str(role), "no such log", suggestion(str(role), valid))])
+    raise UsageError(
+        [Violation("PROCESS", str(role), "is neither a role nor a process with a log", suggestion(str(role), valid))]
+    )
 
 
 def logs_of(attempt: Attempt, role: str | None) -> list[Path]:
-    """Return the existing logs of a role or process, or all logs if `role` is None."""
     logs = files.files_below(attempt.path / "logs", "*.log")
     return [file for file in logs if role is None or role in (file.stem, file.parent.name)]
 
 
 class Tail:
-    """Reads new lines of several logs, without incomplete lines.
-
-    Args:
-        pick: returns the logs. Logs may appear, grow and disappear.
-        lines: number of last lines of each log that `first` returns.
-    """
+    """Reads new, complete lines of several logs. Logs that `pick` returns may appear, grow and disappear."""
 
     def __init__(self, pick: Callable[[], Iterable[Path]], lines: int) -> None:
         self._pick, self._lines = pick, lines
         self._offsets: dict[Path, int] = {}
 
     def first(self) -> Iterator[tuple[Path, str]]:
-        """Yield (log, line) for the last lines of each log."""
+        """Yield (log, line) for the last `lines` lines of each log."""
         for path in self._pick():
             with contextlib.suppress(OSError), path.open("rb") as handle:
                 end = handle.seek(0, os.SEEK_END)
                 lines = self._last_lines(handle, end)
+                # `more` returns an incomplete line when it is complete.
                 if lines and not lines[-1].endswith(b"\n"):
                     end -= len(lines.pop())
                 self._offsets[path] = end
@@ -65,6 +60,7 @@ class Tail:
     def more(self, ended: bool = False) -> Iterator[tuple[Path, str]]:
         """Yield (log, line) for lines written since the last call; with `ended`, also an incomplete last line."""
         for path in self._pick():
+            # A log that is new since the last call is read from its beginning.
             offset = self._offsets.get(path, 0)
             with contextlib.suppress(OSError), path.open("rb") as handle:
                 handle.seek(offset)

@@ -1,4 +1,4 @@
-"""`Run`: status, wait, cancel, resume, summary and diagnosis of a submitted run; and the search for runs."""
+"""`Run`: status, cancel, resume, summary and diagnosis of a submitted run. `find_run` finds runs by name."""
 
 from __future__ import annotations
 
@@ -26,27 +26,25 @@ if TYPE_CHECKING:
     from primeslurm.run.diagnosis.doctor import Diagnosis
     from primeslurm.run.status.summary import Summary
 
+# Seconds from the cancel request to scancel if the head does not react. An agent gives its processes 15 s.
 CANCEL_GRACE_S = 45.0
-"""Seconds from the cancel request to scancel if the head does not react. An agent gives its processes 15 s."""
+# The same while the head waits for a last checkpoint, which may take 300 s.
 CHECKPOINT_GRACE_S = 390.0
-"""The same while the head waits for a last checkpoint, which may take 300 s."""
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, identified by its directory. Every call reads the directory again."""
+    """A run, identified by its directory. Each method reads the directory again."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.path.name
 
     @property
     def directory(self) -> RunDirectory:
-        """The files of the run."""
         return RunDirectory(self.path)
 
     def plan(self) -> Plan:
@@ -54,7 +52,7 @@ class Run:
         return self.directory.latest().plan()
 
     def attempt(self, number: int | None = None) -> Attempt:
-        """Return an attempt by number, or the newest. Raises UsageError, or RunError if there is none."""
+        """Return an attempt; the newest for None. Raises UsageError if it does not exist, RunError if there is none."""
         newest = self.directory.latest()
         if number is None:
             return newest
@@ -65,15 +63,10 @@ class Run:
         return attempts[number]
 
     def status(self, *, processes: bool = False, if_silent: OnNoAnswer | None = None) -> RunStatus:
-        """Return the status of the run.
+        """Return the status of the run; with `processes`, also the status of each process.
 
-        Args:
-            processes: list every process.
-            if_silent: called instead of an error if Slurm does not answer. The phase may be `silent` then.
-
-        Raises:
-            RunError: records of the run are damaged, or come from another release.
-            ClusterError: the status depends on Slurm, and Slurm does not answer.
+        If Slurm does not answer, `if_silent` is called, and the phase may be `silent`. Without it, ClusterError is
+        raised. Raises RunError if records of the run are damaged, or come from another release.
         """
         with reading(self):
             state, find_causes, find_obstacles = queries(self.directory, if_silent)
@@ -84,12 +77,7 @@ class Run:
     def watch(self, *, poll_s: float = 1.0, if_silent: OnNoAnswer | None = None) -> Iterator[RunStatus]:
         """Yield the status every `poll_s` seconds until the run has ended.
 
-        Args:
-            poll_s: seconds between two reads.
-            if_silent: called if Slurm does not answer after the first status.
-
-        Raises:
-            RunError, ClusterError: as `status`; ClusterError only for the first status.
+        If Slurm does not answer after the first status, `if_silent` is called. Raises as `status`.
         """
         current = self.status()
         yield current
@@ -106,9 +94,8 @@ class Run:
     def wait(self, *, timeout_s: float | None = None, poll_s: float = 1.0) -> RunStatus:
         """Wait until the run has ended, and return its last status; `phase` says how it ended.
 
-        Raises:
-            TimeoutError: the run has not ended after `timeout_s` seconds. It continues.
-            RunError, ClusterError: as `status`; ClusterError only for the first status.
+        Raises TimeoutError if the run has not ended after `timeout_s` seconds; it continues. Otherwise raises as
+        `watch`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         status = self.status()
@@ -121,15 +108,10 @@ class Run:
         return status
 
     def cancel(self, *, now: bool = False, if_silent: OnNoAnswer | None = None) -> bool:
-        """End the run and its job after a last checkpoint. Returns False if the run had already ended.
+        """End the run and its job, after a last checkpoint unless `now` is set. Return False if it had already ended.
 
-        Args:
-            now: end without a last checkpoint. Committed checkpoints stay.
-            if_silent: as for `status`.
-
-        Raises:
-            UsageError: the directory was copied or moved.
-            RunError, ClusterError: as `status`; ClusterError also if sbatch has not returned the job's id yet.
+        Raises UsageError if the directory was copied or moved, ClusterError also if sbatch has not returned the job's
+        id yet, and otherwise as `status`.
         """
         self._refuse_if_displaced()
         query = job_query(self.directory, if_silent)
@@ -165,18 +147,16 @@ class Run:
         return job
 
     def resume(self) -> Run:
-        """Submit a new attempt that continues from the last committed step. Returns this run.
+        """Submit a new attempt that continues from the last committed step, and return this run.
 
-        Raises:
-            UsageError: the run is active or completed, or its directory was copied or moved.
-            ClusterError: Slurm refused the job or did not answer.
-            RunError: records of the run are damaged.
+        Raises UsageError if the run is active or completed, or its directory was copied or moved; ClusterError if Slurm
+        refused the job or did not answer; RunError if records are damaged.
         """
         self.start_again()
         return self
 
     def start_again(self) -> Submitted:
-        """Resume as `resume` does, and return the submitted attempt."""
+        """Resume the run, and return the submitted attempt."""
         from primeslurm.api import submission
 
         self._refuse_if_displaced()
@@ -201,16 +181,10 @@ class Run:
     def diagnose(
         self, attempt: int | None = None, *, max_kl: float | None = None, if_silent: OnNoAnswer | None = None
     ) -> Diagnosis:
-        """Return the first failure of an attempt, later events, known causes, and whether the run is valid.
+        """Return the first failure of an attempt (by default the newest), later events, known causes and validity.
 
-        Args:
-            attempt: number of the attempt; the newest by default.
-            max_kl: largest valid KL between trainer and engines.
-            if_silent: as for `status`.
-
-        Raises:
-            UsageError: there is no such attempt.
-            RunError, ClusterError: as `status`.
+        `max_kl` is the largest valid KL between trainer and engines. Raises UsageError if the attempt does not exist;
+        RunError and ClusterError as `status`.
         """
         from primeslurm.run.diagnosis.doctor import diagnose
         from primeslurm.run.diagnosis.validity import MAX_KL
@@ -235,14 +209,9 @@ def _cancel_grace_s(attempt: Attempt) -> float:
 
 
 def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
-    """Find a run by its name or directory.
+    """Return a run by its name or directory. By default, the site file's directory of runs and ./runs are searched.
 
-    Args:
-        name: the run's name, or its directory.
-        runs: directory of all runs. By default, the site file's directory and ./runs are searched.
-
-    Raises:
-        RunError: there is no such run (the text has the nearest name), or the run is damaged.
+    Raises RunError if the run does not exist (the text has the nearest name), or is damaged.
     """
     root = runs_directory(runs)
     roots = dict.fromkeys((root, root if runs is not None else Path("runs")))
@@ -267,7 +236,7 @@ def all_runs(runs: str | Path | None = None) -> list[Run]:
 @contextlib.contextmanager
 def reading(run: Run) -> Iterator[None]:
     """Turn errors from damaged records of a run into RunError."""
-    # Records are read without full validation, so a damaged file, or one of another release, may raise any of these.
+    # Records are read without full validation, so a damaged file, or one of another release, may raise any error.
     try:
         yield
     except OSError as error:

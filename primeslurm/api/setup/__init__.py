@@ -1,1 +1,1 @@
-"""What a user does before the first run: install, describe the cluster, choose a recipe."""
+"""Steps before the first run: install, describe the cluster, choose a recipe."""

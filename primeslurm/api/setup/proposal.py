@@ -1,4 +1,4 @@
-"""What a first site file says about a cluster: partitions that this user may use, and what their nodes have. Pure."""
+"""Choose the partitions of a first site file from the facts that Slurm gives. Pure."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from primeslurm.slurm.cluster_fit import ClusterFacts
 from primeslurm.slurm.partitions import Partition, PartitionNode, is_broken, parse_gres
 
 GPU_GRES = "gpu"
+# Nodes have a RealMemory of 1 MiB if slurm.conf does not set it.
 _UNSET_MEMORY_MIB = 1024
-"""RealMemory of nodes is 1 MiB where slurm.conf does not set it."""
 
 
 @dataclass(frozen=True)
 class PartitionOffer:
-    """A partition that this user may use, and the nodes of one kind in it."""
+    """Equal nodes of a partition that this user may use."""
 
     partition: str
     nodes: int
     gpus: int
     """Per node; 0 for a CPU partition."""
     gres: str
-    """Name of the generic resource, with the type of GPU if Slurm knows it."""
+    """Generic resource to request, with the type of GPU if Slurm knows it."""
     cpus: int
     memory_gib: int | None
     """Per node. None: slurm.conf does not set it."""
     max_minutes: int | None
     """Longest job. None: no limit."""
     account: str
-    """That may use the partition; empty if Slurm does not ask for accounts."""
+    """Account for jobs; empty if Slurm does not require accounts."""
     qos: str
-    """To name in a job; empty if the default is fine."""
+    """QOS for jobs; empty if the default can be used."""
 
     @property
     def size(self) -> tuple[int, int, float]:
-        """By which offers are compared: more GPUs, more cores, longer jobs."""
+        """Sort key: more GPUs, more cores, longer jobs."""
         longest = float("inf") if self.max_minutes is None else self.max_minutes
         return self.nodes * self.gpus, self.nodes * self.cpus, longest
 
@@ -50,28 +50,22 @@ class PartitionOffer:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was found on a cluster."""
+    """Partitions, accounts and QOS of this user."""
 
     gpu: PartitionOffer | None
     """The largest partition with GPUs."""
     cpu: PartitionOffer | None
-    """The largest partition without GPUs for other components of the same job."""
+    """The largest partition without GPUs whose nodes can be in the same job."""
     offers: tuple[PartitionOffer, ...]
-    """All of them, the largest first."""
+    """All partitions, the largest first."""
     refused: tuple[str, ...]
     """Partitions that this user may not use now."""
     accounts: tuple[str, ...]
-    """Accounts of this user."""
     qos_names: tuple[str, ...]
-    """QOS that this user may name."""
 
 
 def propose(facts: ClusterFacts) -> Proposal:
-    """Choose partitions for a first site file.
-
-    Args:
-        facts: what Slurm says about itself and this user.
-    """
+    """Choose the partitions of a first site file."""
     offers: list[PartitionOffer] = []
     for partition in facts.partitions.values():
         offers += _offers(partition, facts)
@@ -89,12 +83,11 @@ def propose(facts: ClusterFacts) -> Proposal:
 
 
 def _goes_with(cpu: PartitionOffer, gpu: PartitionOffer) -> bool:
-    """Whether one job can have both. Nodes of one partition are told apart by GPUs only, and a job has one account."""
     return not cpu.gpus and cpu.partition != gpu.partition and (cpu.account, cpu.qos) == (gpu.account, gpu.qos)
 
 
 def _offers(partition: Partition, facts: ClusterFacts) -> Iterator[PartitionOffer]:
-    """What the partition's most frequent nodes with GPUs, and without, offer this user."""
+    """Return the most frequent kind of node with GPUs, and without, that this user may use in a partition."""
     right = _right_to_use(partition, facts)
     if right is None:
         return
@@ -120,7 +113,7 @@ def _offers(partition: Partition, facts: ClusterFacts) -> Iterator[PartitionOffe
 
 
 def gpus_of(node: PartitionNode) -> tuple[int, str]:
-    """Return how many GPUs of its most frequent type a node has, and the name to ask for them."""
+    """Return the number of GPUs of a node's most frequent type, and the generic resource to request."""
     gpus = [each for each in parse_gres(node.gres) if each.name == GPU_GRES]
     if not gpus:
         return 0, GPU_GRES
@@ -129,15 +122,15 @@ def gpus_of(node: PartitionNode) -> tuple[int, str]:
 
 
 def _most_frequent(nodes: Iterable[PartitionNode]) -> list[PartitionNode]:
-    found = list(nodes)
-    if not found:
+    candidates = list(nodes)
+    if not candidates:
         return []
-    ((kind, _),) = Counter(map(gpus_of, found)).most_common(1)
-    return [node for node in found if gpus_of(node) == kind]
+    ((kind, _),) = Counter(map(gpus_of, candidates)).most_common(1)
+    return [node for node in candidates if gpus_of(node) == kind]
 
 
 def _right_to_use(partition: Partition, facts: ClusterFacts) -> tuple[str, str, int | None] | None:
-    """Account, QOS and longest time [min] of jobs of this user in a partition; None if it takes none of them."""
+    """Return account, QOS and time limit [min] of this user's jobs in a partition; None if it accepts none."""
     if partition.state != "UP" or partition.needs_reservation:
         return None
     closed = partition.root_only or (partition.groups is not None and not (facts.groups or set()) & partition.groups)
@@ -163,6 +156,5 @@ def _right_to_use(partition: Partition, facts: ClusterFacts) -> tuple[str, str, 
 
 
 def _qos_to_try(association: Association) -> list[str]:
-    """The default QOS, then all others."""
     default = association.default_qos
     return list(dict.fromkeys([*([default] if default else []), *sorted(association.qos_names)])) or [""]

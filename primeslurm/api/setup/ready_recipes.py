@@ -1,4 +1,4 @@
-"""The ready recipes that ship with the package: list them, and copy one."""
+"""List and copy the ready recipes that ship with the package."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ReadyRecipe:
     purpose: str
     """One line, from the comment at the top of the file."""
     nodes: int
-    """Nodes on the example site, with spares."""
+    """Number of nodes on the example site, including spares."""
     gpus: int
     path: Path
 
 
 def list_recipes() -> list[ReadyRecipe]:
-    """Return the ready recipes, ordered by the number of GPUs that they use."""
+    """Return the ready recipes, ordered by number of GPUs."""
     site = load_site(shipped("sites") / "h200.yaml")
     ready = []
     for name, path in ready_recipes().items():
@@ -41,7 +41,7 @@ def list_recipes() -> list[ReadyRecipe]:
 
 
 def purpose_of(text: str) -> str:
-    """Return the first statement of the comment at the top of a recipe."""
+    """Return the first sentence of the comment at the top of a recipe."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -53,7 +53,6 @@ def purpose_of(text: str) -> str:
 
 
 def ready_recipe(name: str) -> Path:
-    """Return the file of a ready recipe. Raises UsageError if there is none of this name."""
     ready = ready_recipes()
     path = ready.get(name.removesuffix(".yaml"))
     if path is None:
@@ -64,19 +63,14 @@ def ready_recipe(name: str) -> Path:
 
 
 def recipe_text(name: str) -> str:
-    """Return the text of a ready recipe. Raises UsageError if there is none of this name."""
+    """Return the text of a ready recipe. Raises UsageError if it does not exist."""
     return files.read_text(ready_recipe(name))
 
 
 def copy_recipe(name: str, destination: Path | None = None) -> Path:
-    """Copy a ready recipe. A recipe that extends another one finds it among the ready ones.
+    """Copy a ready recipe to a new file or an existing directory; by default to NAME.yaml in the working directory.
 
-    Args:
-        name: of the ready recipe.
-        destination: a new file, or an existing directory. Default: NAME.yaml in the working directory.
-
-    Raises:
-        UsageError: there is no such recipe, or the file exists.
+    Raises UsageError if the recipe does not exist, or the file does.
     """
     target = destination or Path()
     if is_dir(target):
@@ -86,11 +80,7 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
 
 
 def write_new(texts: dict[Path, str]) -> None:
-    """Write files that must not exist. If one exists, none is written.
-
-    Raises:
-        UsageError: files exist, or their directory does not; every one of them. Or a file cannot be written.
-    """
+    """Write new files. If one of them exists, or a directory does not, none is written. Raises UsageError."""
     problems = [
         Violation(str(path), "", "already exists", "it is never overwritten; move it, or choose another name")
         for path in texts

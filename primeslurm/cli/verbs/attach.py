@@ -1,4 +1,4 @@
-"""The verb that opens a shell next to a process: attach."""
+"""The verb `attach`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def attach(
         primeslurm attach my-run decode-r0-3
         primeslurm attach my-run trainer-rank-0 -- nvidia-smi
     """
-    wanted = command or [os.environ.get("SHELL", "/bin/bash")]
-    found = attachment(find_run(run, runs), target, wanted, terminal=sys.stdin.isatty() and sys.stdout.isatty())
-    note(f"{found.process or 'agent'} on {found.host}")
+    argv = command or [os.environ.get("SHELL", "/bin/bash")]
+    shell = attachment(find_run(run, runs), target, argv, terminal=sys.stdin.isatty() and sys.stdout.isatty())
+    note(f"{shell.process or 'agent'} on {shell.host}")
+    # The shell replaces this process, so it gets all signals, and its exit code is that of the command.
     sys.stdout.flush()
     try:
-        os.execvpe(found.argv[0], found.argv, found.environment)
+        os.execvpe(shell.argv[0], shell.argv, shell.environment)
     except OSError as error:
-        raise RunError(f"{found.argv[0]}: {error.strerror}") from None
+        raise RunError(f"{shell.argv[0]}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""`primeslurm cluster`: the embedded Slurm cluster. Results on stdout, everything else on stderr."""
+"""The verb `cluster`: an embedded Slurm cluster."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def status_command(
         primeslurm cluster status --name demo-4711
     """
     if name or directory:
-        found = [find_cluster(name or "local", directory).status()]
+        statuses = [find_cluster(name or "local", directory).status()]
     else:
-        found = [cluster.status() for cluster in find_clusters()]
+        statuses = [cluster.status() for cluster in find_clusters()]
     if as_json:
-        fields = [_fields(status) for status in found]
+        fields = [_fields(status) for status in statuses]
         content = fields[0] if name or directory else {"clusters": fields}
         typer.echo(json.dumps({"schema_version": 1, **content}, indent=2))
-    elif found:
-        typer.echo("\n\n".join(_as_text(status) for status in found))
+    elif statuses:
+        typer.echo("\n\n".join(_as_text(status) for status in statuses))
     else:
         note("this user has no embedded cluster in ~/.primeslurm/clusters; `primeslurm cluster up` starts one")
-    if not found or not all(status.up for status in found):
+    if not statuses or not all(status.up for status in statuses):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -1,4 +1,4 @@
-"""The verb that compares: diff."""
+"""The verb `diff`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def diff_(
         primeslurm diff recipes/glm5_pd.yaml recipes/glm5_r3.yaml
         primeslurm diff my-run my.yaml --all
     """
-    found = compare(a, b, site=site, runs=runs, local=local)
+    comparison = compare(a, b, site=site, runs=runs, local=local)
     if as_json:
-        print_json(msgspec.to_builtins([*found.recipe, *found.plan]))
-    elif found.same:
+        print_json(msgspec.to_builtins([*comparison.recipe, *comparison.plan]))
+    elif comparison.same:
         note("no difference")
     else:
-        show_comparison(Path(a).name, Path(b).name, found, every=every)
-    if not found.same:
+        show_comparison(Path(a).name, Path(b).name, comparison, every=every)
+    if not comparison.same:
         raise typer.Exit(ExitCode.FAILED)

@@ -1,4 +1,4 @@
-"""The verb that finds out what is wrong: doctor."""
+"""The verb `doctor`."""
 
 from __future__ import annotations
 
@@ -47,19 +47,21 @@ def doctor(
     """
     if run is not None and (node is not None or every):
         field, value = ("--node", node) if node is not None else ("--all", "")
-        raise UsageError([Violation(field, value, "asks what nodes have, and RUN what a run did", "keep one of them")])
+        raise UsageError([Violation(field, value, "checks an installation, and RUN is a run", "keep one of them")])
     if not 0 <= max_kl < math.inf:  # nothing is larger than nan: no run would be invalid
-        raise UsageError([Violation("--max-kl", str(max_kl), "is no bound of a KL", f"nearest: 0; default: {MAX_KL}")])
+        raise UsageError(
+            [Violation("--max-kl", str(max_kl), "must be a finite number of at least 0", f"default: {MAX_KL}")]
+        )
     if run is None:
-        parts = installed(site, node, every=every)
-        show_installed(parts, as_json)
-        well = parts.well
+        packages = installed(site, node, every=every)
+        show_installed(packages, as_json)
+        well = packages.well
     else:
-        found = find_run(run, runs).diagnose(attempt, max_kl=max_kl, if_silent=warn)
+        diagnosis = find_run(run, runs).diagnose(attempt, max_kl=max_kl, if_silent=warn)
         if as_json:
-            print_json(msgspec.to_builtins(found))
+            print_json(msgspec.to_builtins(diagnosis))
         else:
-            show_diagnosis(found)
-        well = found.well
+            show_diagnosis(diagnosis)
+        well = diagnosis.well
     if not well:
         raise typer.Exit(ExitCode.FAILED)

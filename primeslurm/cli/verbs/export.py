@@ -1,4 +1,4 @@
-"""Verbs that write models and pages: export, convert and report."""
+"""The verbs `export`, `convert` and `report`."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def report(
     Examples:
         primeslurm report my-run -o my-run.html
     """
-    found = find_run(run, runs)
-    target = output or found.path / "report.html"
-    text = found.report(if_silent=warn)
+    selected = find_run(run, runs)
+    target = output or selected.path / "report.html"
+    text = selected.report(if_silent=warn)
     try:
         write_atomic(target, text)
     except (OSError, ValueError) as error:  # ValueError: a path without a last part

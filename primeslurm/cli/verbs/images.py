@@ -1,4 +1,4 @@
-"""The verb that builds container images of tasks."""
+"""The verb `images`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def images(
         primeslurm images /shared/data/swe --jobs 8
         primeslurm images my.yaml --dry-run
     """
-    found = wanted.wanted_images(wanted.sources(tasks, runtime, directory))
-    missing = [image for image in found if not building.is_there(image)]
+    needed = wanted.wanted_images(wanted.sources(tasks, runtime, directory))
+    missing = [image for image in needed if not building.is_there(image)]
     builder = building.ImageBuilder(missing, dry_run)
     if dry_run:
         for image in missing:
@@ -53,11 +53,11 @@ def images(
     else:
         builder.build(missing, jobs, note)
     if as_json:
-        left = missing if dry_run else []
-        rows = [{"image": each.name, "runtime": each.runtime, "tasks": each.tasks} for each in found]
-        print_json([{**row, "built": each not in left} for row, each in zip(rows, found, strict=True)])
+        unbuilt = missing if dry_run else []
+        rows = [{"image": each.name, "runtime": each.runtime, "tasks": each.tasks} for each in needed]
+        print_json([{**row, "built": each not in unbuilt} for row, each in zip(rows, needed, strict=True)])
         return
-    for image in found:
+    for image in needed:
         print(f"{image.name}  {' '.join(image.tasks)}")
     how = "to build" if dry_run else "built"
-    note(f"{count(len(found), 'image')}: {len(missing)} {how}, {len(found) - len(missing)} there already")
+    note(f"{count(len(needed), 'image')}: {len(missing)} {how}, {len(needed) - len(missing)} there already")

@@ -1,4 +1,4 @@
-"""The verb that writes the first files: init."""
+"""The verb `init`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def init(
 ) -> None:
     """Write a site file for this cluster, and a first recipe.
 
-    Slurm is asked for partitions, GPUs, cores, memory, time limits, accounts and QOS. `site.yaml` describes the largest
-    partition with GPUs that you may use; `recipe.yaml` is a run that fits on one of its nodes. Without Slurm, the
-    recipe runs on this machine. If SLURM_CONF is that of an embedded cluster, `site.yaml` is what
-    `primeslurm cluster up` wrote. Files that exist are never overwritten.
+    It queries Slurm for partitions, GPUs, cores, memory, time limits, accounts and QOS. `site.yaml` describes the
+    largest partition with GPUs that you may use, and `recipe.yaml` is a run that fits on one of its nodes. Without
+    Slurm, the recipe runs on this machine. If SLURM_CONF belongs to an embedded cluster, `site.yaml` is a copy of the
+    cluster's site file. Existing files are never overwritten.
 
     Examples:
         primeslurm init
@@ -49,7 +49,7 @@ def init(
     elif first.embedded:
         note(f"{first.site} is the site file of embedded cluster {first.embedded}, whose GPUs are fake.")
     else:
-        note(f"Read {first.site}: lines with LOOK AT THIS need your eyes.")
+        note(f"Read {first.site}: check the lines marked LOOK AT THIS.")
     option = " --local" if first.site is None else ""
     place = "" if directory == Path() else f"cd {shlex.quote(str(directory))} && "
     note(f"Next: {place}primeslurm check {first.recipe.name}{option}")

@@ -1,4 +1,4 @@
-"""Verbs that read a recipe and change nothing: plan, render, check, schema."""
+"""The verbs `plan`, `render`, `check` and `schema`, which change nothing."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def plan(
     if as_json:
         sys.stdout.write(loaded.plan().to_json())
     else:
+        # rich takes long to import, and `--json` does not need it.
         from primeslurm.cli.views.plan import show_plan
 
         show_plan(loaded.plan(), loaded.recipe, placement=placement, every=every, verbose=verbose)
@@ -88,15 +89,15 @@ def check(
         primeslurm check my.yaml
         primeslurm check my.yaml --local --set max_steps=10
     """
-    found = examine(recipe, site=site, overrides=set_ or (), name=name, local=local, slurm=not no_slurm)
+    result = examine(recipe, site=site, overrides=set_ or (), name=name, local=local, slurm=not no_slurm)
     if as_json:
-        print_json([finding.model_dump() for finding in found.findings])
+        print_json([finding.model_dump() for finding in result.findings])
     else:
-        show_all(found.findings)
-        for text in found.details if verbose else ():
+        show_all(result.findings)
+        for text in result.details if verbose else ():
             note(text)
-        note(summary(found, found.plan.run if found.plan else str(recipe)))
-    if not found.ok:
+        note(summary(result, result.plan.run if result.plan else str(recipe)))
+    if not result.ok:
         raise typer.Exit(ExitCode.BAD_INPUT)
 
 

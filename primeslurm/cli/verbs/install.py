@@ -1,4 +1,4 @@
-"""The verb that installs what nodes need: install."""
+"""The verb `install`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def install(
         primeslurm install --gpu --to /shared/primeslurm
         primeslurm install --model smollm2
     """
-    wanted = _wanted(gpu, cpu, harness, model, games)
-    if wanted in ("--gpu", "--cpu") and to is None:
-        raise UsageError([Violation("--to", "", f"{wanted} needs a directory", "for example /shared/primeslurm")])
-    if python is not None and wanted not in ("--gpu", "--cpu"):
+    choice = _wanted(gpu, cpu, harness, model, games)
+    if choice in ("--gpu", "--cpu") and to is None:
+        raise UsageError([Violation("--to", "", f"{choice} needs a directory", "for example /shared/primeslurm")])
+    if python is not None and choice not in ("--gpu", "--cpu"):
         raise UsageError(
-            [Violation("--python", python, f"goes with --gpu and --cpu, not with {wanted}", "leave it out")]
+            [Violation("--python", python, f"goes with --gpu and --cpu, not with {choice}", "leave it out")]
         )
-    plan = _plan(wanted, to, python, harness or model or "")
+    plan = _plan(choice, to, python, harness or model or "")
     if dry_run:
         for step in plan.steps:
             typer.echo(step.shown())
@@ -58,24 +58,24 @@ def install(
         note(f"installing {plan.what}")
         plan.run()
     result = plan.stamp.parent
-    typer.echo(result / "bin" / "python" if wanted in ("--gpu", "--cpu") else result)
-    if wanted in ("--gpu", "--cpu"):
+    typer.echo(result / "bin" / "python" if choice in ("--gpu", "--cpu") else result)
+    if choice in ("--gpu", "--cpu"):
         note(f"put this line into the site file: python: {result / 'bin' / 'python'}")
 
 
 def _wanted(gpu: bool, cpu: bool, harness: str | None, model: str | None, games: bool) -> str:
-    given = {"--gpu": gpu, "--cpu": cpu, "--harness": harness, "--model": model, "--games": games}
-    wanted = [option for option, value in given.items() if value]
-    if len(wanted) != 1:
-        why = f"{' and '.join(wanted)} cannot be combined" if wanted else "nothing was chosen"
-        raise UsageError([Violation("install", "", why, f"give one of {', '.join(given)}")])
-    return wanted[0]
+    options = {"--gpu": gpu, "--cpu": cpu, "--harness": harness, "--model": model, "--games": games}
+    chosen = [option for option, value in options.items() if value]
+    if len(chosen) != 1:
+        why = f"{' and '.join(chosen)} cannot be combined" if chosen else "nothing to install was chosen"
+        raise UsageError([Violation("install", "", why, f"give one of {', '.join(options)}")])
+    return chosen[0]
 
 
-def _plan(wanted: str, to: Path | None, python: str | None, name: str) -> Installation:
-    if wanted == "--model":
+def _plan(choice: str, to: Path | None, python: str | None, name: str) -> Installation:
+    if choice == "--model":
         return installing.model(name, to)
-    if to is None or wanted in ("--harness", "--games"):
+    if to is None or choice in ("--harness", "--games"):
         environment = to or Path(sys.prefix)
-        return installing.harness(name, environment) if wanted == "--harness" else installing.games(environment)
-    return installing.runtime("gpu" if wanted == "--gpu" else "cpu", to, python=python)
+        return installing.harness(name, environment) if choice == "--harness" else installing.games(environment)
+    return installing.runtime("gpu" if choice == "--gpu" else "cpu", to, python=python)

@@ -1,4 +1,4 @@
-"""The verb that lists and clears the bad-node ledger: nodes that new jobs avoid."""
+"""The verb `nodes`."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, yes: YesOpt = False, a
         confirm("Let new jobs use all failed nodes again?", yes)
     for name in forget_bad_nodes(directory, hostlists, now, every=_EVERY in (forget or ())):
         note(f"new jobs may use {name} again")
-    known = bad_nodes(directory, now)
+    entries = bad_nodes(directory, now)
     if as_json:
-        print_json(msgspec.to_builtins(known))
+        print_json(msgspec.to_builtins(entries))
         return
     table = light_table("node", "why", "run", "attempt", "failed", "avoided for")
-    for entry in known:
+    for entry in entries:
         ago, left = max(0.0, now - entry.time), max(0.0, entry.expires - now)
         table.add_row(
             entry.node, entry.reason, entry.run, str(entry.attempt), f"{duration(ago)} ago", f"{duration(left)} more"
         )
-    if known:
+    if entries:
         out.print(table)
     else:
         note("new jobs avoid no nodes")

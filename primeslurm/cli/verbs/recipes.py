@@ -1,4 +1,4 @@
-"""The verb that lists, shows and copies ready recipes."""
+"""The verb `recipes`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def list_(context: typer.Context, as_json: JsonOpt = False) -> None:
             ]
         )
         return
+    # rich takes long to import, and `show` and `--json` do not need it.
     from primeslurm.cli.views.tables import light_table, out
 
     table = light_table("recipe", "nodes", "GPUs", "purpose")

@@ -1,4 +1,4 @@
-"""Verbs over runs: runs, cancel."""
+"""The verbs `runs` and `cancel`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
 
 
 def _row(run: Run) -> RunStatus | None:
-    """The status of a run; None if the run is damaged, which a warning says. The other runs are listed."""
     try:
         return run.status(if_silent=warn)
     except RunError as error:
@@ -63,13 +62,13 @@ def cancel(
         primeslurm cancel my-run
         primeslurm cancel my-run --now --yes
     """
-    found = find_run(run, runs)
-    confirm(f"Stop {found.name}" + (" without a last checkpoint?" if now else "?"), yes)
-    cancelled = found.cancel(now=now, if_silent=warn)
-    phase = "cancelled" if cancelled else found.status(if_silent=warn).phase
+    selected = find_run(run, runs)
+    confirm(f"Stop {selected.name}" + (" without a last checkpoint?" if now else "?"), yes)
+    cancelled = selected.cancel(now=now, if_silent=warn)
+    phase = "cancelled" if cancelled else selected.status(if_silent=warn).phase
     if as_json:
-        print_json({"run": found.name, "cancelled": cancelled, "phase": phase})
+        print_json({"run": selected.name, "cancelled": cancelled, "phase": phase})
     elif cancelled:
-        note(f"{found.name} is cancelled; primeslurm resume {found.name} continues it, from its last checkpoint if any")
+        note(f"{selected.name} is cancelled; continue from its last checkpoint with: primeslurm resume {selected.name}")
     else:
-        note(f"{found.name} is {phase}: nothing to cancel")
+        note(f"{selected.name} is {phase}: nothing to cancel")

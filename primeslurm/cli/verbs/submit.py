@@ -1,4 +1,4 @@
-"""Verbs that start work: submit, eval and resume."""
+"""The verbs `submit`, `eval` and `resume`."""
 
 from __future__ import annotations
 
@@ -74,11 +74,12 @@ def submit(
     if dry_run:
         _show_dry_run(loaded.dry_run(slurm=not no_slurm), loaded.recipe, as_json, verbose=verbose)
         if loaded.emulated:
-            note("Stand-ins load no model, data and environments: `primeslurm check` looks at them.")
+            note("Stand-ins load no model, data or environments. Check them with `primeslurm check`.")
         return
     if no_slurm:
         why = "a submission needs Slurm"
         raise UsageError([Violation("--no-slurm", "", why, "add --dry-run, or use --local")])
+    # The run needs its embedded cluster after this command ends, unless the command waits for the run.
     with loaded.on_cluster(keep=not wait, starting=_note_start) as ready:
         _announce(ready.start(), wait, as_json, continues=loaded.cluster is None)
     if loaded.cluster is not None:
@@ -86,7 +87,7 @@ def submit(
 
 
 def eval_(
-    what: Annotated[
+    target: Annotated[
         str,
         typer.Argument(metavar="RECIPE|RUN", help="Recipe file, or name or directory of a run.", show_default=False),
     ],
@@ -113,7 +114,7 @@ def eval_(
     """
     from primeslurm.api.recipes.evaluation import load_evaluation
 
-    loaded = load_evaluation(what, step=step, runs=runs, site=site, overrides=set_ or (), name=name, local=local)
+    loaded = load_evaluation(target, step=step, runs=runs, site=site, overrides=set_ or (), name=name, local=local)
     if dry_run:
         _show_dry_run(loaded.dry_run(), loaded.recipe, as_json)
     else:
@@ -142,7 +143,7 @@ def _note_start(spec: ClusterSpec) -> None:
 
 
 def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: bool = True) -> None:
-    """Print what was submitted, and wait for its end if `wait` is set. `continues`: the run outlives this command."""
+    """Print the submitted job, and with `wait` its progress. `continues`: the run outlives this command."""
     plan = submitted.plan
     if as_json:
         fields = {"attempt": submitted.attempt, "job_id": submitted.job_id}
@@ -165,16 +166,16 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: boo
             raise
 
 
-def _show_dry_run(found: DryRun, recipe: Recipe, as_json: bool, *, verbose: bool = False) -> None:
+def _show_dry_run(result: DryRun, recipe: Recipe, as_json: bool, *, verbose: bool = False) -> None:
     if as_json:
-        print_json({"plan": found.plan.model_dump(mode="json", by_alias=True), "script": found.script})
+        print_json({"plan": result.plan.model_dump(mode="json", by_alias=True), "script": result.script})
     else:
-        show_plan(found.plan, recipe, placement=True)
-        if found.script:
+        show_plan(result.plan, recipe, placement=True)
+        if result.script:
             out.print("\njob.sbatch", style="bold")
-            out.print(found.script, markup=False, soft_wrap=True)
-    for text in found.unasked:
+            out.print(result.script, markup=False, soft_wrap=True)
+    for text in result.unasked:
         note(f"note: slurm: {text}")
-    if verbose and found.details:
-        note(found.details)
+    if verbose and result.details:
+        note(result.details)
     note("dry run: nothing was written or submitted")

@@ -1,4 +1,4 @@
-"""Verbs that show a run: status, logs and summary."""
+"""The verbs `status`, `logs` and `summary`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from primeslurm.records.fleet import outcome_text
 from primeslurm.run.status.run_status import EMULATED
 from primeslurm.run.status.summary import Summary
 
+# Interval between two queries of a run's status.
 REFRESH_S = 1.0
-"""Interval between two queries of a run's status."""
+# Interval between two reads of its logs.
 FOLLOW_S = 0.5
-"""Interval between two reads of its logs."""
 
 
 def status(
@@ -49,15 +49,15 @@ def status(
         primeslurm status my-run --watch
     """
     if run is None:
-        known = all_runs(runs)
-        if not known:
+        existing = all_runs(runs)
+        if not existing:
             raise RunError(f"there is no run in {runs_directory(runs).absolute()} (primeslurm submit starts one)")
-        found = known[-1]
+        selected = existing[-1]
     else:
-        found = find_run(run, runs)
+        selected = find_run(run, runs)
     if watch and not as_json:
-        raise typer.Exit(watch_until_done(found))
-    current = found.status(processes=processes, if_silent=warn)
+        raise typer.Exit(watch_until_done(selected))
+    current = selected.status(processes=processes, if_silent=warn)
     if as_json:
         print_json(msgspec.to_builtins(current))
         return
@@ -67,18 +67,7 @@ def status(
 
 
 def watch_until_done(run: Run, *, poll_s: float = REFRESH_S) -> ExitCode:
-    """Show live progress until the run has ended.
-
-    Args:
-        run: which run.
-        poll_s: seconds between two queries.
-
-    Returns:
-        The exit code of the command: 0 if the run completed.
-
-    Raises:
-        ClusterError: Slurm does not answer the first query.
-    """
+    """Show live progress until the run has ended, and return the exit code."""
     looks = run.watch(poll_s=poll_s, if_silent=warn)
     current = next(looks)
     if err.is_terminal:
@@ -86,6 +75,7 @@ def watch_until_done(run: Run, *, poll_s: float = REFRESH_S) -> ExitCode:
             for current in looks:
                 live.update(view(current))
     else:
+        # A log file gets one line per step, not one per second.
         printed = -1.0
         for current in looks:
             step = current.metrics.get("step", 0)
@@ -118,11 +108,11 @@ def logs(
         primeslurm logs my-run
         primeslurm logs my-run trainer-rank-0 --follow
     """
-    found = find_run(run, runs)
-    log_files(found.attempt(attempt), role, found.name)  # raises if there is no such log
-    tail = Tail(lambda: logs_of(found.attempt(attempt), role), lines)  # a requeued job has another attempt
+    selected = find_run(run, runs)
+    log_files(selected.attempt(attempt), role, selected.name)  # raises if there is no such log
+    tail = Tail(lambda: logs_of(selected.attempt(attempt), role), lines)  # a requeued job has another attempt
     _print(tail.first(), as_json)
-    while follow and found.status(if_silent=warn).active:
+    while follow and selected.status(if_silent=warn).active:
         time.sleep(FOLLOW_S)
         _print(tail.more(), as_json)
     _print(tail.more(ended=True), as_json)
@@ -141,44 +131,44 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
     Examples:
         primeslurm summary my-run
     """
-    found = find_run(run, runs).summary()
+    results = find_run(run, runs).summary()
     if as_json:
-        print_json(msgspec.to_builtins(found))
+        print_json(msgspec.to_builtins(results))
         return
-    time_taken = f"{count(found.steps, 'step')} in {duration(found.seconds)}"
-    out.print(f"{found.run}: {time_taken}, {count(found.attempts, 'attempt')}")
-    if found.emulated:
+    time_taken = f"{count(results.steps, 'step')} in {duration(results.seconds)}"
+    out.print(f"{results.run}: {time_taken}, {count(results.attempts, 'attempt')}")
+    if results.emulated:
         out.print(EMULATED)
-    for record in found.evaluations:
+    for record in results.evaluations:
         out.print(f"evaluation of step {record.step}: {'; '.join(result.words for result in record.results)}")
-    if found.task == "eval":
+    if results.task == "eval":
         return
-    if found.task == "sft":
-        if found.first_loss is not None:
-            out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
-        out.print(f"restarts: {found.engine_restarts}; {number(found.trained_tokens_per_s)} trained tokens/s")
-        _print_gpus(found)
+    if results.task == "sft":
+        if results.first_loss is not None:
+            out.print(f"loss: {results.first_loss:.4f} (first steps) -> {results.last_loss:.4f} (last)")
+        out.print(f"restarts: {results.engine_restarts}; {number(results.trained_tokens_per_s)} trained tokens/s")
+        _print_gpus(results)
         return
-    if found.gain is not None:
+    if results.gain is not None:
         out.print(
-            f"reward: {found.first_reward:.3f} (first steps) -> {found.last_reward:.3f} (last), {found.gain:+.3f}"
+            f"reward: {results.first_reward:.3f} (first steps) -> {results.last_reward:.3f} (last), {results.gain:+.3f}"
         )
-    if found.best is not None:
-        out.print(f"best: step {found.best.step}, {found.best.metric} {found.best.value:.3f}")
-    out.print(f"rollouts that several policy versions sampled: {number(found.mixed_version_rollouts)}")
-    dropped = f"{count(found.dropped_stale, 'rollout')} dropped as too old"
-    out.print(f"staleness: at most {count(round(found.staleness_max), 'version')}; {dropped}")
-    for label, failed in sorted(found.failures.items()):
+    if results.best is not None:
+        out.print(f"best: step {results.best.step}, {results.best.metric} {results.best.value:.3f}")
+    out.print(f"rollouts sampled by several policy versions: {number(results.mixed_version_rollouts)}")
+    dropped = f"{count(results.dropped_stale, 'rollout')} dropped as too old"
+    out.print(f"staleness: at most {count(round(results.staleness_max), 'version')}; {dropped}")
+    for label, failed in sorted(results.failures.items()):
         out.print(f"{label}: {failures_text(failed)}")
-    if found.mismatch_kl_max is not None:
-        out.print(f"KL between trainer and engines: at most {found.mismatch_kl_max:.1e}")
-    out.print(f"restarts: {found.engine_restarts}; {number(found.tokens_per_s)} sampled tokens/s")
-    _print_gpus(found)
+    if results.mismatch_kl_max is not None:
+        out.print(f"KL between trainer and engines: at most {results.mismatch_kl_max:.1e}")
+    out.print(f"restarts: {results.engine_restarts}; {number(results.tokens_per_s)} sampled tokens/s")
+    _print_gpus(results)
 
 
-def _print_gpus(found: Summary) -> None:
-    for role, hours in found.gpu_hours.items():
-        mfu = f", MFU {found.mfu:.1%}" if role == "trainer" and found.mfu is not None else ""
-        out.print(f"{role}: {hours:.3g} GPU-hours, {found.idle_fraction[role]:.0%} idle{mfu}")
-    if found.first_step_seconds is not None:
-        out.print(f"time to first step: {duration(found.first_step_seconds)}")
+def _print_gpus(results: Summary) -> None:
+    for role, hours in results.gpu_hours.items():
+        mfu = f", MFU {results.mfu:.1%}" if role == "trainer" and results.mfu is not None else ""
+        out.print(f"{role}: {hours:.3g} GPU-hours, {results.idle_fraction[role]:.0%} idle{mfu}")
+    if results.first_step_seconds is not None:
+        out.print(f"time to first step: {duration(results.first_step_seconds)}")

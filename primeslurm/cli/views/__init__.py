@@ -1,1 +1,1 @@
-"""What verbs print: tables, folded ranges, the dashboard."""
+"""Output of the verbs: tables, folded ranges, the dashboard."""

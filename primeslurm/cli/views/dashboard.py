@@ -1,4 +1,4 @@
-"""A run's status on a terminal of 80 columns and 40 lines, independent of the number of nodes."""
+"""The status of a run on a terminal of 80 columns and 40 lines, at any number of nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from primeslurm.base.units import count, duration
 from primeslurm.records.state import FailedRollouts, Load
 from primeslurm.run.status.run_status import EMULATED, ProcessStatus, ReplicaStatus, RlProgress, RunStatus
 
+# Longest list of replicas and of unhealthy processes. Healthy ones are summed up.
 MAX_LINES = 8
-"""Longest list of replicas and of unhealthy processes. Healthy ones are summed up."""
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
 
+# How a process is shown whose state is SILENT: it sends no heartbeat.
 UNRESPONSIVE = "UNRESPONSIVE"
-"""How a process is shown whose state is SILENT: it sends no heartbeat."""
 _COLOURS = {"HEALTHY": "green", "DONE": "green"} | dict.fromkeys(("STALE", "LOADING", "STARTING", "UNKNOWN"), "yellow")
 _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 _SHOWN_OF_SFT = (
@@ -43,7 +43,7 @@ _SHOWN = (
 
 
 def view(status: RunStatus) -> Group:
-    """Draw the status of a run."""
+    """Return the status of a run as text for a terminal."""
     parts: list[RenderableType] = [_head(status), *_silence(status)]
     parts += [Text(EMULATED, style="yellow")] if status.emulated else []
     parts.append(_numbers(status))
@@ -63,12 +63,12 @@ def view(status: RunStatus) -> Group:
 
 
 def process_table(status: RunStatus) -> Table:
-    """List every process. The status must have been read with its processes."""
+    """Return a table of all processes, if the status was read with `processes`."""
     return _processes("process", status.processes)
 
 
 def one_line(status: RunStatus) -> str:
-    """Write progress in one line, for logs."""
+    """Return the progress in one line, for logs."""
     emulated = " (emulated)" if status.emulated else ""
     parts = [f"{status.run}{emulated} {phase_of(status)}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
     parts += [f"{label} {value}" for label, value in numbers_of(status)]
@@ -76,19 +76,19 @@ def one_line(status: RunStatus) -> str:
 
 
 def phase_of(status: RunStatus) -> str:
-    """Return the word for a run's phase. `--json` says `silent` if the head sends no heartbeat."""
+    """Return the word for a run's phase. The phase `silent` of `--json` means that the head sends no heartbeat."""
     return "unresponsive" if status.phase == "silent" else status.phase
 
 
 def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
-    """List label and value of the metrics of the newest step, in the order in which they are shown."""
+    """Return label and value of the newest step's metrics, in display order."""
     shown = _SHOWN_OF_SFT if status.task == "sft" else _SHOWN
-    known = [(label, status.metrics.get(key), form) for label, key, form in shown]
-    return [(label, f"{value:{form}}") for label, value, form in known if value is not None]
+    values = [(label, status.metrics.get(key), form) for label, key, form in shown]
+    return [(label, f"{value:{form}}") for label, value, form in values if value is not None]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw the newest values as a row of bars. The lowest and the highest value span the height."""
+    """Return the newest values as a row of bars. Lowest and highest value span the height."""
     shown = [value for value in values if value == value][-SPARK_WIDTH:]
     if not shown:
         return ""
@@ -111,23 +111,23 @@ def _head(status: RunStatus) -> RenderableType:
 
 
 def _hindrances(status: RunStatus) -> list[RenderableType]:
-    """What the run waits for, damaged checkpoints, and nodes that it must not get."""
-    found: list[RenderableType] = []
+    """Return the reasons why the run waits, damaged checkpoints, and excluded nodes."""
+    lines: list[RenderableType] = []
     if status.waits_for:
-        found.append(Text(f"waits for the shared file system: {status.waits_for}", style="red"))
+        lines.append(Text(f"waits for the shared file system: {status.waits_for}", style="red"))
     for each in status.obstacles[:MAX_LINES]:
-        found.append(Text(f"error: {each.component or 'the job'} {each.how}; {each.fix}", style="red"))
-    found += [Text(line, style="red") for line in status.damaged[:MAX_LINES]]
+        lines.append(Text(f"error: {each.component or 'the job'} {each.how}; {each.fix}", style="red"))
+    lines += [Text(line, style="red") for line in status.damaged[:MAX_LINES]]
     for node in status.excluded[:MAX_LINES]:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(node.expires))
-        found.append(Text(f"avoids {node.node} until {until}: {node.reason} (run {node.run})", style="yellow"))
+        lines.append(Text(f"avoids {node.node} until {until}: {node.reason} (run {node.run})", style="yellow"))
     if (more := len(status.excluded) - MAX_LINES) > 0:
-        found.append(Text(f"avoids {more} more nodes: primeslurm nodes", style="yellow"))
-    return found
+        lines.append(Text(f"avoids {more} more nodes: primeslurm nodes", style="yellow"))
+    return lines
 
 
 def _silence(status: RunStatus) -> list[Text]:
-    """Say first if the rest of the status is not current, and why."""
+    """Return a headline if the rest of the status is out of date, with the causes."""
     if status.silence is None:
         return []
     causes = [Text(f"  {cause}", style="yellow") for cause in status.silence.causes]
@@ -136,11 +136,11 @@ def _silence(status: RunStatus) -> list[Text]:
 
 def _numbers(status: RunStatus) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    known = numbers_of(status)
-    if not known:
+    numbers = numbers_of(status)
+    if not numbers:
         return Text("no step yet", style="dim")
-    table.add_row(*[Text(label, style="dim") for label, _ in known])
-    table.add_row(*[value for _, value in known])
+    table.add_row(*[Text(label, style="dim") for label, _ in numbers])
+    table.add_row(*[value for _, value in numbers])
     curves = Text()
     for label, key in (("reward", "reward/mean"), ("staleness", "staleness/mean"), ("loss", "trainer/loss")):
         if len(values := status.history.get(key, [])) > 1:
@@ -162,7 +162,6 @@ def _queue(status: RunStatus) -> Text | None:
 
 
 def _failures(status: RunStatus) -> list[Text]:
-    """Count the failed rollouts of each environment, with the most frequent reason."""
     failures = status.progress.failures if isinstance(status.progress, RlProgress) else {}
     return [Text(f"{label}: {failures_text(failed)}", style="yellow") for label, failed in sorted(failures.items())]
 
@@ -177,18 +176,18 @@ def failures_text(failed: FailedRollouts) -> str:
 
 
 def _evaluation(status: RunStatus) -> list[Text]:
-    """The newest evaluation, the progress of the running one, and the best step."""
-    found = status.progress.evaluation if isinstance(status.progress, RlProgress) else None
-    if found is None:
+    """Return the newest evaluation, the progress of the running one, and the best step."""
+    evaluation = status.progress.evaluation if isinstance(status.progress, RlProgress) else None
+    if evaluation is None:
         return []
     parts = []
-    if found.last is not None:
-        results = "; ".join(result.words for result in found.last.results)
-        parts.append(f"step {found.last.step}: {results}")
-    if found.step is not None:
-        parts.append(f"step {found.step} is running: {found.ended}/{found.total} samples")
-    if found.best is not None:
-        parts.append(f"best step {found.best.step}: {found.best.metric} {found.best.value:.3f}")
+    if evaluation.last is not None:
+        results = "; ".join(result.words for result in evaluation.last.results)
+        parts.append(f"step {evaluation.last.step}: {results}")
+    if evaluation.step is not None:
+        parts.append(f"step {evaluation.step} is running: {evaluation.ended}/{evaluation.total} samples")
+    if evaluation.best is not None:
+        parts.append(f"best step {evaluation.best.step}: {evaluation.best.metric} {evaluation.best.value:.3f}")
     return [Text.assemble(("evaluation ", "dim"), "  ".join(parts) or "none yet")]
 
 
@@ -213,6 +212,7 @@ def _replicas(replicas: Sequence[ReplicaStatus]) -> Table:
         column.justify = "right"
     shown = list(replicas)
     if len(replicas) > MAX_LINES:
+        # One line sums up the healthy replicas, so that the others fit on the screen.
         shown = [replica for replica in replicas if _ill(replica)][: MAX_LINES - 1]
         well = [replica for replica in replicas if replica not in shown]
         table.add_row(f"{len(well)} healthy", "", _count(well), *_sums(well), *[_share(well)] * len(held))
@@ -234,7 +234,7 @@ def _count(replicas: Sequence[ReplicaStatus]) -> Text:
 
 
 def _sums(replicas: Sequence[ReplicaStatus]) -> list[str]:
-    """Cells of the load columns, summed over replicas. Separate roles are written as `prefill/decode`."""
+    """Return the cells of the load columns, summed over replicas, as `prefill/decode` if these roles are separate."""
     loads: dict[str, list[Load]] = {}
     for replica in replicas:
         for role, load in replica.loads.items():
@@ -252,7 +252,7 @@ def _sums(replicas: Sequence[ReplicaStatus]) -> list[str]:
 
 
 def _share(replicas: Sequence[ReplicaStatus]) -> str:
-    """Rollouts in flight, their limit, and the most frequent reason for the limit."""
+    """Return rollouts in flight, their limit, and the most frequent reason for the limit."""
     shares = [replica.share for replica in replicas if replica.share]
     if not shares:
         return ""
@@ -261,8 +261,8 @@ def _share(replicas: Sequence[ReplicaStatus]) -> str:
 
 
 def _hits(loads: Sequence[Load]) -> str:
-    known = [load.prefix_hit_rate for load in loads if load.prefix_hit_rate is not None]
-    return f"{sum(known) / len(known):.0%}" if known else "-"
+    rates = [load.prefix_hit_rate for load in loads if load.prefix_hit_rate is not None]
+    return f"{sum(rates) / len(rates):.0%}" if rates else "-"
 
 
 def _unhealthy(status: RunStatus) -> Table:
@@ -281,7 +281,7 @@ def _processes(title: str, processes: Sequence[ProcessStatus]) -> Table:
 
 
 def _words(process: ProcessStatus) -> str:
-    """Its state, and for how long and in which phase an unresponsive process has sent no heartbeat."""
+    """Return its state, and for an unresponsive process also for how long and in which phase."""
     if process.since:
         return f"{process.state} since {time.strftime('%H:%M:%S', time.localtime(process.since))}"
     if process.state != "SILENT":

@@ -1,4 +1,4 @@
-"""Differences of two recipes or runs for a person: what the recipes say, what follows, and how many details differ."""
+"""Print how two recipes or runs differ: fields, results, and the number of differing details."""
 
 from __future__ import annotations
 
@@ -17,47 +17,40 @@ from primeslurm.cli.views.tables import light_table, out
 from primeslurm.plan.model import Plan
 from primeslurm.run.diff import Difference
 
+# Characters of a value of a recipe that are shown; `--json` has the whole value.
 LONGEST_VALUE = 80
-"""Characters of a value of a recipe that are shown; `--json` has the whole value."""
+# Amounts of a plan that are compared as results.
 AMOUNTS = ("trainer step, sequences of seq_len", "checkpoint", "weight update", "KV in host memory", "engine start")
-"""Amounts of a plan that are compared as results."""
+# Fields that say where a process runs: processes that all moved are one difference.
 PLACES = ("node", "on")
-"""Fields that say where a process runs: processes that all moved are one difference."""
 
 
-def show_comparison(a: str, b: str, found: Comparison, *, every: bool) -> None:
-    """Print how the recipes differ, then what that changes, then the number of differences in the details.
-
-    Args:
-        a: heading of the first column of values.
-        b: heading of the second.
-        found: the comparison.
-        every: print the differences in the details, too.
-    """
-    if found.recipe:
+def show_comparison(a: str, b: str, comparison: Comparison, *, every: bool) -> None:
+    """Print the fields that differ, then the results, and with `every` all details below the headings `a` and `b`."""
+    if comparison.recipe:
         table = light_table("recipe", a, b)
         table.columns[0].no_wrap = True
-        for each in found.recipe:
-            table.add_row(each.field, *(_cut(value) for value in (each.a, each.b)))
+        for difference in comparison.recipe:
+            table.add_row(difference.field, *(_cut(value) for value in (difference.a, difference.b)))
         out.print(table)
-    if results := result_rows(found.a, found.b):
+    if results := result_rows(comparison.a, comparison.b):
         out.print()
         table = light_table("result", a, b)
         for row in results:
             table.add_row(*row)
         out.print(table)
-    if not found.plan:
+    if not comparison.plan:
         return
     out.print()
-    if every or not (found.recipe or results):
-        out.print(summary_of(found.plan))
-        out.print(difference_table(a, b, found.plan))
+    if every or not (comparison.recipe or results):
+        out.print(summary_of(comparison.plan))
+        out.print(difference_table(a, b, comparison.plan))
     else:
-        note(f"{count(len(found.plan), 'difference')} in the job, processes and ports: --all shows them")
+        note(f"{count(len(comparison.plan), 'difference')} in the job, processes and ports: --all shows them")
 
 
 def result_rows(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
-    """List the results of two plans that differ, in words."""
+    """Return name and values of the results that differ between two plans."""
     one, other = _results(a), _results(b)
     rows = [(name, one.get(name, "-"), other.get(name, "-")) for name in dict.fromkeys((*one, *other))]
     return [row for row in rows if row[1] != row[2]]
@@ -65,16 +58,16 @@ def result_rows(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
 
 def _results(plan: Plan) -> dict[str, str]:
     rows = role_rows(plan)
-    found = resources(plan, rows)
-    found |= {"routers": str(plan.totals.routers), "engines": str(plan.totals.engines)}
+    results = resources(plan, rows)
+    results |= {"routers": str(plan.totals.routers), "engines": str(plan.totals.engines)}
     for row in rows:
-        found[f"{row.role} nodes"] = str(row.nodes)
+        results[f"{row.role} nodes"] = str(row.nodes)
         if row.memory:
-            found[f"{row.role} memory"] = f"{row.memory.needed_gib:.0f} of {gib(row.memory.limit_gib)} per GPU"
+            results[f"{row.role} memory"] = f"{row.memory.needed_gib:.0f} of {gib(row.memory.limit_gib)} per GPU"
             if row.memory.kv_tokens:
-                found[f"{row.role} KV cache"] = f"{tokens(row.memory.kv_tokens)} tokens per GPU"
+                results[f"{row.role} KV cache"] = f"{tokens(row.memory.kv_tokens)} tokens per GPU"
     amounts = {amount.name: amount for amount in plan.estimate.amounts} if plan.estimate else {}
-    return found | {name: amount_text(amounts[name]) for name in AMOUNTS if name in amounts}
+    return results | {name: amount_text(amounts[name]) for name in AMOUNTS if name in amounts}
 
 
 def _cut(value: str | None) -> str:
@@ -83,33 +76,34 @@ def _cut(value: str | None) -> str:
     return value if len(value) <= LONGEST_VALUE else f"{value[: LONGEST_VALUE - 3]}..."
 
 
-def summary_of(found: Sequence[Difference]) -> str:
-    """Say how many values differ, and in which parts."""
-    parts = Counter(each.where for each in found)
-    return f"{count(len(found), 'difference')}: " + ", ".join(f"{where} {number}" for where, number in parts.items())
+def summary_of(differences: Sequence[Difference]) -> str:
+    """Count the differences in each part."""
+    parts = Counter(each.where for each in differences)
+    return f"{count(len(differences), 'difference')}: " + ", ".join(
+        f"{where} {number}" for where, number in parts.items()
+    )
 
 
-def difference_table(a: str, b: str, found: Sequence[Difference]) -> Table:
-    """Lay the differences side by side. Similar ones share a row.
-
-    Args:
-        a: heading of the first column of values.
-        b: heading of the second.
-        found: the differences.
-    """
+def difference_table(a: str, b: str, differences: Sequence[Difference]) -> Table:
+    """Return a table of differences, in which similar ones share a row. `a` and `b` are column headings."""
     table = light_table("part", "field", a, b)
-    for group in _alike(found):
+    for group in _alike(differences):
         table.add_row(*_row(group))
     return table
 
 
-def _alike(found: Sequence[Difference]) -> list[list[Difference]]:
-    """Group the differences whose fields differ in numbers alone and that have the same values."""
+def _alike(differences: Sequence[Difference]) -> list[list[Difference]]:
+    """Group differences with the same values whose fields differ only in numbers."""
     alike: dict[object, list[Difference]] = {}
-    for each in found:
-        values = [pattern(value) if value and each.field in PLACES else value for value in (each.a, each.b)]
-        members = frozenset(map(pattern, each.members))
-        alike.setdefault((pattern(each.where), pattern(each.field), *values, members), []).append(each)
+    for difference in differences:
+        # Processes that all moved to other nodes are one difference.
+        values = [
+            pattern(value) if value and difference.field in PLACES else value for value in (difference.a, difference.b)
+        ]
+        members = frozenset(map(pattern, difference.members))
+        alike.setdefault((pattern(difference.where), pattern(difference.field), *values, members), []).append(
+            difference
+        )
     return list(alike.values())
 
 

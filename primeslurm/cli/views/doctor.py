@@ -1,4 +1,4 @@
-"""What `primeslurm doctor` prints: the diagnosis of a run, or the packages that nodes have."""
+"""Print the diagnosis of a run, or the packages of nodes."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from primeslurm.run.diagnosis.doctor import Diagnosis, ExaminedFailure
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 
 
-def show_diagnosis(found: Diagnosis) -> None:
-    """Print the first failure of an attempt, what followed from it, and what helps."""
-    out.print(f"{found.run}, attempt {found.attempt}: {outcome_text(found.outcome, found.reason)}", soft_wrap=True)
-    if found.first is None:
-        out.print("no failure" + (" from which the run did not recover" if found.recovered else ""))
+def show_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print the first failure of an attempt, its consequences, and possible fixes."""
+    out.print(
+        f"{diagnosis.run}, attempt {diagnosis.attempt}: {outcome_text(diagnosis.outcome, diagnosis.reason)}",
+        soft_wrap=True,
+    )
+    if diagnosis.first is None:
+        out.print("no failure" + (" from which the run did not recover" if diagnosis.recovered else ""))
     else:
-        _show_first(found.first)
-    if found.followed:
+        _show_first(diagnosis.first)
+    if diagnosis.followed:
         _section("what followed")
         table = Table.grid(padding=(0, 2))
-        for event in found.followed:
+        for event in diagnosis.followed:
             table.add_row(_clock(event.time), event.who, Text(event.text))
         out.print(table)
-    if found.recovered:
+    if diagnosis.recovered:
         _section("recovered automatically")
-        for failure in found.recovered:
+        for failure in diagnosis.recovered:
             out.print(f"{_clock(failure.time)}  {failure.component} {failure.how}", markup=False, soft_wrap=True)
-    for problem in found.invalid:
+    for problem in diagnosis.invalid:
         out.print(Text(f"invalid because {problem}", style="red"), soft_wrap=True)
-    for text in found.damaged:
+    for text in diagnosis.damaged:
         out.print(Text(text, style="red"), soft_wrap=True)
-    for advice in found.advice:
+    for advice in diagnosis.advice:
         changes = "".join(f"; {field}: {value}" for field, value in advice.changes.items())
         out.print(Text.assemble(("advice ", "bold"), f"{advice.text}{changes} ({advice.reason})"), soft_wrap=True)
-    if len(found.attempts) > 1:
+    if len(diagnosis.attempts) > 1:
         _section("attempts")
-        for line in found.attempts:
+        for line in diagnosis.attempts:
             step = f", committed step {line.committed_step}" if line.committed_step is not None else ""
             out.print(f"{line.number}  {outcome_text(line.outcome, line.reason)}{step}", markup=False, soft_wrap=True)
 
@@ -75,20 +78,21 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def show_installed(found: Installed, as_json: bool) -> None:
-    """Print the packages that nodes have, and which of them are missing or have another version."""
+def show_installed(installed: Installed, as_json: bool) -> None:
+    """Print the packages of nodes, with missing ones and other versions marked."""
     if as_json:
-        print_json({"nodes": found.nodes, "differences": [asdict(each) for each in found.differences]})
+        print_json({"nodes": installed.nodes, "differences": [asdict(each) for each in installed.differences]})
     else:
-        _show_parts(found.nodes, found.differences)
+        _show_parts(installed.nodes, installed.differences)
 
 
-def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]) -> None:
-    """Print a row for each part. Nodes that have the same parts share a column."""
-    marked = {(each.node, each.part): each for each in wrong}
+def _show_parts(nodes: Mapping[str, Parts], differences: Sequence[InstalledDifference]) -> None:
+    """Print a row for each part. Nodes with the same parts share a column."""
+    marked = {(each.node, each.part): each for each in differences}
+    # On a homogeneous cluster of any size, this is one column.
     columns: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
-    for name, found in nodes.items():
-        columns.setdefault(tuple(found.items()), []).append(name)
+    for name, parts in nodes.items():
+        columns.setdefault(tuple(parts.items()), []).append(name)
     table = Table("part", *(compress(names) for names in columns.values()))
     for part in dict.fromkeys(part for parts in columns for part, _ in parts):
         cells = []
@@ -100,12 +104,12 @@ def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]
             cells.append(Text(text, style="red" if difference else ""))
         table.add_row(part, *cells)
     out.print(table)
-    for line in difference_lines(wrong):
+    for line in difference_lines(differences):
         note(line)
 
 
 def difference_lines(wrong: Sequence[InstalledDifference]) -> list[str]:
-    """Write a line for each difference, with all nodes that have the same one."""
+    """Return a line for each difference, with all nodes that have it."""
     nodes: dict[tuple[str, str | None, str | None], list[str]] = {}
     for each in wrong:
         nodes.setdefault((each.part, each.found, each.wanted), []).append(each.node)

@@ -1,4 +1,4 @@
-"""Findings, the most severe first, and a plan in one line. Colours are for terminals: rich takes long to import."""
+"""Print findings, the most severe first, and a plan in one line."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from primeslurm.plan.model import Finding, Level, NodeRole, Plan
 
 _STYLES = {"error": "bold red", "blocked": "bold magenta", "warning": "yellow", "note": "cyan"}
 _ROLES: tuple[NodeRole, ...] = ("train", "inference", "prefill", "decode", "teacher", "environments", "control")
+# Levels that a summary counts.
 _WORDS: dict[Level, str] = {"error": "error", "blocked": "blocker", "warning": "warning"}
-"""Levels that a summary counts."""
 
 
 def show_findings(plan: Plan) -> None:
-    """Print a plan's findings on stderr."""
     show_all(plan.findings)
 
 
 def show_all(findings: Iterable[Finding]) -> None:
-    """Print findings on stderr: level, field, value, why, and what to do."""
+    """Print findings on stderr, in colour on a terminal."""
     coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     for finding in by_severity(findings):
         if coloured:
@@ -42,28 +41,26 @@ def _print_coloured(finding: Finding) -> None:
     err.print(Text.assemble((level, _STYLES[level]), ": ", (field, "bold"), rest))
 
 
-def summary(found: Check, name: str) -> str:
-    """Say in one line whether a recipe is valid, whether it can be submitted from here, and how many nodes it takes.
+def summary(result: Check, name: str) -> str:
+    """Return one line: is the recipe valid, can it be submitted from here, and how many nodes does it use?
 
-    Args:
-        found: what was found.
-        name: of the recipe's run, or of its file.
+    `name` is the run or the recipe file.
     """
-    counts = Counter(finding.level for finding in found.findings)
-    if not found.ok:
+    counts = Counter(finding.level for finding in result.findings)
+    if not result.ok:
         parts = [count(counts[level], word) for level, word in _WORDS.items() if counts[level]]
         return f"{name}: {', '.join(parts)}."
     verdict = "recipe is valid"
-    if found.blocked:
-        blockers = [each for each in found.findings if each.level == "blocked"]
+    if result.blocked:
+        blockers = [each for each in result.findings if each.level == "blocked"]
         what = f": {blockers[0].field} {blockers[0].text}" if len(blockers) == 1 else ""
         verdict += f"; not submittable from this machine ({count(len(blockers), 'blocker')}{what})"
-    nodes = nodes_by_role(found.plan) if found.plan else ""
+    nodes = nodes_by_role(result.plan) if result.plan else ""
     return f"{name}: {verdict}." + (f" {nodes[0].upper()}{nodes[1:]}." if nodes else "")
 
 
 def nodes_by_role(plan: Plan) -> str:
-    """Write how many nodes the job gets, spares included, and what they are for: `3 nodes: 2 train, 1 spare`."""
+    """Return the number of nodes by role, including spares: `3 nodes: 2 train, 1 spare`."""
     if plan.layout == "one_node" or plan.executor == "local":
         where = "this machine, as " if plan.executor == "local" else ""
         return f"{where}{count(plan.allocated, 'node')}"
@@ -75,7 +72,7 @@ def nodes_by_role(plan: Plan) -> str:
 
 
 def totals(plan: Plan) -> str:
-    """Write derived sums in one line."""
+    """Return the totals of a plan in one line."""
     t = plan.totals
     parts = [(t.gpus, "GPU")]
     if plan.task != "sft":

@@ -1,12 +1,12 @@
-"""Fold texts that differ in numbers alone: `trainer-rank-0`, `trainer-rank-1`, ... become `trainer-rank-0..7`."""
+"""Fold texts that differ only in numbers: `trainer-rank-0`, `trainer-rank-1`, ... become `trainer-rank-0..7`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
+# Longest list of ranges. A longer one is written as its first number, its last number and its length.
 MAX_RANGES = 4
-"""Longest list of ranges. A longer one is written as its first number, its last number and its length."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -16,15 +16,15 @@ def pattern(text: str) -> str:
 
 
 def fold(texts: Iterable[str]) -> list[str]:
-    """Fold the texts of each pattern into one text, in the order in which the patterns first occur."""
+    """Fold the texts of each pattern into one text, in order of first occurrence."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         alike.setdefault(pattern(text), []).append(text)
-    return [_fold_alike(found) for found in alike.values()]
+    return [_fold_alike(group) for group in alike.values()]
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as ranges, for example `0..3, 7`."""
+    """Return numbers as ranges, for example `0..3, 7`."""
     ordered = sorted(set(numbers))
     starts = [n for i, n in enumerate(ordered) if i == 0 or ordered[i - 1] != n - 1]
     ends = [n for i, n in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != n + 1]
@@ -35,13 +35,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _fold_alike(texts: Sequence[str]) -> str:
     places = [{int(number) for number in column} for column in zip(*map(_NUMBER.findall, texts), strict=True)]
-    found = iter(places)
+    columns = iter(places)
 
-    def told(match: re.Match[str]) -> str:
-        numbers = next(found)
+    def replacement(match: re.Match[str]) -> str:
+        numbers = next(columns)
         if len(numbers) == 1:
             return match[0]
         text = ranges(numbers)
         return f"[{text}]" if "," in text or " " in text else text
 
-    return _NUMBER.sub(told, texts[0])
+    return _NUMBER.sub(replacement, texts[0])

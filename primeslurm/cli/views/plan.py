@@ -1,4 +1,4 @@
-"""A plan for a person: the verdict, what Slurm is asked for, memory, and which process runs where."""
+"""Print a plan: verdict, job, memory, and placement of processes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,8 @@ def show_plan(
 ) -> None:
     """Print a plan on stdout, and its findings on stderr.
 
-    Args:
-        plan: the plan.
-        recipe: the recipe that the plan is of.
-        placement: print which process runs where, too.
-        every: give each process a row of its own; otherwise similar processes share one.
-        verbose: print everything: the job, the memory of each role and all amounts, too.
+    `placement` also prints the node of each process, `every` gives each process its own row instead of folding similar
+    ones, and `verbose` also prints the job, the memory of each role, and all amounts.
     """
     show_verdict(plan, recipe)
     if verbose:
@@ -56,13 +52,7 @@ def show_plan(
 
 
 def show_placement(plan: Plan, *, every: bool = False, ports: bool = False) -> None:
-    """Print which process runs where.
-
-    Args:
-        plan: the plan.
-        every: give each process a row of its own.
-        ports: print the ports of each process, which need more than 80 columns on a large plan.
-    """
+    """Print the node of each process; with `every`, one row per process. `ports` may need more than 80 columns."""
     table = light_table("node", "role", "process", "GPUs", "on death", *["ports"] * ports, title="placement")
     table.columns[0].max_width = 10  # ranges wrap between two numbers, names of processes do not
     table.columns[3].no_wrap = True
@@ -79,7 +69,7 @@ def _show_job(plan: Plan) -> None:
 
 
 def every_row(nodes: Iterable[Node]) -> list[ProcessRow]:
-    """Make a row for each process."""
+    """Return a row for each process."""
     return [
         ProcessRow(
             nodes=str(node.index) if i == 0 else "",
@@ -95,7 +85,7 @@ def every_row(nodes: Iterable[Node]) -> list[ProcessRow]:
 
 
 def folded_rows(nodes: Iterable[Node]) -> list[ProcessRow]:
-    """Make a row for similar processes on similar nodes, which run equally many of each kind on the same GPUs."""
+    """Return a row for similar processes on similar nodes, which have the same GPUs and numbers of processes."""
     alike: dict[object, list[Node]] = {}
     for node in nodes:
         alike.setdefault(_kind_of_node(node), []).append(node)
@@ -118,7 +108,7 @@ def _row(processes: Sequence[Process]) -> tuple[str, str, str, str]:
 
 
 def _runs(node: Node) -> list[list[Process]]:
-    """The processes of a node, grouped by kind."""
+    """Return the processes of a node, grouped by kind."""
     alike: dict[object, list[Process]] = {}
     for process in node.processes:
         alike.setdefault(_kind(process), []).append(process)
@@ -163,7 +153,7 @@ def _show_estimate(estimate: Estimate) -> None:
 
 
 def amount_text(amount: Quantity) -> str:
-    """Write an amount with a unit that suits its size."""
+    """Return an amount with a unit that suits its size."""
     if amount.unit == "s":
         return duration(amount.value)
     unit, _, per = amount.unit.partition(" ")

@@ -1,4 +1,4 @@
-"""The beginning of `primeslurm plan`: does the run fit, what does it use, how long do its parts take."""
+"""The first part of `primeslurm plan`: does the run fit, what does it use, how long do its parts take?"""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.types import minutes
 
+# Share of its limit from which on a role may run out of memory, by the accuracy of the estimate.
 TIGHT = 0.9
-"""Share of its limit from which on a role may run out of memory, by the accuracy of the estimate."""
+# Width of the labels before lines, and of the names of roles.
 LABELS = 10
-"""Width of the labels before lines, and of the names of roles."""
+# Roles of processes that compute, and the names of their rows.
 ROLES = {"trainer": "train", "engine": "inference", "prefill": "prefill", "decode": "decode", "teacher": "teacher"}
-"""Roles of processes that compute, and the names of their rows."""
 
 
 @dataclass(frozen=True)
 class RoleRow:
-    """What one role uses."""
+    """Resources of one role."""
 
     role: str
     nodes: int
     processes: int
     gpus: int
     memory: RoleMemory | None
-    """None if it is not estimated."""
+    """None if there is no estimate."""
 
     @property
     def free_gib(self) -> float:
-        """Memory of a GPU that is neither needed nor, for engines, the KV cache."""
+        """Memory of a GPU that is not needed, and not used for a KV cache."""
         return self.memory.free_gib if self.memory else 0.0
 
     @property
     def meaning(self) -> str:
-        """What the free memory means."""
         if self.memory is None:
             return "memory not estimated"
         # As far above its limit as TIGHT is below, a trainer may still fit; an engine without a KV cache does not.
@@ -55,12 +54,7 @@ class RoleRow:
 
 
 def show_verdict(plan: Plan, recipe: Recipe) -> None:
-    """Print the verdict, what the run uses, a row for each role, and how long parts take, on stdout.
-
-    Args:
-        plan: the plan.
-        recipe: the recipe that the plan is of.
-    """
+    """Print verdict, resources, a row for each role, and durations on stdout."""
     rows = role_rows(plan)
     out.print(Text.assemble((f"{plan.run}: {verdict(plan, rows)}", "bold")))
     out.print(_lines({**resources(plan, rows), **_least(plan, recipe)}))
@@ -70,7 +64,7 @@ def show_verdict(plan: Plan, recipe: Recipe) -> None:
 
 
 def verdict(plan: Plan, rows: list[RoleRow]) -> str:
-    """Say in one line whether the run fits, and whether it can be submitted from here."""
+    """Return one line: does the run fit, and can it be submitted from here?"""
     errors = sum(finding.level == "error" for finding in plan.findings)
     blocked = sum(finding.level == "blocked" for finding in plan.findings)
     meanings = [row.meaning for row in rows]
@@ -93,13 +87,11 @@ def verdict(plan: Plan, rows: list[RoleRow]) -> str:
 
 
 def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
-    """Write which nodes and GPUs the run uses, and for how long at most."""
-    gpus = len({place for row_gpus in _gpus_by_role(plan).values() for place in row_gpus})
+    """Return lines about the nodes, GPUs and time limit of the run."""
+    gpus = plan.totals.gpus
     if plan.executor == "local":
         on_gpus = f", {count(gpus, 'GPU')}" if plan.device == "cuda" else ""
         return {"nodes": f"this machine, as {count(plan.totals.nodes, 'node')}{on_gpus}"}
-    # Slurm bills spare nodes like the others.
-    gpus += sum(group.spares * int(group.asked_gres.rsplit(":", 1)[-1]) for group in plan.groups if group.asked_gres)
     if plan.device == "cuda":
         kinds = "/".join(sorted({row.memory.gpu.upper() for row in rows if row.memory}))
         with_gpus = sum(group.nodes for group in plan.groups if group.requested_gres)
@@ -117,7 +109,7 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
 
 
 def role_rows(plan: Plan) -> list[RoleRow]:
-    """List the roles that compute, in the order of `ROLES`."""
+    """Return rows of the roles in `ROLES`, in that order."""
     memory = {role.role: role for role in plan.estimate.roles} if plan.estimate else {}
     gpus = _gpus_by_role(plan)
     rows = []
@@ -130,7 +122,7 @@ def role_rows(plan: Plan) -> list[RoleRow]:
 
 
 def _gpus_by_role(plan: Plan) -> dict[str, set[tuple[int, int]]]:
-    """Node and index of each GPU that processes of a role use."""
+    """Return (node, index) of each GPU that a role uses."""
     return {
         role: {(process.node, gpu) for process in plan.processes() if process.role == role for gpu in process.gpus}
         for role in ROLES
@@ -156,7 +148,7 @@ def _table(rows: list[RoleRow], *, on_gpus: bool) -> Table:
 
 
 def _in_flight(plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """How many sequences the KV caches hold at once: those of decode engines, or of engines that also prefill."""
+    """Return the number of sequences in the KV caches of decode engines, or of engines that also prefill."""
     holders = [role for role in plan.estimate.roles if role.longest] if plan.estimate else []
     role = next((role for role in holders if role.role in ("decode", "inference")), None)
     if role is None:
@@ -168,7 +160,7 @@ def _in_flight(plan: Plan, recipe: Recipe) -> dict[str, str]:
 
 
 def _least(plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """The least time that all steps of the run take, to be compared with the time limit."""
+    """Return the shortest duration of all steps, to be compared with the time limit."""
     if not (steps := _trainer_steps(plan)):
         return {}
     least = min(amount.value for amount in steps) * recipe.max_steps
@@ -181,7 +173,7 @@ def _trainer_steps(plan: Plan) -> list[Quantity]:
 
 
 def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """The duration of a training step for sequences from a quarter of `seq_len` to `seq_len`."""
+    """Return the duration of a training step for sequences from a quarter of `seq_len` to `seq_len`."""
     if plan.task == "rl":
         what = count(recipe.orchestrator.batch_size, "rollout")
     elif plan.task == "sft" and recipe.sft is not None:
@@ -199,7 +191,7 @@ def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
 
 
 def _start(plan: Plan) -> dict[str, str]:
-    """The longest start-up that the time limits allow."""
+    """Return the longest start-up that the time limits allow."""
     names = {"engine start": "engines", "trainer loading": "trainer"}
     limits = {words: _amount(plan, name) for name, words in names.items()}
     parts = [f"{words} at most {duration(limit.value)}" for words, limit in limits.items() if limit]
@@ -207,7 +199,7 @@ def _start(plan: Plan) -> dict[str, str]:
 
 
 def _saving(plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """Size and interval of checkpoints, and the duration of a weight update."""
+    """Return size and interval of checkpoints, and the duration of a weight update."""
     if plan.task not in ("rl", "sft"):
         return {}
     saved, update = _amount(plan, "checkpoint"), _amount(plan, "weight update")
@@ -223,7 +215,7 @@ def _amount(plan: Plan, name: str) -> Quantity | None:
 
 
 def _lines(lines: dict[str, str]) -> Table:
-    """Put a label before each line, and indent what does not fit the terminal."""
+    """Return a table with a label before each line, which indents wrapped lines."""
     table = light_table("", "", indent=2)
     table.show_header = False
     table.columns[0].width = LABELS

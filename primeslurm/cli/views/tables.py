@@ -1,4 +1,4 @@
-"""Output in colours and columns. It is separate from plain output because rich takes long to import."""
+"""Consoles and tables. Separate from `output` because importing rich is slow."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.table import Table
 
 from primeslurm.cli.output import plain
 
+# Width of output that goes to no terminal: grep finds no name that is broken into two lines.
 PIPE_COLUMNS = 240
-"""Width of output that goes to no terminal: grep finds no name that is broken into two lines."""
 
 
 class PlainConsole(Console):
-    """A console on which texts cannot control the terminal or colours: `[red]` in an error is no markup."""
+    """A console without markup, on which texts cannot control the terminal: `[red]` in an error stays as it is."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render, and keep only the control characters that rich itself writes."""
+        """Render, and keep only control characters that rich itself writes."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
@@ -35,12 +35,9 @@ err = PlainConsole(stderr=True, soft_wrap=True)
 
 
 def light_table(*columns: str, title: str | None = None, indent: int = 0) -> Table:
-    """Make a table without lines, which leaves more of 80 columns to the cells.
+    """Return a table without lines, which leaves more of 80 columns to the cells.
 
-    Args:
-        columns: headings.
-        title: heading of the table.
-        indent: spaces before each cell; the space between two columns is always 2.
+    `indent` is the number of spaces before each cell. The space between two columns is always 2.
     """
     padding = (0, 2 - indent, 0, indent) if indent else (0, 2, 0, 0)
     table = Table(title=title, title_justify="left", box=None, padding=padding)

@@ -15,12 +15,9 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 class RouterOrder(msgspec.Struct, frozen=True):
     """Settings that the supervisor sends to its router, as JSON."""
 
-    argv: list[str]
-    """Options of vllm-router."""
-    token_url: str
-    """URL of token checks."""
-    token: str
-    """Token that the router sends to prefill and decode engines."""
+    argv: list[str]  # Options of vllm-router
+    token_url: str  # URL of token checks
+    token: str  # Token that the router sends to prefill and decode engines
 
 
 def main(order: RouterOrder) -> None:

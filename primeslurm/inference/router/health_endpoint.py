@@ -34,13 +34,10 @@ class RouterHealthEndpoint:
         self._expected = f"Bearer {secret}".encode()
         self._request = request
         self._complete = complete
-        self.token_path = f"/key/{secrets.token_urlsafe()}"
-        """Path of token checks, known only to the router."""
-        self.refused_bytes = 0
-        """Total length of invalid tokens. The router caches each of them without limit."""
+        self.token_path = f"/key/{secrets.token_urlsafe()}"  # Path of token checks, known only to the router
+        self.refused_bytes = 0  # Total length of invalid tokens. The router caches each of them without limit.
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
-        """Start to listen."""
         return await asyncio.start_server(self._connected, host, port, limit=MAX_HEAD_BYTES)
 
     async def status(self, path: str, token: bytes) -> int | None:

@@ -5,6 +5,7 @@ The supervisor compares the two lists every second, so it needs no notification 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import http.client
@@ -13,7 +14,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -22,11 +23,13 @@ import msgspec
 from primeslurm.base.parent_death import end_with_parent
 from primeslurm.inference.router.child import RouterOrder
 from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
-from primeslurm.inference.router.workers import LARGEST_LIST, WorkerDifference, compare, listed, planned
 from primeslurm.records.events.processes import RouterComplete, RouterIncomplete, RouterRestarted
 from primeslurm.records.journal import Journal
+from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.transport import secret
 
+# Longest response to /list_workers that is read [bytes]. A thousand workers need a hundredth of it.
+LARGEST_LIST = 16 << 20
 PERIOD_S = 1.0
 ANSWER_S = 5.0
 # Total size of invalid tokens after which the router is restarted, because it caches all of them.
@@ -34,6 +37,55 @@ REFUSED_BYTES = 4 * 2**30
 # Shortest time between two such restarts [s], so that a stranger with bad tokens cannot block the run.
 TOKEN_RESTART_S = 600.0
 _log = logging.getLogger(__name__)
+
+
+class _Listed(msgspec.Struct):
+    urls: list[str]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a router, as URLs."""
+
+    urls: frozenset[str]
+    # Whether prefill and decode engines are separate. Such a router can drop workers, but cannot add any.
+    disaggregated: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerDifference:
+    """Workers that a router lacks, and workers that it should not have, as URLs."""
+
+    missing: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.foreign)
+
+
+def planned(argv: Sequence[str]) -> Workers:
+    """Return the workers that a router's command line names."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--worker-urls", nargs="*", default=[])
+    parser.add_argument("--prefill", nargs="+", action="append", default=[])
+    parser.add_argument("--decode", nargs="+", action="append", default=[])
+    options, _ = parser.parse_known_args(argv)
+    separate = [words[0] for words in (*options.prefill, *options.decode)]  # a bootstrap port may follow the URL
+    return Workers(frozenset((*options.worker_urls, *separate)), disaggregated=bool(separate))
+
+
+def compare(wanted: Workers, listed_urls: Iterable[str]) -> WorkerDifference:
+    # A router may list the data-parallel ranks of a server as `http://host:port@rank`.
+    urls = {url.partition("@")[0].rstrip("/") for url in listed_urls}
+    return WorkerDifference(tuple(sorted(wanted.urls - urls)), tuple(sorted(urls - wanted.urls)))
+
+
+def listed(body: bytes) -> list[str] | None:
+    """Return the URLs in a response to /list_workers; None if the response is invalid."""
+    try:
+        return decode_json(body, _Listed).urls
+    except DamagedError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -51,18 +103,15 @@ class RouterSupervisor:
     The journal gets an event when the router restarts, and when its workers differ from the plan or match it again.
     """
 
-    argv: Sequence[str]
-    """Options of vllm-router."""
+    argv: Sequence[str]  # Options of vllm-router
     router: Address
     endpoint: Address
     journal: Journal
     refused_bytes_limit: int = REFUSED_BYTES
     _difference: WorkerDifference = field(default=WorkerDifference(), init=False)
     _incomplete_since: float = field(default=0.0, init=False)
-    _accepted: bool = field(default=False, init=False)
-    """Whether the running router has accepted the run's secret."""
-    _token_restart: float = field(default=-math.inf, init=False)
-    """Time of the last restart because of invalid tokens."""
+    _accepted: bool = field(default=False, init=False)  # Whether the running router has accepted the run's secret
+    _token_restart: float = field(default=-math.inf, init=False)  # Time of the last restart because of invalid tokens
 
     def __post_init__(self) -> None:
         self._wanted = planned(self.argv)

@@ -16,10 +16,8 @@ from primeslurm.wire.weight_transfer.catalogue import Experts, Named
 class HeldExperts:
     """The experts of a worker."""
 
-    wanted: Experts
-    """Experts to request from the trainer; None for all, also if experts move between workers."""
-    order: tuple[int, ...] | None
-    """Expert of each row of vLLM's parameters; None if stacks cannot be loaded."""
+    wanted: Experts  # Experts to request from the trainer; None for all, also if experts move between workers
+    order: tuple[int, ...] | None  # Expert of each row of vLLM's parameters; None if stacks cannot be loaded
 
     def loadable(self, item: Named) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield received tensors as the model's `load_weights` takes them: whole stacks, or one matrix at a time."""

@@ -48,7 +48,9 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
         paths = policy_files(Path(update_info.path), update_info.version)
         config = self.model_config.hf_text_config
         ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
-        expected = {name for name in tensor_names(self._model_files()) if not ahead.fullmatch(name)}
+        # There are none for a hub id. `finish_weight_update` still checks every parameter.
+        model_files = files.listing(Path(self.model_config.model), "*.safetensors")
+        expected = {name for name in tensor_names(model_files) if not ahead.fullmatch(name)}
         lacking = absent(expected, tensor_names(paths))
         if self.has_tied_embeddings():
             lacking.discard("lm_head.weight")
@@ -56,17 +58,12 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
             raise PolicyError(f"{update_info.path}: lacks {len(lacking)} tensors of the model: {some(lacking)}")
         self.load(_tensors(paths))
 
-    def _model_files(self) -> list[Path]:
-        # Empty for a hub id. `finish_weight_update` still checks every parameter.
-        return files.listing(Path(self.model_config.model), "*.safetensors")
-
 
 def policy_files(directory: Path, version: int) -> list[Path]:
     """Return the safetensors files of a published policy. Wait up to `SEEN_S` until this node sees all of them.
 
-    Raises:
-        PolicyError: there is no manifest, it has another version, or files are missing or truncated.
-        OSError: the directory cannot be read.
+    Raise PolicyError if there is no manifest, it has another version, or files are missing or truncated, and OSError if
+    the directory cannot be read.
     """
     failure: UnseenError | None = None
 

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel, OAIAttention
 from vllm.platforms import current_platform
 
-from primeslurm.inference.guards import expect
+from primeslurm.inference.patches import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
 from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
@@ -43,7 +43,6 @@ class LayerwiseTransferEngine(WeightTransferEngine):
     """
 
     def start_weight_update(self) -> None:
-        """Prepare the model for loading."""
         self._roll_back_partial_layers()
         first_names = {name for name, _ in self.model.named_parameters()}
         every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -54,17 +53,12 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         self._loaded: set[str] = set()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load tensors of the policy."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Activate the new weights.
-
-        Raises:
-            PolicyError: the policy lacked parameters or experts.
-        """
+        """Activate the new weights. Raise PolicyError if the policy lacked parameters or experts."""
         missing = self._expected - self._loaded
         if missing:
             raise PolicyError(f"the policy lacks {len(missing)} parameters: {some(missing)}")
@@ -82,7 +76,8 @@ class LayerwiseTransferEngine(WeightTransferEngine):
 
         The matrices of all the worker's experts may come as one stack (see `HeldExperts.loadable`).
         """
-        if not self._loads_fp8():
+        # A model that was built from an FP8 checkpoint loads FP8 weights unconverted.
+        if not isinstance(self.vllm_config.quant_config, Fp8Config):
             tensors = dequantised(tensors, self.model_config.dtype)
         self._loaded |= self.model.load_weights(tensors)
 
@@ -91,10 +86,6 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         # For a multimodal model the top-level config takes precedence over the text model's.
         whole, text = self.model_config.hf_config, self.model_config.hf_text_config
         return bool(getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
-
-    def _loads_fp8(self) -> bool:
-        """Return whether the model was built from an FP8 checkpoint, so that it loads FP8 weights unconverted."""
-        return isinstance(self.vllm_config.quant_config, Fp8Config)
 
     def _roll_back_partial_layers(self) -> None:
         # After a failed update some layers are partly filled. vLLM would count the retry's tensors on top of the old
@@ -137,8 +128,7 @@ def some(names: set[str]) -> str:
 def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Convert block-scaled FP8 weights to `dtype`, and pass on all other tensors.
 
-    Raises:
-        PolicyError: a weight came without its scales, or scales without their weight.
+    Raise PolicyError if a weight came without its scales, or scales without their weight.
     """
     alone: dict[str, torch.Tensor] = {}  # weights and scales whose counterpart has not arrived yet
     for name, tensor in tensors:

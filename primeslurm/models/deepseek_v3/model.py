@@ -12,8 +12,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.nn.layers.common import EXPERTS, MATRIX, NORM, ends, model_spec, norm, refuse, refuse_other_activations
 
+# Epsilon of the norms of compressed queries and keys. `rms_norm_eps` of the config does not apply to them.
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of compressed queries and keys. `rms_norm_eps` of the config does not apply to them."""
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:

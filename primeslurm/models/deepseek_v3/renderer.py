@@ -31,6 +31,7 @@ from primeslurm.models.extending_renderer import ExtendingMixin, without_first_m
 CALLS, CALLS_END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
 CALL, SEPARATOR, CALL_END = "<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>"
 HEADER = "## Tools\nYou have access to the following tools:\n"
+# Text before and after the descriptions of tools (model card of DeepSeek-V3.1)
 FOOTER = (
     "\nIMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
     f"{CALLS}{CALL}tool_call_name{SEPARATOR}tool_call_arguments{CALL_END}{{{{additional_tool_calls}}}}{CALLS_END}\n\n"
@@ -39,7 +40,6 @@ FOOTER = (
     "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
     "- For multiple tool calls, chain them directly without separators or spaces\n"
 )
-"""Text before and after the descriptions of tools (model card of DeepSeek-V3.1)."""
 
 
 class DeepSeekV31Config(BaseRendererConfig):

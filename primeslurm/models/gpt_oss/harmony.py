@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Environment variable: directory in which `openai_harmony` looks for vocabularies
 BASE = "TIKTOKEN_ENCODINGS_BASE"
-"""Environment variable: directory in which `openai_harmony` looks for vocabularies."""
 FILE = "o200k_base.tiktoken"
 
 

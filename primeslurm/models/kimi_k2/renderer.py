@@ -20,8 +20,8 @@ from primeslurm.models.extending_renderer import ExtendingMixin, without_first_m
 
 SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
 
+# Id of the tokens around images, which this model does not have
 NO_TOKEN = -1
-"""Id of the tokens around images, which this model does not have."""
 
 
 class KimiK2ThinkingConfig(BaseRendererConfig):

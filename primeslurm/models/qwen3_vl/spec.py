@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from primeslurm.models.family import ATTENTION, DENSE, EXPERTS, MOE, SWIGLU, Family, Traits, VisionDefaults
 
+# Default sizes of the vision encoder. Qwen3.5 has the same.
 QWEN_ENCODER = {
     "depth": 27,
     "hidden_size": 1152,
@@ -15,7 +16,6 @@ QWEN_ENCODER = {
     "num_position_embeddings": 2304,
     "out_hidden_size": 3584,
 }
-"""Default sizes of the vision encoder. Qwen3.5 has the same."""
 
 FAMILY = Family(
     name="qwen3_vl",

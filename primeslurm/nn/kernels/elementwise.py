@@ -1,8 +1,4 @@
-"""Fusion of chains of elementwise operations with torch.compile, on GPUs in bfloat16.
-
-Without fusion, each operation reads and writes whole activations, and for short chunks the launches cost more than the
-computation.
-"""
+"""Fusion of chains of elementwise operations with torch.compile, on GPUs in bfloat16."""
 
 from __future__ import annotations
 
@@ -22,9 +18,5 @@ def fits(x: torch.Tensor) -> bool:
 
 @functools.cache
 def fused(function: Callable[Inputs, torch.Tensor]) -> Callable[Inputs, torch.Tensor]:
-    """Compile a function of tensors once for all lengths.
-
-    Args:
-        function: A module-level function without side effects. All callers share the compiled code.
-    """
+    """Compile a module-level function of tensors once for all lengths. All callers share the compiled code."""
     return torch.compile(function, dynamic=True)

@@ -1,8 +1,7 @@
 """Selection of the newest installed FlashAttention that supports this GPU.
 
 On Hopper, FlashAttention 3 and 4 take half as long as FlashAttention 2, which torch contains. vLLM's GPU wheel includes
-FlashAttention 4. torch 2.13 takes its kernels from a module with the functions `_flash_attn_fwd` and `_flash_attn_bwd`,
-but expects an older version of them that returns fewer values. This module is the adapter.
+FlashAttention 4.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ log = logging.getLogger(__name__)
 def best(wanted: Callable[[], str | None], register: Callable[[str], Any]) -> str | None:
     """Return the name of an implementation in torch's registry. None means FlashAttention 2 of torch.
 
-    Args:
-        wanted: Returns the best implementation for this GPU: None, "FA3" (Hopper) or "FA4" (later GPUs).
-        register: Registers FlashAttention 4 from the module of a name.
+    `wanted` returns the best one for this GPU: None, "FA3" (Hopper) or "FA4" (later). `register` registers
+    FlashAttention 4.
     """
     if wanted() is None:
         return None
@@ -42,6 +40,8 @@ def best(wanted: Callable[[], str | None], register: Callable[[str], Any]) -> st
     return "FA4"
 
 
+# torch 2.13 takes its kernels from a module with these two functions, but expects an older version of them that returns
+# fewer values.
 def _flash_attn_fwd(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out, log_sum_exp, *_ = _kernels()._flash_attn_fwd(*args, **options)
     return out, log_sum_exp

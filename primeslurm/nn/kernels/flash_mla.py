@@ -1,7 +1,4 @@
-"""FlashMLA's forward pass over selected keys, on Hopper and Blackwell GPUs, from the copy in vLLM.
-
-FlashMLA's backward pass supports dense attention only. `sparse_mla_backward` computes the gradients from these results.
-"""
+"""FlashMLA's forward pass over selected keys, on Hopper and Blackwell GPUs, from the copy in vLLM."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from types import ModuleType
 
 import torch
 
+# Sizes that the kernels support: rank, rotary part, and numbers of heads
 RANK, ROPE, HEADS = 512, 64, (64, 128)
-"""Sizes that the kernels support: rank, rotary part, and numbers of heads."""
+# The number of selected keys has to be a multiple of this
 SLOTS = 128
-"""The number of selected keys has to be a multiple of this."""
 
 
 @functools.cache
@@ -34,7 +31,8 @@ def fits(query: torch.Tensor, where: torch.Tensor, rank: int) -> bool:
 def forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1] in float32."""
+    """Return the same as `sparse_mla._forward`."""
+    # FlashMLA's backward pass supports dense attention only, so `sparse_mla_backward` uses these results.
     library = _library()
     assert library is not None
     out, _, normaliser = library.flash_mla_sparse_fwd(

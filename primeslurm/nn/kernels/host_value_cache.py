@@ -1,8 +1,4 @@
-"""Host copies of small integer tensors, cached on the tensor object.
-
-The host has to know the number of rows of each expert, and must wait for the GPU to get it. The cache avoids waiting a
-second time.
-"""
+"""Host copies of small integer tensors, cached on the tensor object, so that the host waits for the GPU only once."""
 
 from __future__ import annotations
 
@@ -12,13 +8,11 @@ import torch
 
 
 def store(tensor: torch.Tensor, numbers: list[int]) -> list[int]:
-    """Cache the values of an integer tensor, and return them."""
     tensor.numbers_on_host = numbers  # type: ignore[attr-defined]
     return numbers
 
 
 def get(tensor: torch.Tensor) -> list[int] | None:
-    """Return the cached values of this tensor object, or None."""
     return getattr(tensor, "numbers_on_host", None)
 
 

@@ -1,8 +1,7 @@
 """Scores of DSA's indexer on NVIDIA GPUs, summed over heads before they are stored.
 
 A score is the sum over heads of weight * relu(query . key) (DeepSeek-V3.2-Exp report, equation 1), of queries and keys
-as `index_rounding` rounds them. Hopper GPUs use DeepGEMM's kernel, as vLLM's engines do. Others use a Triton kernel, in
-which each program computes one tile of queries x keys. Tiles without visible keys are only filled with -inf.
+as `index_rounding` rounds them. Hopper GPUs use DeepGEMM's kernel, as vLLM's engines do. Others use a Triton kernel.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import triton.language as tl
 from primeslurm.nn.kernels.fp8.deep_gemm import index_library
 from primeslurm.nn.kernels.index_rounding import quantize, rounded
 
+# Tile size
 QUERIES, KEYS = 64, 128
-"""Tile size."""
+# Head size and numbers of heads that DeepGEMM's kernel supports
 SIZE, HEADS = 128, (32, 64)
-"""Head size and numbers of heads that DeepGEMM's kernel supports."""
 
 
 def index_scores(
@@ -25,12 +24,8 @@ def index_scores(
 ) -> torch.Tensor:
     """Return float32 scores [queries, keys + padding], with -inf for keys outside of first..last and for padding.
 
-    Args:
-        query: [queries, heads, head_dim], bfloat16. head_dim is a power of two.
-        keys: [keys, head_dim], bfloat16.
-        weight: [queries, heads], float32.
-        first: First visible key of each query [queries].
-        last: Last visible key of each query [queries].
+    Queries [queries, heads, head_dim] and keys [keys, head_dim] are bfloat16, and head_dim is a power of two. Weights
+    are [queries, heads] float32; `first` and `last` are the visible keys of each query [queries].
     """
     library = index_library()
     if library is None or query.shape[2] != SIZE or query.shape[1] not in HEADS:
@@ -55,7 +50,7 @@ def _whole(scores: torch.Tensor) -> torch.Tensor:
 def triton_scores(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """Return the same as `index_scores`, from rounded queries and keys, by the Triton kernel."""
+    """Return the same as `index_scores`, from rounded queries and keys."""
     queries, heads, size = query.shape
     scores = torch.empty(queries, len(keys), dtype=torch.float32, device=keys.device)
     _scores_kernel[(triton.cdiv(queries, QUERIES), triton.cdiv(len(keys), KEYS))](

@@ -1,7 +1,4 @@
-"""Rounding of the queries and keys of DSA's indexer, as vLLM's engines do it for all model dtypes.
-
-With the same rounding, the trainer selects the same keys as the engines.
-"""
+"""Rounding of the indexer's queries and keys as in vLLM's engines, so that the trainer selects the same keys."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import torch
 
 from primeslurm.nn.kernels.fp8.blocks import LARGEST
 
+# Lower limit of a row's maximum, as in vLLM's kernel for the keys
 SMALLEST_AMAX = 1e-4
-"""Lower limit of a row's maximum, as in vLLM's kernel for the keys."""
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

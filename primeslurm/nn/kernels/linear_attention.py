@@ -13,19 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
+# Log decay at the start of a document. Its exponential is 0 in float32. In a chunk of 64 positions with n starts, sums
+# that include it round other decays by about n * 1e-5, which is less than bfloat16's rounding.
 BEGINNING = -110.0
-"""Log decay at the start of a document. Its exponential is 0 in float32. In a chunk of 64 positions with n starts, sums
-that include it round other decays by about n * 1e-5, which is less than bfloat16's rounding."""
+# Maximum head size. Sizes also have to be multiples of 16.
 WIDEST = 256
-"""Maximum head size. Sizes also have to be multiples of 16."""
 log = logging.getLogger(__name__)
 
 
 def fits(mixed: Sequence[torch.Tensor]) -> bool:
-    """Return whether the kernels are installed and support queries, keys and values [rows, length, heads, size].
-
-    torch.compile cannot trace the kernels, so recurrent layers are not compiled (`nn.compiled`).
-    """
+    """Return whether the kernels are installed and support queries, keys and values [rows, length, heads, size]."""
     return mixed[0].is_cuda and _fits(tuple((x.dtype, x.shape[-1]) for x in mixed))
 
 

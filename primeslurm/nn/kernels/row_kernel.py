@@ -1,7 +1,4 @@
-"""Triton kernels for `rows` on NVIDIA GPUs, with the same shapes.
-
-They are bound by memory bandwidth: each row is read and written once, and sums stay in registers.
-"""
+"""Triton kernels for `rows`, with the same shapes: each row is read and written once, and sums stay in registers."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+# Maximum number of columns per program, limited by registers
 MAX_BLOCK = 2048
-"""Maximum number of columns per program, limited by registers."""
 
 
 def spread(rows: torch.Tensor, owner: torch.Tensor, slots: int) -> torch.Tensor:
-    """Copy rows [m, dim] to [n, dim]."""
     out = rows.new_empty(owner.shape[0], rows.shape[1])
     if out.numel():
         block, grid = _tiles(*out.shape)
@@ -23,7 +19,6 @@ def spread(rows: torch.Tensor, owner: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def gathered(rows: torch.Tensor, where: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Sum rows [n, dim], times their weights, to [m, dim]."""
     (count, slots), dim = where.shape, rows.shape[1]
     out = rows.new_empty(count, dim)
     if out.numel():
@@ -44,7 +39,7 @@ def gathered(rows: torch.Tensor, where: torch.Tensor, weights: torch.Tensor | No
 def gradients(
     grad: torch.Tensor, rows: torch.Tensor, owner: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of rows [n, dim] and weights [m, slots] from the gradient [m, dim] of `gathered`."""
+    """Return the gradients of rows [n, dim] and weights [m, slots] from that of `gathered` [m, dim]."""
     of_rows, of_weights = torch.empty_like(rows), torch.zeros_like(weights, memory_format=torch.contiguous_format)
     if rows.numel():
         block = min(MAX_BLOCK, triton.next_power_of_2(rows.shape[1]))
@@ -55,7 +50,6 @@ def gradients(
 
 
 def _tiles(count: int, dim: int) -> tuple[int, tuple[int, int]]:
-    """Return the number of columns per program, and the grid."""
     block = min(MAX_BLOCK, triton.next_power_of_2(dim))
     return block, (count, triton.cdiv(dim, block))
 

@@ -1,19 +1,11 @@
-"""Backward pass of attention over selected keys on NVIDIA GPUs, with deterministic sums per key.
+"""Backward pass of `sparse_mla` on NVIDIA GPUs, with deterministic sums per key. Shapes as in `sparse_mla_kernel`.
 
 It processes a group of queries at a time, in four kernels:
 
 1. Recompute the softmax weights, and compute the gradients of the scores.
 2. Sum the gradients of the queries.
 3. Compute the contribution of each query to each of its keys, summed over heads, in the dtype of the keys.
-4. Sum the contributions per key in float32, always in the same order, so that gradients are reproducible.
-
-Intermediate results take BUFFER_BYTES. With GLM-5's shape (64 heads, 2,048 keys of 576 values) in bfloat16, a token
-writes and reads 2.9 MB once. Float32 atomics on the gradients of the keys would read and write 4.7 MB. Merging kernels
-1 and 2 would gather the keys once instead of twice, but one query would take all registers and shared memory of a
-multiprocessor, so that nothing overlaps: 39 instead of 20 ms for 16,384 tokens on an H200.
-
-Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
-[queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, at least 32 and 16.
+4. Sum the contributions per key in float32, always in the same order.
 """
 
 from __future__ import annotations
@@ -24,12 +16,15 @@ import triton.language as tl
 
 from primeslurm.nn.kernels.sparse_mla_kernel import block_heads, load
 
+# Memory for intermediate results. It limits the number of queries per group, which is at least one.
+# With GLM-5's shape (64 heads, 2,048 keys of 576 values) in bfloat16, a token writes and reads 2.9 MB once. Float32
+# atomics on gradients of the keys would read and write 4.7 MB. Merging kernels 1 and 2 would gather keys only once, but
+# one query would take all registers and shared memory of a multiprocessor: 39 instead of 20 ms for 16,384 tokens.
 BUFFER_BYTES = 4 * 2**30
-"""Memory for intermediate results. It limits the number of queries per group, which is at least one."""
+# Rows per program of the mean kernel
 MEANS = 16
-"""Rows per program of the mean kernel."""
+# Columns of queries and keys per matrix product of the scores
 COLUMNS = 64
-"""Columns of queries and keys per matrix product of the scores."""
 _WEIGHT_CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((128, 4, 3), (256, 8, 3), (256, 8, 4), (64, 4, 3))
@@ -42,8 +37,8 @@ _SHARE_CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((128, 8, 4), (128, 8, 3), (64, 4, 4), (32, 4, 3))
 ]
+# Contributions to a key that are summed at once. Not autotuned, because another number would change the bits.
 PAIRS, PAIR_WARPS = 16, 2
-"""Contributions to a key that are summed at once. Not autotuned, because another number would change the bits."""
 
 
 def backward(
@@ -55,7 +50,6 @@ def backward(
     normaliser: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the queries, and of the keys (summed in float32)."""
     grad, query, keys, where = (tensor.contiguous() for tensor in (grad, query, keys, where))
     grad_query = torch.empty_like(query)
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=keys.device)
@@ -117,7 +111,6 @@ def _weights(
 def _add_queries(
     slopes: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, grad_query: torch.Tensor, rank: int
 ) -> None:
-    """Fill `grad_query` with the sums over the keys of each query."""
     queries, heads, size = grad_query.shape
     per_program = block_heads(heads)
     _query_kernel[(triton.cdiv(heads, per_program), queries)](

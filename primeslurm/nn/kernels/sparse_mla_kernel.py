@@ -1,9 +1,7 @@
 """Triton kernels for attention over selected keys on NVIDIA GPUs, without storing gathered keys.
 
-A program computes one query with up to 64 heads. It loads the selected keys in blocks, each from its place, and keeps a
-running softmax (FlashAttention-2, arXiv 2307.08691, algorithm 1). `sparse_mla_backward` has the backward pass.
-
-Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
+A program computes one query with up to 64 heads, with a running softmax (FlashAttention-2, arXiv 2307.08691, algorithm
+1). Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
 [queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, at least 32 and 16.
 """
 
@@ -14,8 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+# Maximum number of heads per program. More would not fit into its registers.
 MAX_HEADS = 64
-"""Maximum number of heads per program. More would not fit into its registers."""
 _CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((64, 8, 1), (32, 8, 2), (32, 8, 1), (64, 8, 2), (32, 4, 1), (16, 8, 2))
@@ -25,7 +23,7 @@ _CONFIGS = [
 def forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, rank: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1] in float32."""
+    """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1] float32."""
     queries, heads, size = query.shape
     out = query.new_empty(queries, heads, rank)
     normaliser = query.new_empty(queries, heads, 1, dtype=torch.float32)
@@ -47,7 +45,6 @@ def forward(
 
 
 def block_heads(heads: int) -> int:
-    """Return the number of heads per program."""
     return min(MAX_HEADS, max(16, triton.next_power_of_2(heads)))
 
 

@@ -29,7 +29,6 @@ def linear(inputs: int, outputs: int, bias: bool = False) -> Linear.Config:
 
 
 def ffn(hf: Any, width: int) -> FeedForward.Config:
-    """Return a SwiGLU feed-forward network with this intermediate size."""
     return make_ffn_config(dim=hf.hidden_size, hidden_dim=width, w1_param_init=MATRIX, w2w3_param_init=MATRIX)
 
 
@@ -57,7 +56,6 @@ def ends(hf: Any) -> dict[str, Any]:
 def model_spec(
     hf: Any, name: str, model: Any, adapter: type, parallelize: Callable[..., Any], pipeline: Any = None
 ) -> ModelSpec:
-    """Return the spec of a family's model config, state dict adapter and parallelization."""
     return ModelSpec(
         name=name,
         flavor=hf.model_type,

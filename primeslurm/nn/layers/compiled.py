@@ -12,13 +12,13 @@ from torchtitan.distributed.compile import apply_compile
 from primeslurm.nn.layers.scan import HeadScan
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 
+# Names that the compiler gives to values that differ between micro batches: the number of documents, the longest one,
+# and the keys that a shard of a row sees
 _VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
-"""Names that the compiler gives to values that differ between micro batches: the number of documents, the longest one,
-and the keys that a shard of a row sees."""
 
+# Maximum number of compiled variants: each kind of layer, with and without gradients. torch's default is 8, after which
+# further layers fail.
 RECOMPILE_LIMIT = 32
-"""Maximum number of compiled variants: each kind of layer, with and without gradients. torch's default is 8, after
-which further layers fail."""
 
 
 def prepare() -> None:

@@ -2,20 +2,19 @@
 
 Master weights stay float32. FSDP gathers copies in the compute dtype, which are quantized at each use. Exported
 policies are quantized from the compute dtype, too (`trainer.weights.export.Encoding`), so that trainer and engines
-multiply by the same numbers. Until the first update, engines that loaded an FP8 checkpoint use its scales, which differ
-from the trainer's by the rounding of the compute dtype.
-
-`tensor_names.in_fp8` selects the layers. The kernels need multiples of 128, so other matrices are padded with zeros,
-which does not change scales.
+multiply by the same numbers. Until the first update, engines that loaded an FP8 checkpoint use its scales.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 from torchtitan.models.common import Linear
 
 from primeslurm.nn.kernels.fp8 import ops
@@ -33,7 +32,47 @@ from primeslurm.nn.kernels.fp8.blocks import (
     quantize_groups_transposed,
     quantize_transposed,
 )
-from primeslurm.nn.kernels.fp8.quantized_cache import QuantizedCache
+
+T = TypeVar("T")
+
+
+class QuantizedCache(Generic[T]):
+    """A cache of one tensor's quantized form, so that projections with the same input quantize it once.
+
+    A call on any cache also drops the results of all caches whose tensors are gone.
+    """
+
+    _all: ClassVar[weakref.WeakSet[QuantizedCache[Any]]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        QuantizedCache._all.add(self)
+        self._storage: StorageWeakRef | None = None
+        self._key: tuple[Any, ...] = ()
+        self._context: object = None
+        self._result: T | None = None
+
+    def of(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], T], context: object = None) -> T:
+        """Return `make(tensor)`, from the cache if tensor and context are those of the last call.
+
+        `make` is the same in all calls. The result may depend on `context`, which is compared by identity. The tensor
+        must not be an inference tensor, because these have no version.
+        """
+        for other in QuantizedCache._all:
+            other._drop_expired()
+        # Activation checkpointing passes each consumer a new view, so tensors are identified by storage and view.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        # The weak reference, which is kept, prevents the address from being reused for another storage.
+        key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if self._result is None or key != self._key or context is not self._context:
+            self._result = None  # may be large, so free it first
+            self._result = make(tensor)
+            self._storage, self._key, self._context = storage, key, context
+        return self._result
+
+    def _drop_expired(self) -> None:
+        if self._storage is not None and self._storage.expired():
+            self._storage, self._key, self._context, self._result = None, (), None, None
+
 
 # Caches of inputs that several products share: quantized by rows for the products, by columns for weight gradients.
 _rows, _columns, _group_rows, _group_columns = (QuantizedCache[Quantized]() for _ in range(4))
@@ -113,7 +152,6 @@ def _quantize_rows(rows: torch.Tensor) -> Quantized:
 
 
 def _quantize_gradient(gradient: torch.Tensor, rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
-    """Quantize a gradient [rows, n] by rows and by columns, as far as they are needed."""
     if rows and columns:
         return quantize_both_ways(gradient)
     return quantize(gradient, ROWS) if rows else None, quantize_transposed(gradient) if columns else None
@@ -122,7 +160,6 @@ def _quantize_gradient(gradient: torch.Tensor, rows: bool, columns: bool) -> tup
 def _quantize_group_gradient(
     gradient: torch.Tensor, groups: Groups, rows: bool, columns: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantize the gradient of grouped rows, as `_quantize_gradient` does."""
     if rows and columns:
         return quantize_groups_both_ways(gradient, groups)
     return (
@@ -132,7 +169,6 @@ def _quantize_group_gradient(
 
 
 def _times(quantised: Quantized, weight: Quantized, rows: torch.Tensor) -> torch.Tensor:
-    """Return the product with the leading dimensions and the dtype of `rows`."""
     product = backend(rows.device.type).product(quantised, weight)
     return product.to(rows.dtype).view(*rows.shape[:-1], -1)
 
@@ -143,7 +179,7 @@ def _grouped_times(rows: Quantized, weight: Quantized, groups: Groups, dtype: to
 
 
 def _padded(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """Pad dimensions -1 or -2 with zeros to a multiple of BLOCK."""
+    # The kernels need multiples of BLOCK. Padding dimensions -1 or -2 with zeros does not change scales.
     columns, rows = (-tensor.shape[dim] % BLOCK if dim in dims else 0 for dim in (-1, -2))
     return F.pad(tensor, (0, columns, 0, rows)) if columns or rows else tensor
 

@@ -1,8 +1,4 @@
-"""A decoder with grouped-query attention, with the variations that families need.
-
-Attention may be gated, use a sliding window, normalize queries and keys per head or over all heads, or go without
-rotary embeddings. A block may normalize the outputs of its two halves as well as their inputs.
-"""
+"""A decoder with grouped-query attention, with the variations that families need in attention and norms."""
 
 from __future__ import annotations
 
@@ -110,7 +106,6 @@ class GqaBlock(TransformerBlock):
         build_parts(self, config, "post_attention_norm", "post_ffn_norm")
 
     def forward(self, x: torch.Tensor, masks: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [batch, length, dim] to the same shape."""
         h = self.attention(self.attention_norm(x), masks, positions)
         x = x + (h if self.post_attention_norm is None else self.post_attention_norm(h))
         h = (self.moe if self.moe_enabled else self.feed_forward)(self.ffn_norm(x))
@@ -159,8 +154,7 @@ def attention(
 ) -> Attention.Config:
     """Return the config of an attention layer with backend "flex" or "varlen".
 
-    `heads` is the number of query heads if it differs from the config's. `bias` applies to the projections of queries,
-    keys and values. `fields` are further fields of `Attention.Config`.
+    `bias` applies to the projections of queries, keys and values. `fields` are further fields of `Attention.Config`.
     """
     heads, size = heads or hf.num_attention_heads, hf.head_dim
     inner = get_attention_config(backend)

@@ -77,7 +77,6 @@ def _moe(experts: int, router: Any, routed_experts: Any, shared_experts: Any, **
 
 
 def swiglu_experts(hf: Any, experts: int, width: int) -> Any:
-    """Return routed SwiGLU experts of this intermediate size."""
     return make_routed_experts_config(
         dim=hf.hidden_size,
         hidden_dim=width,
@@ -89,10 +88,7 @@ def swiglu_experts(hf: Any, experts: int, width: int) -> Any:
 
 
 def dense_or_moe(hf: Any, dense: bool, *, experts: int, shared_width: int, **router: Any) -> dict[str, Any]:
-    """Return the second half of a `GqaBlock.Config`: a feed-forward network, or SwiGLU experts with a sigmoid router.
-
-    `shared_width` is the total intermediate size of the shared experts; 0 if there are none.
-    """
+    """Return the second half of a `GqaBlock.Config`: a feed-forward network, or experts with a sigmoid router."""
     if dense:
         return {"feed_forward": ffn(hf, hf.intermediate_size)}
     shared = ffn(hf, shared_width) if shared_width else None
@@ -112,5 +108,4 @@ def shard_experts(moe: Any, *parameters: str) -> None:
 
 
 def local(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return this rank's part of an expert parameter."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)

@@ -43,19 +43,15 @@ def chunks(positions: torch.Tensor, size: int) -> Chunks:
 
 
 def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Split [B, L, ...] into [B, C, size, ...], padded with zeros."""
     missing = -values.shape[1] % size
     padded = torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)
     return padded.unflatten(1, (-1, size))
 
 
 def decays(total: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Return the share of position s's contribution that is left at position l, [..., l, s]; 0 outside `pairs`.
-
-    `total` [..., l] are sums of log decays from the start of the chunk.
-    """
-    # The diagonal does not depend on decays. Left in, its large gradients would cancel except for rounding errors, and
-    # those exceed the gradients of strong decays.
+    """Return the share [..., l, s] of position s's contribution that is left at l; 0 outside `pairs`."""
+    # `total` [..., l] are sums of log decays from the start of the chunk. The diagonal does not depend on decays. Its
+    # large gradients would cancel except for rounding errors, which exceed the gradients of strong decays.
     passed = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril(-1)
     return passed.masked_fill(~pairs, -torch.inf).exp()
 

@@ -42,10 +42,7 @@ class Rotary(Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate queries and keys [batch, length, heads, head_dim].
-
-        `positions` are [batch, length], or with images [batch, length, 4] as in `vision.Decoder`.
-        """
+        """Rotate queries and keys [batch, length, heads, head_dim] by positions as in `vision.Decoder`."""
         # No table of angles: at 131072 positions and heads of 128 it would cost every layer 134 MB.
         by_axis = positions.unsqueeze(-1) if positions.ndim == 2 else positions[..., 1:][..., self.config.axes]
         angles = by_axis.unsqueeze(-2).float() * self.inverse_frequencies
@@ -69,11 +66,7 @@ def _by_halves(heads: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(hf: Any, layer_type: str | None = None, *, interleaved: bool = False) -> Rotary.Config:
-    """Return the rotary embedding of a config of transformers, or of one of its layer types.
-
-    Raises:
-        ValueError: The kind of scaling is not supported.
-    """
+    """Return the rotary embedding of a config of transformers, or of one of its layer types. Raises ValueError."""
     parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     scaling = parameters["rope_type"]
     refuse(hf, **{"RoPE scaling": "" if scaling in SCALINGS else scaling})

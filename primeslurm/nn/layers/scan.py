@@ -1,7 +1,7 @@
 """Recurrent layers between their projections, computed per head in segments of rows.
 
-Only the state at the start of each segment is kept for the backward pass, which recomputes the segment. Memory inside a
-segment therefore does not grow with the rows, and a token costs little more than the layer's projections.
+Only the state at the start of each segment is kept; the backward pass recomputes the segment. Memory inside a segment
+therefore does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from primeslurm.nn.block_sizes import KERNEL_SEGMENT_TOKENS, SEGMENT_TOKENS
 from primeslurm.nn.kernels import elementwise, linear_attention
 from primeslurm.nn.layers.recurrence import causal_conv
 
+# Biases of the three convolutions if there are none
 NO_BIASES = (None, None, None)
-"""Biases of the three convolutions if there are none."""
 
 Tensors = Sequence[torch.Tensor]
 Parameters = Sequence[torch.Tensor | None]
@@ -65,8 +65,7 @@ class HeadScan(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs of a segment and the state after it, [rows, heads, key size, value size].
 
-        `mixed` are queries, keys and values after the convolutions; `rest` and `parameters` are the further inputs by
-        token and by head.
+        `mixed` are queries, keys and values after the convolutions; `rest` and `parameters` are further inputs.
         """
 
     def _step(

@@ -20,14 +20,13 @@ from torchtitan.models.deepseek_v3.model import Attention
 from torchtitan.protocols.module import Module
 
 from primeslurm.nn import compat
-from primeslurm.nn.kernels.head_products import head_products
-from primeslurm.nn.kernels.sparse_mla import dense_mla, sparse_mla
+from primeslurm.nn.kernels.sparse_mla import dense_mla, head_products, sparse_mla
 from primeslurm.nn.layers.fp8 import FP8Linear, rounded
 
+# Maximum number of index scores in memory, before they are summed over heads (1 GiB)
 SCORES = 2**28
-"""Maximum number of index scores in memory, before they are summed over heads (1 GiB)."""
+# Queries per selection. Keys after the last of them are skipped.
 QUERIES = 2048
-"""Queries per selection. Keys after the last of them are skipped."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Context:
         return Context(index - positions, index)
 
     def shard(self, group: ProcessGroup) -> Context:
-        """Return the context of this rank's contiguous shard of whole rows."""
         pieces = self.first.chunk(group.size(), dim=1), self.last.chunk(group.size(), dim=1)
         first, last = (parts[group.rank()] for parts in pieces)
         return Context(first, last, group.rank() * pieces[0][0].shape[1], group)
@@ -95,11 +93,7 @@ class Indexer(Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries [rows, len, heads, head_dim], keys [rows, len, head_dim] and head weights [rows, len, heads].
 
-        Args:
-            x: Input of the layer.
-            compressed: Compressed queries of the layer.
-            rope: Rotary embedding of the layer.
-            positions: Positions of the tokens within their documents.
+        `x` and `compressed` are the input and the compressed queries of the layer.
         """
         rows, length, _ = x.shape
         config = self.config
@@ -116,19 +110,14 @@ class Indexer(Module):
 
 
 def _neighbours(values: torch.Tensor) -> torch.Tensor:
-    """Interleave the two halves of the last dimension."""
     return values.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
 def select(query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, context: Context, top_k: int) -> torch.Tensor:
-    """Return the indices of the best visible keys of each query [rows, local_len, top_k] int32, unordered, -1 for none.
+    """Return the best visible keys of each query [rows, local_len, top_k] int32, unordered, -1 for none.
 
-    Args:
-        query: Queries of the indexer [rows, local_len, heads, head_dim].
-        keys: Keys of the indexer, of whole rows [rows, len, head_dim].
-        weight: Head weights [rows, local_len, heads].
-        context: Visible keys.
-        top_k: Number of keys to select.
+    Indexer queries are [rows, local_len, heads, head_dim], keys of whole rows [rows, len, head_dim], and head weights
+    [rows, local_len, heads].
     """
     group = context.group.group_name if context.group else ""
     indices: torch.Tensor = _select_keys(
@@ -196,7 +185,6 @@ def _best(
 def _scores(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `index_kernel.index_scores` in plain PyTorch."""
     products = (query.flatten(0, 1).float() @ keys.float().t()).relu_().view(*query.shape[:2], -1)
     scores = (weight.unsqueeze(1) @ products).squeeze(1)
     index = torch.arange(len(keys), device=keys.device)
@@ -213,8 +201,8 @@ def _scores_on_gpu(
 
 # A custom operator, because selective activation checkpointing would otherwise save the scores of every chunk.
 _select_keys = custom_op("primeslurm::select_keys", _select, mutates_args=())
+# The operator of `select`, as activation checkpointing sees it
 SELECTING = torch.ops.primeslurm.select_keys.default
-"""The operator of `select`, as activation checkpointing sees it."""
 
 
 class SparseMla(Module):
@@ -240,15 +228,10 @@ class SparseMla(Module):
         indices: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Return the outputs of all heads [rows, queries, heads, v_head_dim].
+        """Return outputs [rows, queries, heads, v_head_dim] of queries [rows, queries, heads, nope or rope].
 
-        Args:
-            q_nope: [rows, queries, heads, nope].
-            q_rope: [rows, queries, heads, rope].
-            keys: Compressed keys and their rotary part [rows, keys, rank + rope].
-            up: Weight of the up-projection [heads * (nope + v_head_dim), rank].
-            indices: Selected keys, as for `sparse_mla`.
-            scale: Scale of the scores.
+        `keys` are compressed keys and their rotary part [rows, keys, rank + rope], `up` the weight of the up-projection
+        [heads * (nope + v_head_dim), rank], and `indices` the selected keys as for `sparse_mla`.
         """
         (heads, nope), rank = q_nope.shape[2:], up.shape[1]
         up_key, up_value = up.view(heads, -1, rank).tensor_split([nope], 1)

@@ -92,8 +92,7 @@ class Decoder(titan.Decoder):
     ) -> Any:
         """Return the head's output for tokens [rows, length].
 
-        Layers get `positions` [rows, length]. With images they get [rows, length, 4]: the position, then the three
-        coordinates of each token.
+        Layers get `positions` [rows, length]; with images [rows, length, 4]: the position, then time, height and width.
         """
         hidden = self.tok_embeddings(tokens)
         deep: list[torch.Tensor] = []
@@ -110,7 +109,6 @@ class Decoder(titan.Decoder):
 
 
 def document_positions(positions: torch.Tensor) -> torch.Tensor:
-    """Return the positions within documents [rows, length] from the `positions` that layers get."""
     return positions if positions.ndim == 2 else positions[..., 0]
 
 

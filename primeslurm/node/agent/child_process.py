@@ -52,7 +52,6 @@ class ProcessGroup(abc.ABC):
         self._signal_group(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the group."""
         self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:

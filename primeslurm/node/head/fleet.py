@@ -238,7 +238,6 @@ class Fleet:
         return None
 
     def _lose_unfit_nodes(self, now: float) -> Ending | None:
-        """Handle agents whose preflight failed, or which ended."""
         for rank, agent in sorted(self.agents.items()):
             if rank in self.gone:
                 continue

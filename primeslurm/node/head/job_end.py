@@ -45,11 +45,8 @@ class Termination:
 def termination(job: JobState | None, restarts: int, kill_wait_s: float, wall_time: float) -> Termination:
     """Return why Slurm has sent SIGTERM. Pure.
 
-    Args:
-        job: state of the job after the signal; None if Slurm does not answer.
-        restarts: number of requeues at the start of the attempt.
-        kill_wait_s: Slurm's KillWait, the time between SIGTERM and SIGKILL [s].
-        wall_time: the current time in Unix seconds.
+    `job` is the state after the signal (None without an answer), `restarts` the requeues at the start of the attempt,
+    and `kill_wait_s` the time between SIGTERM and SIGKILL.
     """
     cancelled = Termination(Ending(Outcome.CANCELLED, BY_SIGTERM), kill_wait_s, known=job is not None)
     if job is None:

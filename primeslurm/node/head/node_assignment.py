@@ -24,7 +24,6 @@ class NodeAssignment:
     moved: dict[str, int] = field(default_factory=dict)  # process to its new Plan node, for moved processes
 
     def home(self, process: Process) -> int:
-        """Return the Plan node that runs a process."""
         return self.moved.get(process.name, process.node)
 
     def node_of(self, rank: int) -> int | None:

@@ -35,7 +35,6 @@ class ExitCleanup:
         self.pid = self._shell.pid
 
     def add(self, directory: Path) -> None:
-        """Add a directory that belongs to this process alone."""
         assert self._shell.stdin is not None
         with contextlib.suppress(OSError):  # somebody killed the shell; the next agent on this node cleans up
             self._shell.stdin.write(f"{directory}\n".encode())

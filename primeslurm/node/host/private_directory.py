@@ -27,7 +27,6 @@ class UnsafeDirectoryError(OSError):
 
 
 def random_word() -> str:
-    """Return a word that nobody can guess."""
     return "".join(secrets.choice(_LETTERS) for _ in range(WORD))
 
 

@@ -24,8 +24,10 @@ def condition_of(pid: int, proc: Path = Path("/proc")) -> Condition:
 
     For example, an engine's server waits for its engine core, which is a child process.
     """
-    found = [_condition(proc / str(each)) for each in _family(pid, proc)]
-    return Condition(any(c.stopped for c in found), any(c.held for c in found), sum(c.waited_s for c in found))
+    conditions = [_condition(proc / str(each)) for each in _family(pid, proc)]
+    return Condition(
+        any(c.stopped for c in conditions), any(c.held for c in conditions), sum(c.waited_s for c in conditions)
+    )
 
 
 def _condition(directory: Path) -> Condition:

@@ -49,12 +49,10 @@ def gpu_checks(wanted: int) -> list[PreflightCheck]:
 
 
 def judge_gpus(wanted: int, gpus: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[PreflightCheck]:
-    """Judge nvidia-smi's answers.
+    """Judge nvidia-smi's answers about `wanted` GPUs.
 
-    Args:
-        wanted: number of GPUs that the node must have.
-        gpus: index, UUID, used memory [MiB] and uncorrected ECC errors of each GPU.
-        rows: UUID of each GPU, and whether a remapping of its memory rows is pending or has failed.
+    `gpus` has index, UUID, used memory [MiB] and uncorrected ECC errors; `rows` has UUID, and whether a remapping of
+    memory rows is pending or has failed.
     """
     findings = []
     if len(gpus) < wanted:

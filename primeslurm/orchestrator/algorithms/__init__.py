@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms import custom
-from primeslurm.orchestrator.algorithms.by_environment import ByEnvironment, Weighted
-from primeslurm.orchestrator.algorithms.echo import Echo
-from primeslurm.orchestrator.algorithms.grpo import Grpo
-from primeslurm.orchestrator.algorithms.hierarchical_grpo import HierarchicalGrpo
-from primeslurm.orchestrator.algorithms.max_rl import MaxRl
+from primeslurm.orchestrator.algorithms.composition import ByEnvironment, Echo, Weighted
+from primeslurm.orchestrator.algorithms.grpo import Grpo, HierarchicalGrpo, MaxRl
 from primeslurm.orchestrator.algorithms.opd import Opd
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory, by_role, per_rollout, per_trace
 from primeslurm.orchestrator.algorithms.rae import Rae

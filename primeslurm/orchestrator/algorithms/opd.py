@@ -22,8 +22,7 @@ class Opd(Algorithm):
     (arXiv 2306.13649), in the form of Thinking Machines Lab, On-Policy Distillation, 2025: no return over later tokens.
     """
 
-    reward: float = 0.0
-    """Factor of the reward term. 0: rewards are only reported."""
+    reward: float = 0.0  # Factor of the reward term. 0: rewards are only reported.
     needs_teacher = True
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:

@@ -24,13 +24,11 @@ AdvantageRule = Callable[[Sequence[float]], Sequence[float]]
 class Credit:
     """How one sequence is trained. All arrays have shape [tokens of the sequence]."""
 
-    advantages: Float32
-    """Factor of each trained token in the policy loss. Ignored where `mask` is false."""
-    mask: Bool
-    """Tokens that the policy loss trains: sampled tokens of the sequence, all or some."""
+    advantages: Float32  # Factor of each trained token in the policy loss. Ignored where `mask` is false.
+    mask: Bool  # Tokens that the policy loss trains: sampled tokens of the sequence, all or some
+    # Factor of each token's cross-entropy (at temperature 1), for tokens outside `mask`. None: 0 everywhere. The sum of
+    # all losses of a batch is divided by the number of its tokens in `mask`, or by 1 if there are none.
     cross_entropy: Float32 | None = None
-    """Factor of each token's cross-entropy (at temperature 1), for tokens outside `mask`. None: 0 everywhere. The sum
-    of all losses of a batch is divided by the number of its tokens in `mask`, or by 1 if there are none."""
 
     @classmethod
     def even(cls, sequence: Rollout, advantage: float) -> Credit:
@@ -78,11 +76,8 @@ class Algorithm(Protocol):
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
         """Assign credit to each token of a batch.
 
-        Args:
-            groups: the batch, truncated to what can be trained (`RolloutGroup.cut`). Do not change the arrays.
-
-        Returns:
-            For each group, one `Credit` for each sequence, in the order of `group.sequences`.
+        `groups`: the batch, truncated to what can be trained (`RolloutGroup.cut`). Do not change the arrays. Return
+        one list for each group, with a `Credit` for each sequence in the order of `group.sequences`.
         """
         ...
 

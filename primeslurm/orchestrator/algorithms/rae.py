@@ -18,8 +18,8 @@ class Rae(Algorithm):
     """
 
     decay: float = 0.95
+    # Baselines before the batch, by `<environment>/<agent>`, or by `<environment>` if there is only one agent
     memory: Memory = field(default_factory=dict)
-    """Baselines before the batch, by `<environment>/<agent>`, or by `<environment>` if there is only one agent."""
 
     def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
         return self._walk(memory, groups)[1]

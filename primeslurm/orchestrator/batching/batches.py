@@ -20,7 +20,7 @@ import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
 from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, quantum
-from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
+from primeslurm.orchestrator.dispatch.limits import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
@@ -216,13 +216,7 @@ def documents(
     temperatures: Mapping[str, float] = MappingProxyType({}),
     average: Average = "tokens",
 ) -> list[Document]:
-    """Return one document per sequence of a batch, of at most `seq_len` tokens, for training policy `version`.
-
-    Temperatures are by environment label; the others sample at the batch's own. See `averaged` for `average`.
-
-    Raises:
-        UsageError: The user's algorithm raised an error.
-    """
+    """Return one document of at most `seq_len` tokens per sequence of a batch, for training policy `version`."""
     cut = [group.cut(seq_len) for group in groups]
     # Without routed experts, because those of groups on disk are not there either: the same groups get the same credit.
     credits = algorithm.assign([group.without_experts() for group in cut])
@@ -254,19 +248,11 @@ def loss_tokens(docs: Sequence[Document]) -> int:
 def averaged(
     groups: Sequence[RolloutGroup], credits: Sequence[Sequence[Credit]], average: Average, seq_len: int
 ) -> Sequence[Sequence[Credit]]:
-    """Scale advantages so that the trainer's sum over tokens becomes the requested average.
-
-    The trainer divides the losses of a batch by its number N of trained tokens. Every policy gradient is proportional
-    to the advantage, so another average is a factor of the advantages, and no rank needs to know other ranks' lengths.
-    With n rollouts in the batch, and m trained tokens of the rollout (with several agents, of the trace), the factor is
-    N / (n * m) for `rollouts`, and N / (n * seq_len) for `seq_len`.
-
-    Args:
-        credits: For each group, one per sequence.
-
-    Returns:
-        Credits in the same order.
-    """
+    """Scale advantages so that the trainer's sum over tokens becomes the requested average."""
+    # The trainer divides the losses of a batch by its number N of trained tokens. Every policy gradient is proportional
+    # to the advantage, so another average is a factor of the advantages, and no rank needs to know other ranks'
+    # lengths. With n rollouts in the batch, and m trained tokens of the rollout (with several agents, of the trace),
+    # the factor is N / (n * m) for `rollouts`, and N / (n * seq_len) for `seq_len`.
     if average == "tokens":
         return credits
     lengths = [_trained_lengths(group, of_group) for group, of_group in zip(groups, credits, strict=True)]

@@ -1,24 +1,25 @@
-"""Decides which rollouts of a complete group are trained, and counts filtered rollouts per environment."""
+"""Decides which rollouts of a complete group are trained: length penalties, then filters of rollouts and groups."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from primeslurm.base.files import read_json
 from primeslurm.base.model_files import model_directory
 from primeslurm.orchestrator.algorithms import Algorithm
-from primeslurm.orchestrator.batching.length_penalties import apply_length_penalty
 from primeslurm.orchestrator.dispatch.curricula import Curricula
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.filters import Filters, Gibberish, Length, Repetition, Truncated, ZeroAdvantage
+from primeslurm.recipe.sections.length_penalties import Cost, LengthPenalty, Overlong, Relative
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.records.events.training import NothingKept
 from primeslurm.records.journal import Journal
@@ -37,6 +38,7 @@ FILTERED = "filtered"
 REJECTED_BATCHES = 4
 # Advantages below this fraction of the largest reward are zero: the mean of equal rewards is off in its last bit.
 ROUNDING = 1e-6
+Trace = Sequence[Rollout]
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,8 @@ class GroupFilter:
         self.counts: Counter[str] = Counter()
 
     def judge(self, group: RolloutGroup) -> FilterVerdict:
-        """Apply length penalties and filters. Reads every token and changes nothing, so a thread may call it.
-
-        Raises:
-            UsageError: The user's algorithm raised an error.
-        """
+        """Apply length penalties and filters. Raise UsageError if the user's algorithm raised an error."""
+        # This reads every token and changes nothing, so a thread may call it.
         group = apply_length_penalty(group, self._environments[group.environment])
         trained, counts = sift(group, self._filters[group.environment])
         rejected = FILTERED if trained is None else self._rejection(trained, counts)
@@ -228,3 +227,46 @@ def _zero_advantage(recipe: Recipe, environment: Environment) -> str | None:
     """Return the action for groups without advantage. None for an environment of weight 0, which is only measured."""
     actions = [each.action for each in recipe.filters(environment) if each.type == ZERO_ADVANTAGE]
     return actions[0] if actions and environment.weight else None
+
+
+def apply_length_penalty(group: RolloutGroup, environment: Environment) -> RolloutGroup:
+    """Return a complete group with the penalty of each trace. Its rewards stay as the environment gave them."""
+    penalty = environment.length_penalty
+    if penalty is None:
+        return group
+    by_agent: dict[str, list[Trace]] = defaultdict(list)
+    for trace in group.traces:
+        by_agent[trace[0].info.agent].append(trace)
+    losses = {
+        id(trace[0]): amount
+        for traces in by_agent.values()
+        for trace, amount in zip(traces, amounts(traces, penalty, environment.solved_reward), strict=True)
+    }
+    rollouts = tuple(
+        tuple(_with_penalty(sequence, losses[id(trace[0])]) for trace in traces_of(rollout) for sequence in trace)
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=rollouts)
+
+
+def amounts(traces: Sequence[Trace], penalty: LengthPenalty, solved_reward: float) -> list[float]:
+    """Return the penalty of each trace, compared with all traces of its agent in the group; negative for a bonus."""
+    lengths = np.array([sum(int(sequence.mask.sum()) for sequence in trace) for trace in traces], np.float64)
+    rewards = np.array([trace[0].info.reward for trace in traces], np.float64)
+    match penalty:
+        case Overlong():
+            excess = lengths - (penalty.max_tokens - penalty.buffer)
+            lost = penalty.factor * np.clip(excess / penalty.buffer, 0, 1)
+        case Relative():
+            spread = lengths.max() - lengths.min()
+            share = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros(len(lengths))
+            lost = -penalty.factor * np.where(rewards >= solved_reward, share, np.minimum(0, share))
+        case Cost():
+            turns = np.array([trace[0].info.turns for trace in traces], np.float64)
+            spent = penalty.tokens * lengths / max(1, lengths.max()) + penalty.turns * turns / turns.max()
+            lost = float(np.clip(rewards.mean(), 0, 1)) * spent
+    return [float(value) for value in lost]
+
+
+def _with_penalty(sequence: Rollout, amount: float) -> Rollout:
+    return replace(sequence, info=msgspec.structs.replace(sequence.info, length_penalty=amount))

@@ -72,11 +72,9 @@ class PackedRow:
 
 
 def quantum(recipe: Recipe) -> int | None:
-    """Return the number that all row lengths are multiples of. None: all rows have seq_len tokens.
-
-    Compiled layers are compiled for one length, and rows that share a micro batch are stacked. Ranks that share a row
-    cut it into equal pieces.
-    """
+    """Return the number that all row lengths are multiples of. None: all rows have seq_len tokens."""
+    # Compiled layers are compiled for one length, and rows that share a micro batch are stacked. Ranks that share a row
+    # cut it into equal pieces.
     seq_len = recipe.seq_len
     if recipe.trainer.compile or recipe.trainer.rows_at_once(seq_len) > 1:
         return None
@@ -178,9 +176,8 @@ class Common:
 def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[FrameSource]:
     """Encode the shard of the context-parallel rank in `info`: a header, and the bytes of the arrays.
 
-    Raises:
-        DamagedError: Routed experts have the length or shape of another sequence or model.
-        ValueError: Rows cannot be cut into equal pieces.
+    Raise DamagedError if routed experts have the length or shape of another sequence or model, and ValueError if rows
+    cannot be cut into equal pieces.
     """
     if odd := [row.length for row in rows if row.length % info.cp_world]:
         raise ValueError(f"{info.cp_world} ranks cannot share rows of {odd[0]} tokens")
@@ -223,7 +220,6 @@ def _segments(row: PackedRow, info: BatchInfo) -> Iterator[_Segment]:
 
 
 def _arrays(segments: Sequence[_Segment], common: Common) -> dict[str, NDArray[Any]]:
-    """Return all arrays except routed experts."""
 
     def joined(of: Callable[[Document], NDArray[Any] | None], dtype: type[np.generic]) -> NDArray[Any]:
         pairs = [(segment, None if segment.document is None else of(segment.document)) for segment in segments]

@@ -29,8 +29,7 @@ WRITERS = 4
 class ShardFiles:
     """Writes and removes the files of one attempt. All methods run on the event loop.
 
-    Args:
-        retry_s: Seconds between two attempts to write to a full file system.
+    `retry_s`: seconds between two attempts to write to a full file system.
     """
 
     def __init__(self, run_dir: Path, attempt: int, batches: Batches, committed: int, retry_s: float = 1.0) -> None:
@@ -45,11 +44,9 @@ class ShardFiles:
     async def answer(self, shard: StepShard, *, unreadable: bool, within_s: float) -> Answer | None:
         """Return the path of a shard once it is on disk, or "wait" after `within_s`. None: there is no such batch.
 
-        `unreadable`: the rank could not read the file, so its content is checked.
-
-        Raises:
-            OSError: The file cannot be written, and the file system is neither full nor read-only.
-            UsageError: The user's algorithm raised an error.
+        `unreadable`: the rank could not read the file, so its content is checked. Raise OSError if the file cannot be
+        written, and the file system is neither full nor read-only, and UsageError if the user's algorithm raised an
+        error.
         """
         task = self._writing.get(shard)
         if task is None or (unreadable and task.done()):

@@ -43,7 +43,6 @@ class Durations:
         self._survival: NDArray[np.float64] = np.ones(1)
 
     def started(self, job: str, now: float) -> None:
-        """Add a rollout that starts."""
         run = _Run(now)
         self._started.append(run)
         self._running[job] = run
@@ -115,12 +114,10 @@ class CompletionForecast:
         self._loss, self._loss_at = 0.0, -math.inf
 
     def started(self, group: OpenGroup, job: str) -> None:
-        """Add a rollout that starts."""
         self._durations[group.environment].started(job, self._clock())
         self._starts.pop(group.id, None)
 
     def ended(self, group: OpenGroup, job: str, *, finished: bool) -> None:
-        """End a rollout. One that is not `finished` was cut short."""
         self._durations[group.environment].ended(job, self._clock(), finished=finished)
         self._starts.pop(group.id, None)
 

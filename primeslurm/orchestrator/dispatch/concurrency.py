@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from statistics import median_high
 from types import MappingProxyType
 
-from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, Sample
+from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import Limit, ReplicaLoad
 
 # Growth of a limit, per engine and period.
@@ -210,7 +210,7 @@ class ReplicaLimit:
         self._engines = engines
         self._cap = float(START_PER_ENGINE * engines)
         self._per_engine = float(START_PER_ENGINE)
-        self._speed = 1.0
+        self.speed = 1.0
         self._samples: list[ReplicaSample] = []
         self._generated: float | None = None
         self._recomputation = _Recomputation()
@@ -221,17 +221,12 @@ class ReplicaLimit:
 
     @property
     def slots(self) -> int:
-        """Return the limit."""
         # At least one: without any rollout, nothing would show that a slow replica has recovered.
-        return max(1, int(self._cap * self._speed)) if self._cap else 0
+        return max(1, int(self._cap * self.speed)) if self._cap else 0
 
     @property
     def limited_by(self) -> Limit:
-        """Return the bound that keeps the limit from growing."""
-        return "slow" if self._speed < 1 and self._engines else self._limited_by
-
-    def set_speed(self, speed: float) -> None:
-        self._speed = speed
+        return "slow" if self.speed < 1 and self._engines else self._limited_by
 
     def set_engines(self, answering: int, fresh: int = 0) -> None:
         """Set how many engines that sample answer, and how many of them have just started with an empty cache."""
@@ -245,7 +240,7 @@ class ReplicaLimit:
         self._is_found = False
         self._samples = []
         if fresh:
-            self.generated_per_s, self._speed, self._generated = 0.0, 1.0, None
+            self.generated_per_s, self.speed, self._generated = 0.0, 1.0, None
 
     def observe(self, sample: ReplicaSample) -> None:
         self._samples.append(sample)
@@ -330,7 +325,7 @@ class ReplicaLimit:
         self._cap = min(wanted, self._cap * (1 + growth))
 
     def _is_used(self, period: _Period) -> bool:
-        return self._speed == 1 and period.inflight >= USED_SHARE * self._cap - FREE_SLOTS
+        return self.speed == 1 and period.inflight >= USED_SHARE * self._cap - FREE_SLOTS
 
 
 class Concurrency:
@@ -464,7 +459,7 @@ class Concurrency:
         median = median_high(per_rollout.values())
         for name, limit in busy.items():
             speed = per_rollout[name] / median
-            limit.set_speed(speed if speed < SLOW_EACH and limit.generated_per_s < SLOW_TOTAL * total else 1.0)
+            limit.speed = speed if speed < SLOW_EACH and limit.generated_per_s < SLOW_TOTAL * total else 1.0
 
 
 class _Recomputation:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
 from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, group_id
-from primeslurm.orchestrator.dispatch.limits import DispatchLimits
+from primeslurm.orchestrator.dispatch.limits import AgeLimit, DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 
+# Upper bound on the continuation groups of one example per step. It keeps their ids unique over restarts.
 CONTINUATIONS_PER_STEP = 1000
-"""Upper bound on the continuation groups of one example per step. It keeps their ids unique over restarts."""
 
 
 class Continuations:

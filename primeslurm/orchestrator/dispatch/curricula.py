@@ -192,7 +192,6 @@ class Curricula:
             self._pools[label].set_tasks(tasks[label])
 
     def draw(self, label: str, position: int, running: Collection[int]) -> int | None:
-        """Draw a task. See `examples.Draws`."""
         return self._pools[label].draw(position, running) if label in self._pools else None
 
     def learn(self, group: RolloutGroup) -> None:

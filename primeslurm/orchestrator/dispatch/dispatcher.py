@@ -22,8 +22,7 @@ from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForec
 from primeslurm.orchestrator.dispatch.continuations import Continuations
 from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
-from primeslurm.orchestrator.dispatch.limits import DispatchLimits, choose
-from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
+from primeslurm.orchestrator.dispatch.limits import DispatchLimits, ReplicaSlots, choose
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.wire.batches.rollout import Rollout
@@ -97,14 +96,6 @@ class Dispatcher:
         return len(self._jobs)
 
     @property
-    def routers(self) -> tuple[str, ...]:
-        return tuple(self.replicas.routers)
-
-    @property
-    def ready_rollouts(self) -> int:
-        return self.ready.rollouts
-
-    @property
     def queue_lengths(self) -> dict[str, int]:
         return {"ready_groups": len(self.ready), "open_groups": len(self.open), "inflight": self.inflight}
 
@@ -166,10 +157,8 @@ class Dispatcher:
     def finished(self, job: str, rollout: tuple[Rollout, ...]) -> RolloutGroup | None:
         """Add the rollout of a job, and return its group if that completed it.
 
-        The example stays unfinished until `rejected`, `add_ready` or `add_unscored` is called with the group.
-
-        Raises:
-            KeyError: The job is not in flight.
+        The example stays unfinished until `rejected`, `add_ready` or `add_unscored` is called with the group. Raise
+        KeyError if the job is not in flight.
         """
         group, index = self._end(job, "finished", finished=True)
         group.done[index] = rollout
@@ -243,9 +232,6 @@ class Dispatcher:
         """Queue a group for a batch whose teacher log-probabilities have arrived. False if it was dropped meanwhile."""
         return self.unscored.pop(group.id, None) is not None and self.add_ready(group)
 
-    def replace_with_loaded(self, group: RolloutGroup, loaded: RolloutGroup) -> None:
-        self.ready.replace(group, loaded)
-
     def give_up_damaged(self, name: str) -> None:
         """Drop a complete group, in no batch yet, whose file is damaged. Its example is sampled again."""
         ready = [group for group in self.ready if group.id == name]
@@ -287,10 +273,10 @@ class Dispatcher:
 
     def _complete_early(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
         """Complete the groups at their last chance if that fills a batch. Returns them, and the jobs to cancel."""
-        if self.ready_rollouts + self.open.at(oldest) < self.limits.batch_size:
+        if self.ready.rollouts + self.open.at(oldest) < self.limits.batch_size:
             return [], []
         last = [group for group in self.open.values() if group.version == oldest and self._may_complete_early(group)]
-        if self.ready_rollouts + _done(last) < self.limits.batch_size:
+        if self.ready.rollouts + _done(last) < self.limits.batch_size:
             return [], []
         completed: list[RolloutGroup] = []
         cancelled: list[str] = []
@@ -320,7 +306,7 @@ class Dispatcher:
 
     def may_form_early(self) -> bool:
         """Tell whether the next step's batch may be formed before the trainer needs it."""
-        if self.ready_rollouts < self.limits.batch_size:
+        if self.ready.rollouts < self.limits.batch_size:
             return False
         oldest = self.age_limit.oldest_version(self.step)
         last_unscored = any(self.age_limit.is_last_chance(group, self.step) for group in self.unscored.values())
@@ -334,7 +320,7 @@ class Dispatcher:
 
     def next_batch(self) -> list[RolloutGroup]:
         """Return the groups that `take_batch` would take; empty if there are not enough."""
-        if self.ready_rollouts < self.limits.batch_size:
+        if self.ready.rollouts < self.limits.batch_size:
             return []
         self.ready.sort()
         # Groups at their last chance come first: prefer an oversized batch to dropping a group.
@@ -371,7 +357,6 @@ class Dispatcher:
         self._forecast.step_done()
 
     def committed(self, names: Collection[str]) -> None:
-        """Forget the groups of committed steps, by id."""
         self._examples.forget_batch(names)
 
     def _has_unsaved(self, version: int) -> bool:
@@ -382,11 +367,7 @@ class Dispatcher:
     # jobs of an earlier orchestrator
 
     def adopt_job(self, job: Job, *, runs: bool) -> bool:
-        """Continue a job that an earlier orchestrator of this attempt dispatched. `runs`: it has not ended.
-
-        Returns False if the job is not needed: it is too old, its group is complete or was opened again, or its replica
-        is lost.
-        """
+        """Continue a job of an earlier orchestrator of this attempt, if it is needed. `runs`: it has not ended."""
         if job.id in self._adopted or job.sender in ("", self.incarnation):
             return False
         if not job.cache_salt.startswith(f"{self._salt}:"):  # of another attempt

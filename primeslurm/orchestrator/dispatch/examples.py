@@ -8,20 +8,12 @@ its rollouts take longer than the age limit, it would otherwise come back foreve
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
+from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.orchestrator.dispatch.group_queues import group_id
 
 # Label of an environment, and a position in its stream
 Position = tuple[str, int]
-
-
-class Draws(Protocol):
-    """Chooses the task of an environment's next group."""
-
-    def draw(self, label: str, position: int, running: Collection[int]) -> int | None:
-        """Return a task index, but none of the `running` ones. None: the task of the stream at `position`."""
-        ...
 
 
 class Examples:
@@ -32,7 +24,7 @@ class Examples:
         cursors: Next position in each environment's stream.
         unfinished: Positions before the cursors whose groups did not finish.
         taken: Ids of groups that exist (finished or trained) and must not be opened again.
-        draws: Chooses tasks. None: each environment's own order.
+        curricula: Choose tasks. None: each environment's own order.
         drawn: Tasks of the unfinished groups, by group id.
     """
 
@@ -43,7 +35,7 @@ class Examples:
         cursors: Mapping[str, int] | None = None,
         unfinished: Iterable[Position] = (),
         taken: Collection[str] = (),
-        draws: Draws | None = None,
+        curricula: Curricula | None = None,
         drawn: Mapping[str, int] | None = None,
         returned: Iterable[Position] = (),
     ) -> None:
@@ -52,7 +44,7 @@ class Examples:
         self.taken = set(taken)
         self.drawn = dict(drawn or {})
         self._ratios = ratios
-        self._draws = draws
+        self._curricula = curricula
         self._returned = set(returned)
         # Returned examples in uncommitted batches: a resumed run forms these batches again.
         self._returned_in_batches = self._returned_of(self.taken)
@@ -74,10 +66,10 @@ class Examples:
         return label, self.cursors[label] - 1
 
     def take_task(self, position: Position, running: Iterable[int | None]) -> int | None:
-        """Return the task of a position: the one that was drawn before, or a new one. See `Draws.draw`."""
+        """Return the task of a position: the one that was drawn before, or a new one. See `Curricula.draw`."""
         task = self.drawn.pop(group_id(*position), None)
-        if task is None and self._draws is not None:
-            task = self._draws.draw(*position, {other for other in running if other is not None})
+        if task is None and self._curricula is not None:
+            task = self._curricula.draw(*position, {other for other in running if other is not None})
         return task
 
     def is_unopened(self, position: Position) -> bool:

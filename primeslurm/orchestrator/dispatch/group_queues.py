@@ -40,11 +40,9 @@ class OpenGroup:
         return RolloutGroup(self.id, self.environment, self.example, self.version, rollouts, task=self.task)
 
     def continue_as(self, continuation: int, version: int, min_size: int) -> OpenGroup:
-        """Move the running rollouts to a new group of the same example.
-
-        The new group completes with as many rollouts as this one lacks, so that the example is trained no more often
-        than others. If this one lacks none, it completes with all of them.
-        """
+        """Move the running rollouts to a new group of the same example."""
+        # The new group completes with as many rollouts as this one lacks, so that the example is trained no more often
+        # than others. If this one lacks none, it completes with all of them.
         indices = sorted(self.jobs.values())
         renumbered = {old: new for new, old in enumerate(indices)}
         jobs = {job: renumbered[index] for job, index in self.jobs.items()}
@@ -145,7 +143,6 @@ class OpenGroups(Mapping[str, OpenGroup]):
         return sum(rollouts for version, rollouts in self._rollouts.items() if version >= oldest)
 
     def before(self, version: int) -> list[OpenGroup]:
-        """Return the groups that are older than a version."""
         if all(version <= other for other in self._rollouts):
             return []
         return [group for group in self._groups.values() if group.version < version]
@@ -202,7 +199,6 @@ class ReadyGroups(Iterable[RolloutGroup]):
         self._groups = [loaded if each is group else each for each in self._groups]
 
     def before(self, version: int) -> list[RolloutGroup]:
-        """Return the groups that are older than a version."""
         if all(version <= other for other in self._by_version):
             return []
         return [group for group in self._groups if self._version_of(group) < version]

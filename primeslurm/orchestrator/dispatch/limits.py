@@ -1,18 +1,66 @@
-"""Bounds the rollouts that are ahead of the trainer, and chooses the groups that fill a batch.
+"""Limits of dispatch: the age of a group, the rollouts ahead of the trainer, and the slots of each replica. Pure.
 
-Both count rollouts, because environments may have different group sizes. Each size divides the next larger one and the
-batch (`recipe.rules.environments`), so complete groups always fill a batch exactly. Groups that completed early, or
+Step s trains the policy of version s-1. With `max_off_policy_steps` = n it may train groups back to version s-1-n. The
+rule of `orchestrator.staleness` says which version of a group counts:
+
+- drop, partial: the version at which the group opened.
+- mask, carry: the newest version that sampled one of its tokens. Tokens that are too old are masked when the batch is
+  packed (`mask_old_tokens`).
+
+Limits count rollouts, because environments may have different group sizes. Each size divides the next larger one and
+the batch (`recipe.rules.environments`), so complete groups always fill a batch exactly. Groups that completed early, or
 lost rollouts to a filter, have any size: a batch may then exceed its size by less than one group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, group_id
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.staleness import Staleness
+
+
+@dataclass(frozen=True)
+class AgeLimit:
+    """Decides by policy versions, not by time."""
+
+    max_off_policy_steps: int
+    staleness: Staleness = field(default_factory=Staleness)
+    # True for an example that is sampled for the second time, because its first group became too old
+    was_returned: Callable[[tuple[str, int]], bool] = lambda position: False
+
+    def oldest_version(self, step: int) -> int:
+        """Return the oldest version of a group that `step` may train."""
+        return step - 1 - self.max_off_policy_steps
+
+    def finishes_late(self, environment: str, example: int, name: str) -> bool:
+        """Tell whether a group's running rollouts continue when the group becomes too old."""
+        # An example whose rollouts take longer than the limit would be sampled again forever. So rollouts of a
+        # continuation, and of an example that was returned before, continue under every rule.
+        is_continuation = name != group_id(environment, example)
+        return self.staleness.rule == "carry" or is_continuation or self.was_returned((environment, example))
+
+    def version_of(self, group: RolloutGroup) -> int:
+        """Return the version from which the age of a complete group counts."""
+        if self.staleness.counts_tokens or self.finishes_late(group.environment, group.example, group.id):
+            return group.newest_version
+        return group.opened_version
+
+    def is_too_old(self, group: RolloutGroup, step: int) -> bool:
+        """Tell whether `step` must not train a complete group."""
+        return self.version_of(group) < self.oldest_version(step)
+
+    def is_last_chance(self, group: RolloutGroup, step: int) -> bool:
+        """Tell whether no later step than `step` may train a complete group."""
+        return self.version_of(group) <= self.oldest_version(step)
+
+    def mask_old_tokens(self, group: RolloutGroup, step: int) -> RolloutGroup:
+        """Exclude tokens from training that are too old for `step`. They stay as context."""
+        return group.without_older(self.oldest_version(step))
 
 
 @dataclass(frozen=True)
@@ -85,3 +133,53 @@ def choose(sizes: Sequence[int], total: int) -> list[int]:
             chosen.append(index)
             total -= size
     return chosen
+
+
+class ReplicaSlots:
+    """Rollouts per replica, against the limit of each. A replica is named by its router."""
+
+    def __init__(self, routers: Iterable[str]) -> None:
+        # Rollouts in flight
+        self.load: dict[str, int] = dict.fromkeys(routers, 0)
+        # Rollouts that have ended
+        self.ended: Counter[str] = Counter()
+        # Largest load. Empty: replicas have no limit of their own.
+        self.limits: Mapping[str, int] = {}
+        self._router_of: dict[str, str] = {}
+
+    @property
+    def routers(self) -> list[str]:
+        return list(self.load)
+
+    @property
+    def with_free_slots(self) -> set[str]:
+        return {router for router in self.load if self._free(router) > 0}
+
+    def least_loaded(self) -> str:
+        """Return the replica with the most free slots; without limits, the one with the fewest rollouts."""
+        return min(self.load, key=lambda router: (-self._free(router), self.load[router]))
+
+    def assign(self, job: str, preferred: str) -> str:
+        """Assign a job to its preferred replica if that has a free slot, else to the least loaded one."""
+        router = preferred if self._free(preferred) > 0 else self.least_loaded()
+        self.add(job, router)
+        return router
+
+    def add(self, job: str, router: str) -> None:
+        """Count a job that already runs on a replica."""
+        self._router_of[job] = router
+        self.load[router] += 1
+
+    def release(self, job: str) -> None:
+        router = self._router_of.pop(job)
+        if router in self.load:
+            self.load[router] -= 1
+            self.ended[router] += 1
+
+    def drop(self, router: str) -> list[str]:
+        """Remove a replica, and return the jobs that ran on it."""
+        del self.load[router]
+        return sorted(job for job, assigned in self._router_of.items() if assigned == router)
+
+    def _free(self, router: str) -> float:
+        return self.limits.get(router, 0) - self.load[router] if self.limits else math.inf

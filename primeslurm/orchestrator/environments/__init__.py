@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,11 +16,12 @@ from verifiers.v1.utils.loaders import (
     default_harness_id,
     env_config_type,
     harness_class,
+    harness_config_type,
     load_environment,
     taskset_config_type,
 )
 
-from primeslurm.base.errors import UsageError
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.environments import load_errors
 from primeslurm.orchestrator.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.recipe.rules.sandboxes import (
@@ -71,10 +73,25 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
     except ValidationError as error:
         raise UsageError(load_errors.invalid_options(error, kind, taskset, config)) from error
     except (Exception, SystemExit) as error:  # an environment may raise anything, and may be a script that exits
-        raise UsageError([load_errors.load_failure(error, name, BUNDLED)]) from error
+        failure = load_errors.load_failure(error, name, BUNDLED)
+        raise UsageError([failure, *_wrong_options(name, options, agent, failure)]) from error
     if unbound := load_errors.unbound_toolsets(env):
         raise UsageError([unbound])
     return env
+
+
+def _wrong_options(
+    name: str, options: Mapping[str, Any], agent: Mapping[str, Any], failure: Violation
+) -> list[Violation]:
+    """Check options that an environment with an unknown harness would take, so that one error does not hide others."""
+    if failure.field != load_errors.HARNESS:
+        return []
+    problems = load_errors.invalid_part(taskset_config_type(name), {"id": name, **options}, "environments.args")
+    with contextlib.suppress(AttributeError, TypeError):  # a module beside the harnesses of verifiers may be none
+        if nearest := load_errors.nearest_harness(failure.value):
+            harness = {**agent.get("harness", {}), "id": nearest}
+            problems += load_errors.invalid_part(harness_config_type(nearest), harness, "environments.harness")
+    return problems
 
 
 def _register_bundled(name: str) -> None:

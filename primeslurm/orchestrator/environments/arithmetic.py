@@ -60,7 +60,6 @@ class ArithmeticTask(vf.Task[ArithmeticData, vf.State, vf.TaskConfig]):  # type:
 
     @vf.reward(weight=0.2)  # type: ignore[untyped-decorator]
     async def number_only(self, trace: vf.Trace) -> float:
-        """Return 1 if the reply is a number and nothing else, else 0."""
         return float(NUMBER.fullmatch((trace.last_reply or "").strip()) is not None)
 
 

@@ -140,10 +140,8 @@ class HarborLocalEnv(SingleAgentEnv):  # type: ignore[misc]
 def read_task(directory: Path, index: int, config: HarborLocalConfig, runtime: str) -> HarborLocalData:
     """Read one task.
 
-    Raises:
-        _NotBuiltError: its image is not built for this runtime.
-        ValueError: it is invalid, or uses an unsupported feature.
-        OSError: one of its files is missing.
+    Raise _NotBuiltError if its image is not built for this runtime, ValueError if it is invalid, or uses an unsupported
+    feature, and OSError if one of its files is missing.
     """
     settings = task_images.read_task(directory)
     environment, agent = settings.get("environment", {}), settings.get("agent", {})

@@ -24,6 +24,7 @@ from primeslurm.recipe.rules.sandboxes import module_name
 from primeslurm.wire.probe_messages import UNKNOWN
 
 _ID = "environments.id"
+HARNESS = "environments.harness.id"
 # Characters of a value or message that are shown.
 _MAX_TEXT = 300
 # Error messages about parts of `verifiers` that version 0.4 has removed.
@@ -37,15 +38,17 @@ _PLUGIN = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not f
 def invalid_options(
     error: ValidationError, env: type[BaseModel], taskset: type[BaseModel], env_args: Mapping[str, Any]
 ) -> list[Violation]:
-    """Name each wrong option by its field of the recipe.
-
-    Args:
-        error: raised for the options of an Env and of the taskset in it.
-        env: type with the fields of the Env's options.
-        taskset: type with the fields of the taskset's options.
-        env_args: `args.env` of the recipe. Options of agents that are not in it come from the recipe's own fields.
-    """
+    """Name each wrong option of an Env (`env_args` of the recipe), and of its taskset, by its field of the recipe."""
     return [_invalid_option(each, env, taskset, env_args) for each in error.errors(include_url=False)]
+
+
+def invalid_part(kind: type[BaseModel], options: Mapping[str, Any], field: str) -> list[Violation]:
+    """Name each wrong option of a taskset or harness by its field, which lies below `field`."""
+    try:
+        kind.model_validate(options)
+    except ValidationError as error:
+        return [_violation(each, kind, [str(part) for part in each["loc"]], field) for each in error.errors()]
+    return []
 
 
 def _invalid_option(
@@ -53,11 +56,19 @@ def _invalid_option(
 ) -> Violation:
     path = [str(part) for part in error["loc"]]
     of_taskset = path[:1] == ["taskset"]
-    kind, path = (taskset, path[1:]) if of_taskset else (env, path)
-    field = ".".join(["environments.args", *([] if of_taskset else ["env"]), *path])
+    if of_taskset:
+        return _violation(error, taskset, path[1:], "environments.args")
     # agent.harness or agent.runtime: without an entry in `args.env`, the recipe's own field has the option.
-    if path[1:2] in (["harness"], ["runtime"]) and not of_taskset and path[1] not in (env_args.get(path[0]) or {}):
-        field = ".".join(["environments", *path[1:]])
+    if path[1:2] in (["harness"], ["runtime"]) and path[1] not in (env_args.get(path[0]) or {}):
+        return _violation(error, env, path, "environments", hidden=1)
+    return _violation(error, env, path, "environments.args.env")
+
+
+def _violation(
+    error: Mapping[str, Any], kind: type[BaseModel], path: Sequence[str], above: str, hidden: int = 0
+) -> Violation:
+    """Describe an error of pydantic at `path` in `kind`. The recipe has no counterpart of its first `hidden` parts."""
+    field = ".".join([above, *path[hidden:]])
     if error["type"] != "extra_forbidden":
         value = "" if isinstance(error["input"], Mapping) else str(error["input"])[:_MAX_TEXT]
         why = str(error["msg"]).removeprefix("Value error, ")
@@ -65,6 +76,11 @@ def _invalid_option(
     options = sorted(_options_at(kind, path[:-1]))
     fix = _nearest(path[-1], options) or (f"it takes {', '.join(options)}" if options else "")
     return Violation(field, str(error["input"])[:_MAX_TEXT], "the environment takes no such argument", fix)
+
+
+def nearest_harness(word: str) -> str:
+    """Return the harness of verifiers that was probably meant; empty if none is similar."""
+    return "bash" if word == "default" else next(iter(difflib.get_close_matches(word, builtin_harness_ids(), n=1)), "")
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:
@@ -100,8 +116,10 @@ def load_failure(error: BaseException, name: str, bundled: Sequence[str]) -> Vio
         kind, plugin_id = plugin["kind"], plugin["id"]
         shipped = builtin_harness_ids() if kind == "harness" else []
         fix = _nearest(plugin_id, shipped) or (f"with verifiers come {', '.join(shipped)}" if shipped else "")
-        field = "environments.harness.id" if kind == "harness" else f"environments.args.env.{kind}"
+        field = HARNESS if kind == "harness" else f"environments.args.env.{kind}"
         return Violation(field, plugin_id, f"no such {kind}", fix)
+    if str(error).startswith("the `default` harness was renamed"):
+        return Violation(HARNESS, "default", "has another name now", "use bash")
     # verifiers chains its own error to the one of the import, which names the module.
     cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
     if cause.name and cause.name.split(".")[-1] != module_name(name):

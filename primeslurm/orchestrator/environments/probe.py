@@ -18,15 +18,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 import verifiers.v1 as vf
 
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.imports import uncollected
+from primeslurm.base.model_files import model_directory
 from primeslurm.base.parent_death import end_with_parent
 from primeslurm.base.paths import is_file
+from primeslurm.base.units import count
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
 from primeslurm.wire.probe_messages import (
@@ -41,7 +43,7 @@ from primeslurm.wire.probe_messages import (
 
 with uncollected():
     from primeslurm.orchestrator import environments
-    from primeslurm.orchestrator.environments import harness_compatibility, host_needs, load_errors
+    from primeslurm.orchestrator.environments import checks, load_errors
 
 T = TypeVar("T", bound=msgspec.Struct)
 # Most tasks of a local file that are read.
@@ -72,14 +74,16 @@ def main() -> None:
     with uncollected():
         environments.load("reverse-text", {})  # imports the modules that verifiers loads late
     children = [
-        _fork(EnvironmentAnswer, functools.partial(probe, each), each.load_timeout_s) for each in recipe_environments
+        _fork(EnvironmentAnswer, functools.partial(probe, each, model, request.max_len), each.load_timeout_s)
+        for each in recipe_environments
     ]
     model_child = _fork(ModelAnswer, functools.partial(_probe_model_without_torch, model), MODEL_TIMEOUT_S)
     print(encoded(ProbeResults([_wait(child) for child in children], _wait(model_child))))
 
 
-def probe(environment: Environment) -> EnvironmentAnswer:
-    """Load an environment and its first task."""
+def probe(environment: Environment, model: Model | None = None, max_len: int | None = None) -> EnvironmentAnswer:
+    """Load an environment and its first task, and read its other tasks if they are in a local file."""
+    prompts = _Prompts(model, max_len)
     try:
         env = environments.load_from_recipe(environment)
         tasks = iter(env.taskset)
@@ -87,13 +91,15 @@ def probe(environment: Environment) -> EnvironmentAnswer:
         if task is None:
             text = f"{environment.id} has no tasks with these arguments"
             return EnvironmentAnswer([Violation("environments.args", "", text)])
-        number, unreadable = _read_local_file(environment, tasks)
-        without_reward = harness_compatibility.without_reward(environment, env, task)
+        prompts.add(task)
+        number, unreadable = _read_local_file(environment, tasks, prompts)
+        without_reward = checks.without_reward(environment, env, task)
         return EnvironmentAnswer(
-            violations=[*harness_compatibility.contradictions(environment, env), *unreadable],
-            missing=host_needs.missing(environment, env),
-            notes=[*host_needs.notes(environment, env), *without_reward],
-            tools=harness_compatibility.tool_users(environment, env),
+            violations=[*checks.contradictions(environment, env), *unreadable],
+            missing=checks.missing(environment, env),
+            warnings=prompts.warnings(environment),
+            notes=[*checks.notes(environment, env), *without_reward],
+            tools=checks.tool_users(environment, env),
             tasks=number,
         )
     except UsageError as error:
@@ -103,7 +109,54 @@ def probe(environment: Environment) -> EnvironmentAnswer:
         return EnvironmentAnswer([Violation("environments.id", environment.id, why)])
 
 
-def _read_local_file(environment: Environment, tasks: Iterator[vf.Task]) -> tuple[int | None, list[Violation]]:
+class _Prompts:
+    """Prompts that leave no room for an answer. Only their text is counted, not what the renderer adds."""
+
+    def __init__(self, model: Model | None, max_len: int | None) -> None:
+        self._max_len = max_len
+        directory = model_directory(model.path) if model is not None else None
+        self._file = directory / "tokenizer.json" if directory is not None else None
+        self._number = 0
+        self._too_long: list[tuple[int, int]] = []  # number of the task, and its tokens
+
+    def add(self, task: vf.Task) -> None:
+        self._number += 1
+        prompt, system = task.data.prompt, task.data.system_prompt or ""
+        texts = [prompt] if isinstance(prompt, str) else [_text_of(message) for message in prompt or ()]
+        text = "\n".join([system, *texts])
+        # A token has at least one byte, so most prompts need no tokenizer.
+        if self._max_len is None or len(text.encode(errors="replace")) < self._max_len or self._tokenizer is None:
+            return
+        tokens = len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if tokens >= self._max_len:
+            self._too_long.append((self._number, tokens))
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer  # without transformers, whose import takes seconds
+
+        with contextlib.suppress(Exception):  # other checks report a tokenizer that does not load
+            return Tokenizer.from_file(str(self._file)) if self._file is not None and is_file(self._file) else None
+        return None
+
+    def warnings(self, environment: Environment) -> list[Violation]:
+        if not self._too_long:
+            return []
+        first, tokens = self._too_long[0]
+        prompts = f"{len(self._too_long)} of {count(self._number, 'prompt')}"
+        why = f"{prompts} leave no room for an answer: the prompt of task {first} has {tokens:,} tokens"
+        fix = f"remove them, or raise seq_len (engines take at most {self._max_len:,} tokens)"
+        return [Violation("environments.id", environment.id, why, fix)]
+
+
+def _text_of(message: Any) -> str:
+    content = message.get("content") if isinstance(message, dict) else getattr(message, "content", "")
+    return content if isinstance(content, str) else ""
+
+
+def _read_local_file(
+    environment: Environment, tasks: Iterator[vf.Task], prompts: _Prompts
+) -> tuple[int | None, list[Violation]]:
     # A bad line would otherwise end rollouts after hours of training. Tasks from elsewhere are not read, because an
     # environment may download or generate each of them.
     path = environment.args.get("path")
@@ -113,8 +166,9 @@ def _read_local_file(environment: Environment, tasks: Iterator[vf.Task]) -> tupl
     number = 1
     while number < MAX_TASKS and time.monotonic() < deadline:
         try:
-            if next(tasks, None) is None:
+            if (task := next(tasks, None)) is None:
                 return number, []
+            prompts.add(task)
         except Exception as error:
             why = f"task {number + 1} cannot be read: {load_errors.describe(error, environment.id)}"
             return None, [Violation("environments.args.path", path, why, "correct the file, or remove the line")]

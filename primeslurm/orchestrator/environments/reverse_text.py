@@ -40,7 +40,6 @@ class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):  # typ
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def exact(self, trace: vf.Trace) -> float:
-        """Return 1 if the whole word is right, else 0."""
         return float((trace.last_reply or "").strip() == self.data.answer)
 
 

@@ -66,7 +66,6 @@ class ToolUseTask(vf.Task[ToolUseData, vf.State, vf.TaskConfig]):  # type: ignor
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def commands(self, trace: vf.Trace) -> float:
-        """Return the number of commands that ran."""
         return float(sum(message.role == "tool" for message in trace.messages))
 
 
@@ -90,11 +89,9 @@ def chains(n: int, seed: int, links: int) -> Iterator[tuple[list[str], str]]:
 
 
 def demonstrations(n: int, noise: float, seed: int, links: int = 2) -> Iterator[dict[str, Any]]:
-    """Yield `n` conversations for supervised training of all turns.
-
-    With probability `noise`, a turn guesses an answer instead of running a command, which ends the conversation. A
-    model trained on them reaches the end of a chain with probability (1 - noise) ** links. RL improves that.
-    """
+    """Yield `n` conversations to train on. With probability `noise`, a turn guesses an answer."""
+    # A guess ends the conversation. A model trained on these reaches the end of a chain with probability (1 - noise) **
+    # links, which RL improves.
     rng = random.Random(f"{seed}/guesses")
     for names, answer in chains(n, seed, links):
         messages: list[ChatMessage] = [{"role": "user", "content": PROMPT + names[0]}]

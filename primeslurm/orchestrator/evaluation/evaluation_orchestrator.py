@@ -14,15 +14,15 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_events import (
+from primeslurm.orchestrator.rollouts.worker_pool import (
     EnginesAnswered,
     JobLost,
     RolloutEnded,
     WorkerDied,
     WorkerEvent,
+    WorkerPool,
     WorkerUnusable,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
@@ -73,12 +73,7 @@ class EvaluationOrchestrator:
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until the results are on disk.
-
-        Raises:
-            UnrecoverableError: all rollouts of an environment fail.
-            PrimeslurmError: no engine or no replica is left.
-        """
+        """Run until the results are on disk. Raise PrimeslurmError if an environment or all replicas fail."""
         self._journal.write(OrchestratorUp(VERSION))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -172,7 +167,6 @@ class EvaluationOrchestrator:
                 self._policy.take_answers(answers)
 
     def _give_up_tasks(self, environment: str, guilty: Sequence[Job]) -> None:
-        """Give up tasks that kill their workers."""
         worker_deaths.keep(self._arguments.run_dir, self._deaths)
         for job in guilty:
             reason = self._deaths.reason(job)

@@ -18,7 +18,7 @@ from statistics import fmean
 import numpy as np
 
 from primeslurm.orchestrator.dispatch.dispatcher import MAX_FAILURES
-from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.orchestrator.evaluation.results import Sample
 from primeslurm.orchestrator.rollouts.groups import traces_of
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
@@ -68,10 +68,9 @@ class EvaluationRun:
         self._start_timeout_s, self.rollout_timeout_s = start_timeout_s, rollout_timeout_s
         self._clock = clock
         self._progress_at = clock()
-        self._jobs: dict[str, tuple[SampleKey, str]] = {}
-        """Sample and router of each job in flight."""
+        self._jobs: dict[str, tuple[SampleKey, str]] = {}  # Sample and router of each job in flight
+        # All jobs so far. A worker repeats for a while that it holds an ended job, which must not be adopted.
         self._seen: set[str] = set()
-        """All jobs so far. A worker repeats for a while that it holds an ended job, which must not be adopted."""
         self._failures: Counter[tuple[SampleKey, Cause]] = Counter()
         self._serial = count()
 

@@ -11,9 +11,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
-from primeslurm.orchestrator.evaluation.statistics import Sample, summarise
+from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader, Sample, summarise
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
@@ -81,7 +80,7 @@ class Evaluator:
         metrics: MetricsLog,
     ) -> None:
         self._recipe = recipe
-        self._routers = list(arguments.routers)
+        self.routers = list(arguments.routers)
         self._salt, self._incarnation = f"{arguments.run_id}.{arguments.attempt}", incarnation
         self._journal, self._metrics = journal, metrics
         self._archive = Archive(arguments.run_dir)
@@ -100,12 +99,7 @@ class Evaluator:
             self._start(header, [sample for sample in samples if sample.newest_version <= newest])
 
     def follow(self, version: int, tasks: Mapping[str, int]) -> list[str]:
-        """Start the evaluation that is due, and conclude the one that is complete. Return the jobs to cancel.
-
-        Args:
-            version: policy version that all engines have; -1 for none.
-            tasks: number of tasks of environments, by label.
-        """
+        """Start the evaluation that is due at a version (-1: none), or conclude it. Return the jobs to cancel."""
         cancelled: list[str] = []
         if self._run is None:
             self._start_due(version)
@@ -159,8 +153,8 @@ class Evaluator:
         self._journal.write(EvaluationSampleFailed(f"environment-{label}-{worker}", error[:1000]))
 
     def drop_router(self, router: str) -> list[str]:
-        if router in self._routers:
-            self._routers.remove(router)
+        if router in self.routers:
+            self.routers.remove(router)
         return self._run.drop_router(router) if self._run else []
 
     def settled(self, version: int) -> bool:
@@ -179,10 +173,6 @@ class Evaluator:
         running = [self._run.step] if self._run else []
         best = [self.best.step] if self.best else []
         return sorted({*best, *running, *self._schedule.owing(committed)})
-
-    @property
-    def routers(self) -> tuple[str, ...]:
-        return tuple(self._routers)
 
     @property
     def running(self) -> bool:
@@ -241,7 +231,7 @@ class Evaluator:
             header.version,
             environments,
             max_inflight=self._recipe.max_evaluation_inflight,
-            routers=self._routers,
+            routers=self.routers,
             salt=self._salt,
             incarnation=self._incarnation,
             start_timeout_s=timeout_s,

@@ -15,7 +15,7 @@ from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGr
 from primeslurm.orchestrator.pipeline.progress import ProgressFile, RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
-from primeslurm.orchestrator.teacher.scoring import Scoring
+from primeslurm.orchestrator.teacher import Scoring
 from primeslurm.orchestrator.telemetry.batch_metrics import oldest_age, reward_mean
 from primeslurm.records.events.training import BatchFormed
 from primeslurm.wire.decoding import DamagedError
@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 class BatchStage:
     """Input: finalized groups. Output: recorded batches, in `Batches`.
 
-    Args:
-        complete: Input queue of the finalize stage, for groups that the age limit completes early.
+    `complete`: input queue of the finalize stage, for groups that the age limit completes early.
     """
 
     def __init__(
@@ -84,12 +83,9 @@ class BatchStage:
             self._complete.put_nowait(CompleteGroup(group))
 
     async def form(self, *, early: bool, deadline: float) -> bool:
-        """Form the next step's batch if there are enough groups. The caller holds the lock of `changed`.
-
-        Args:
-            early: The trainer still trains the step before.
-            deadline: Monotonic time at which loading groups from disk is interrupted.
-        """
+        """Form the next step's batch if there are enough groups. `early`: the trainer still trains the step before."""
+        # The caller holds the lock of `changed`. Loading groups from disk is interrupted at the deadline (monotonic
+        # time).
         # After a restart, groups are on disk only. A damaged one is noticed now, before the batch is recorded.
         while (group := self._next_on_disk(early)) is not None:
             await self._load(group)
@@ -163,10 +159,10 @@ class BatchStage:
             if any(other is group for other in self._dispatcher.ready):  # not given up meanwhile
                 self.give_up_damaged(group, error)
         else:
-            self._dispatcher.replace_with_loaded(group, loaded)
+            self._dispatcher.ready.replace(group, loaded)
 
     def _notify(self) -> None:
-        if self._dispatcher.ready_rollouts < self._dispatcher.limits.batch_size:
+        if self._dispatcher.ready.rollouts < self._dispatcher.limits.batch_size:
             return
 
         async def notify() -> None:

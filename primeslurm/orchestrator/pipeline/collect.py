@@ -8,8 +8,9 @@ from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_events import (
+from primeslurm.orchestrator.rollouts.worker_pool import (
     EnginesAnswered,
+    JobKeeper,
     JobLost,
     RolloutEnded,
     WorkerDied,
@@ -21,11 +22,8 @@ from primeslurm.orchestrator.telemetry.rollout_failures import headline
 log = logging.getLogger(__name__)
 
 
-class CollectStage:
-    """Input: events of the worker pool. Output: complete groups.
-
-    It is also the worker pool's `JobKeeper`, which decides about jobs of an earlier orchestrator.
-    """
+class CollectStage(JobKeeper):
+    """Input: events of the worker pool. Output: complete groups. Also decides about jobs of an earlier orchestrator."""
 
     def __init__(self, context: PipelineContext) -> None:
         self._dispatcher, self._evaluator = context.dispatcher, context.evaluator

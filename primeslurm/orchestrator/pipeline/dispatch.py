@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.orchestrator.telemetry.engine_metrics import Sample
+from primeslurm.orchestrator.telemetry.engine_load import Sample
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.records.events.training import ReplicaLost
 from primeslurm.records.state import ReplicaLoad
@@ -50,12 +50,11 @@ class DispatchStage:
             await self._workers.send(job)
 
     async def cancel(self) -> None:
-        """Cancel the jobs that later stages gave up."""
         await self._workers.cancel(self._feedback.take_cancelled())
 
     def drop_lost_replicas(self) -> None:
         """Move the rollouts of replicas that the head gave up to the others."""
-        for router in self._context.arguments.addresses.lost.intersection(self._dispatcher.routers):
+        for router in self._context.arguments.addresses.lost.intersection(self._dispatcher.replicas.routers):
             jobs = self._dispatcher.drop_router(router)
             if self._concurrency is not None:
                 self._concurrency.drop(router)

@@ -32,8 +32,7 @@ class FinalizedGroup(NamedTuple):
 class GroupFinalizer:
     """Input: complete groups. Output: finalized groups, in the same order.
 
-    Args:
-        retry_s: Seconds between two attempts to write a group to a full file system.
+    `retry_s`: seconds between two attempts to write a group to a full file system.
     """
 
     def __init__(self, group_filter: GroupFilter, spool: Spool, retry_s: float = 1.0) -> None:
@@ -45,11 +44,7 @@ class GroupFinalizer:
         self._thread = ThreadPoolExecutor(1, "finalizer")
 
     async def finalize(self, complete: CompleteGroup) -> FinalizedGroup:
-        """Filter a group, and write the rest to disk.
-
-        Raises:
-            UsageError: The user's algorithm raised an error.
-        """
+        """Filter a group, and write the rest to disk. Raise UsageError if the user's algorithm raised an error."""
         group, is_scored = complete
         if not is_scored:
             verdict = await self._in_thread(lambda: self._filter.judge(group))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -28,6 +29,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.batching.group_filter import GroupFilter
 from primeslurm.orchestrator.batching.shard_files import ShardFiles
+from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.pipeline.batch import BatchStage
@@ -35,15 +37,12 @@ from primeslurm.orchestrator.pipeline.collect import CollectStage
 from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.pipeline.dispatch import DispatchStage
 from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, GroupFinalizer
-from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, restore
-from primeslurm.orchestrator.pipeline.recovery import recover
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, recover, restore
 from primeslurm.orchestrator.pipeline.serve import TrainerService
-from primeslurm.orchestrator.pipeline.stall_diagnosis import suspect
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.worker_events import WorkerEvent
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.orchestrator.teacher.scoring import scoring_of
+from primeslurm.orchestrator.rollouts.worker_pool import WorkerEvent, WorkerPool
+from primeslurm.orchestrator.teacher import scoring_of
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
@@ -54,7 +53,7 @@ from primeslurm.records.events.training import OrchestratorDone, OrchestratorUp
 from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
-from primeslurm.records.state import OrchestratorState
+from primeslurm.records.state import EngineRecord, OrchestratorState
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 
 # Seconds between two checks of workers, stalls and the state file
@@ -158,12 +157,7 @@ class OrchestratorPipeline:
         self._next_tick = -math.inf
 
     async def run(self) -> None:
-        """Run until the last step is committed and its policy is on the engines.
-
-        Raises:
-            StallError: Nothing made progress for the recipe's stall timeout.
-            UnrecoverableError: An environment cannot work.
-        """
+        """Run until the last step is committed and its policy is on the engines. Raise PrimeslurmError if it stalls."""
         self._journal.write(OrchestratorUp(self.progress.now.next_step, len(self.dispatcher.ready)))
         try:
             async with asyncio.TaskGroup() as group:
@@ -194,7 +188,6 @@ class OrchestratorPipeline:
         self._journal.write(OrchestratorDone(self.progress.now.done_step))
 
     async def _run_dispatch(self) -> None:
-        """Dispatch until the run is complete."""
         while not self._is_complete():
             liveness().enter("event loop")
             # First, so that no request is sent to an address that was given up.
@@ -280,7 +273,7 @@ class OrchestratorPipeline:
             version=self._policy.current_version,
             inflight=dispatcher.inflight,
             ready_groups=len(dispatcher.ready),
-            ready_rollouts=dispatcher.ready_rollouts,
+            ready_rollouts=dispatcher.ready.rollouts,
             open_groups=len(dispatcher.open),
             unscored_groups=len(dispatcher.unscored),
             counts=dict(dispatcher.counts + self._filter.counts),
@@ -291,3 +284,25 @@ class OrchestratorPipeline:
             rollouts_by_node=self.workers.load,
             shares=self._dispatch.replica_loads,
         )
+
+
+def suspect(
+    engines: Mapping[str, EngineRecord],
+    environments: Collection[str],
+    dispatcher: Dispatcher,
+    trained_step: int | None,
+) -> str:
+    """Return the suspect of a stall in words: what all others wait for. `environments`: those that have a worker."""
+    late = {name: engine.state for name, engine in engines.items() if engine.state != "CURRENT"}
+    if late:
+        return "engines " + ", ".join(f"{name} ({state})" for name, state in late.items())
+    missing = dispatcher.limits.ratios.keys() - environments
+    if missing:
+        return f"no worker of environment {', '.join(sorted(missing))}"
+    if dispatcher.unscored:
+        return f"teacher ({len(dispatcher.unscored)} groups wait for its log-probabilities)"
+    if dispatcher.inflight:
+        return f"{dispatcher.inflight} rollouts in flight, through {', '.join(dispatcher.replicas.routers)}"
+    if trained_step is not None:
+        return f"trainer (has the batch of step {trained_step})"
+    return "trainer (requests nothing)"

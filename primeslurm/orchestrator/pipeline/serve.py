@@ -36,8 +36,7 @@ HOLD_S = 4.0
 class TrainerService:
     """Input: recorded batches. Output: answers to the trainer.
 
-    Args:
-        files: Writes shards where ranks read batches as files. None: shards are sent.
+    `files`: writes shards where ranks read batches as files. None: shards are sent.
     """
 
     def __init__(

@@ -15,14 +15,13 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception.server import DIALECTS, InterceptionServer
 from verifiers.v1.rollout import Rollout
 
+# Text of every such error. `is_context_overflow` of verifiers looks for it, and `renderers` uses it.
 OVERFLOW = "maximum context length"
-"""Text of every such error. `is_context_overflow` of verifiers looks for it, and `renderers` uses it."""
+# vLLM's text where only vLLM knows the length of the prompt, because the prompt has images
 ENGINE_OVERFLOW = "maximum model length"
-"""vLLM's text where only vLLM knows the length of the prompt, because the prompt has images."""
-STOP = "max_total_tokens"
-"""Stop condition of an overflowed trace. verifiers counts it as truncated."""
+STOP = "max_total_tokens"  # Stop condition of an overflowed trace. verifiers counts it as truncated.
+# Stop conditions by which a limit on tokens ends a trace
 TRUNCATING = {"max_input_tokens", "max_output_tokens", STOP, "compaction_failed"}
-"""Stop conditions by which a limit on tokens ends a trace."""
 
 
 class ContextOverflowError(ProviderError):  # type: ignore[misc]
@@ -42,10 +41,8 @@ def model_cards(model: str, max_len: int) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Let verifiers stop rollouts that overflow instead of failing them, and tell harnesses the context length.
-
-    verifiers offers no way to register either, so this patches two of its methods.
-    """
+    """Let verifiers stop rollouts that overflow instead of failing them, and tell harnesses the context length."""
+    # verifiers offers no way to register either, so this patches two of its methods.
     Rollout.fail = _fail
     InterceptionServer.handle_models = _handle_models
 

@@ -33,8 +33,8 @@ class ConversationCache:
         self._trace = trace
         self._received: list[Any] = []
         self._parsed: list[Message] = []
+        # For each parsed message, the index among the trace's nodes of the last sampled message so far, or -1
         self._nodes: list[int] = []
-        """For each parsed message, the index among the trace's nodes of the last sampled message so far, or -1."""
 
     def messages(self, received: Sequence[T], parse: Callable[[T], Message]) -> list[Message]:
         """Parse the messages of a request. The prefix that equals the last request is not parsed again."""

@@ -18,8 +18,7 @@ from verifiers.v1.types import Request, Response, ToolCall
 
 from primeslurm.orchestrator.rendering.conversation_cache import CachingChatDialect, RolloutDialect
 
-NUMBERED = re.compile(r"call_\d+")
-"""Ids that verifiers gives to calls without one. They repeat in the next turn."""
+NUMBERED = re.compile(r"call_\d+")  # Ids that verifiers gives to calls without one. They repeat in the next turn.
 
 
 class TrainedDialect(RolloutDialect):
@@ -40,7 +39,9 @@ class TrainedDialect(RolloutDialect):
         # The program sends the ids back, and the next turn's calls would have the same numbers.
         calls = response.message.tool_calls
         if calls:
-            calls = [call.model_copy(update={"id": _unique_id(call)}) for call in calls]
+            calls = [
+                call.model_copy(update={"id": _new("call")}) if NUMBERED.fullmatch(call.id) else call for call in calls
+            ]
         response.message = response.message.model_copy(update={"tool_calls": calls})
         response.raw = self.written(response)
 
@@ -137,20 +138,16 @@ class TrainedOpenAIResponses(TrainedDialect, ResponsesDialect):  # type: ignore[
         return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in numbered]
 
 
+# For each dialect of verifiers, the one that replaces it in rollouts that are trained
 ROLLOUT_DIALECTS = {
     ChatDialect: CachingChatDialect,
     AnthropicDialect: TrainedAnthropicMessages,
     ResponsesDialect: TrainedOpenAIResponses,
 }
-"""For each dialect of verifiers, the one that replaces it in rollouts that are trained."""
 
 
 def _new(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
-
-
-def _unique_id(call: ToolCall) -> str:
-    return _new("call") if NUMBERED.fullmatch(call.id) else call.id
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:

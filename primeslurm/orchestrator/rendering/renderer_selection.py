@@ -49,8 +49,7 @@ class Rendering:
     """The selected renderer."""
 
     config: RendererConfig
-    no_tools: str = ""
-    """Why tools cannot be rendered; empty if they can."""
+    no_tools: str = ""  # Why tools cannot be rendered; empty if they can
 
 
 def select_renderer(
@@ -101,11 +100,8 @@ def _select_from_family(model: str, names: Sequence[str], options: dict[str, Any
 
 
 def _select_template(model: str, options: dict[str, Any], no_tools: str = "") -> Rendering:
-    """Return the renderer that uses the model's chat template.
-
-    Raise RenderingError if the template shows no question, or no token ends an answer: every rollout would fail, or run
-    until its token limit.
-    """
+    """Return the renderer that uses the model's chat template. Raise RenderingError if it cannot be used."""
+    # Without a question in the prompt every rollout would fail, and without an end token run until its token limit.
     template = ChatTemplate(load_tokenizer(model))
     questions = [{"role": "user", "content": text} for text in (ASKED, VALUE)]
     why = ""
@@ -128,11 +124,9 @@ def _select_template(model: str, options: dict[str, Any], no_tools: str = "") ->
 
 
 def _variants(tokenizer: Any, name: str, options: dict[str, Any]) -> Iterator[RendererConfig]:
-    """Yield a renderer's config, then the config with each default that models of a family have in different ways.
-
-    Small models of Qwen3.5 do not think by default, the template of Kimi-K2.7 keeps all thoughts, and every MiniMax-M2
-    has its own system prompt for conversations without one.
-    """
+    """Yield a renderer's config, then the config with each default that models of a family have in different ways."""
+    # Small models of Qwen3.5 do not think by default, the template of Kimi-K2.7 keeps all thoughts, and every
+    # MiniMax-M2 has its own system prompt for conversations without one.
     fields = set() if is_import_path(name) else set(type(config_from_name(name)).model_fields)
     variants = [options]
     if "enable_thinking" in fields - set(options):

@@ -30,10 +30,8 @@ TOOLS: Sequence[dict[str, Any]] = (
         },
     },
 )
-EMPTY_THOUGHTS = "<think>\n\n</think>\n\n"
-"""Start of an answer of a model that is told not to think."""
-SOME_DAY = datetime(2024, 7, 26)
-"""Date for templates that show one. `renderers` uses the same for Llama."""
+EMPTY_THOUGHTS = "<think>\n\n</think>\n\n"  # Start of an answer of a model that is told not to think
+SOME_DAY = datetime(2024, 7, 26)  # Date for templates that show one. `renderers` uses the same for Llama.
 
 
 def _call(number: int) -> dict[str, Any]:
@@ -62,10 +60,8 @@ class Probe:
 
     messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]] = TOOLS
-    shown: str = ""
-    """Skip the comparison if the template does not show this text."""
-    may_raise: bool = False
-    """Skip the comparison if the template refuses the conversation."""
+    shown: str = ""  # Skip the comparison if the template does not show this text
+    may_raise: bool = False  # Skip the comparison if the template refuses the conversation
 
 
 CHATS = (Probe(START, ()), Probe([*START, *ANSWER], ()), Probe(START[1:], ()))
@@ -77,8 +73,8 @@ CALLS = (
     Probe([*START, _calling(0, reasoning_content=THOUGHT), _result(0)], shown=THOUGHT),
     Probe([*START, _calling(0, reasoning_content=THOUGHT), _result(0), *ANSWER], shown=THOUGHT),
 )
+# Tells whether a template keeps the thoughts of earlier answers
 CLOSED = Probe([*START, {**ANSWER[0], "reasoning_content": THOUGHT}, ANSWER[1]], ())
-"""Tells whether a template keeps the thoughts of earlier answers."""
 
 
 def probes(shown: bool, described: bool = False) -> Sequence[Probe]:

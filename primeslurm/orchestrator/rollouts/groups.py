@@ -104,10 +104,8 @@ class RolloutGroup:
         return self._map(lambda sequence: replace(sequence, mask=sequence.mask & (sequence.versions >= version)))
 
     def cut(self, seq_len: int) -> RolloutGroup:
-        """Return the trainable part: at most `seq_len` tokens per sequence, without partial images.
-
-        The first token is masked because it has no predecessor.
-        """
+        """Return the trainable part: at most `seq_len` tokens per sequence, without partial images."""
+        # The first token is masked because it has no predecessor.
         return self._map(lambda sequence: _cut(sequence, seq_len))
 
     def without_experts(self) -> RolloutGroup:
@@ -122,11 +120,9 @@ class RolloutGroup:
         return replace(self, rollouts=tuple(tuple(change(one) for one in rollout) for rollout in self.rollouts))
 
     def to_parts(self) -> list[Frame]:
-        """Encode the content of the group's file as a list of parts, without copying arrays.
-
-        The content is msgpack: (bytes of the head, [[bytes of a frame, ...] per sequence, ...]). The head is a CRC-32
-        and a GroupHead in msgpack.
-        """
+        """Encode the content of the group's file as a list of parts, without copying arrays."""
+        # The content is msgpack: (bytes of the head, [[bytes of a frame, ...] per sequence, ...]). The head is a CRC-32
+        # and a GroupHead in msgpack.
         parts: list[Frame] = [_list_start(len(self.sequences))]
         for sequence in self.sequences:
             frames = sequence.encode()

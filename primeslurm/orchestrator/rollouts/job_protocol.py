@@ -170,10 +170,8 @@ ToOrchestrator = Status | ResultReady | Result | JobDescriptions | Unusable
 
 
 def on_this_node(address: str) -> Path | None:
-    """Return the Unix socket that stands for a TCP address on the same node, or None if there cannot be one.
-
-    It has three times the bandwidth of TCP. It is in the temporary directory that only processes of one agent share.
-    """
+    """Return the Unix socket that stands for a TCP address on the same node, or None if there cannot be one."""
+    # It has three times the bandwidth of TCP. It is in the temporary directory that only processes of one agent share.
     path = Path(tempfile.gettempdir(), f"rollouts-{hashlib.sha256(address.encode()).hexdigest()[:16]}.sock")
     return path if address.startswith("tcp://") and len(os.fsencode(path)) <= LONGEST_SOCKET else None
 

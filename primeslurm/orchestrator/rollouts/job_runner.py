@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from primeslurm.orchestrator.rollouts.flow_control import split_frames
 from primeslurm.orchestrator.rollouts.job_protocol import (
     AnswerCounts,
     Cancel,
@@ -30,7 +31,6 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     in_words,
     nearest,
 )
-from primeslurm.orchestrator.rollouts.message_chunks import split_frames
 from primeslurm.records.heartbeats import liveness
 from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.batches.rollout import Rollout
@@ -98,12 +98,8 @@ class JobRunner:
         self._socket.connect(nearest(address))
 
     async def serve(self) -> None:
-        """Serve until cancelled.
-
-        Raises:
-            SecretError: Another run listens at the orchestrator's address. After a restart, the worker finds its own
-                orchestrator there, or the run starts again with other ports.
-        """
+        """Serve until cancelled. Raise SecretError if another run listens at the orchestrator's address."""
+        # After a restart, the worker finds its own orchestrator there, or the run starts again with other ports.
         refused = asyncio.create_task(curve.refused(self._handshakes))
         tasks = [asyncio.create_task(self._report()), asyncio.create_task(self._listen()), refused]
         try:

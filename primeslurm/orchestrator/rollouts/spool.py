@@ -72,8 +72,7 @@ class SpooledGroup(RolloutGroup):
     def experts_apart(self) -> tuple[RolloutGroup, list[StoredArray | None]]:
         """Read and check the whole file, but keep everything except routed experts, which are large.
 
-        Returns:
-            The group without routed experts, and for each sequence the place of its experts in the file, if any.
+        Return the group without routed experts, and for each sequence the place of its experts in the file, if any.
         """
         data = self._read()
         group, address = self._decoded(data), np.frombuffer(data, np.uint8).ctypes.data
@@ -140,11 +139,7 @@ class Spool:
         self.damaged: dict[str, str] = {}
 
     def put(self, group: RolloutGroup) -> bool:
-        """Write a group to disk.
-
-        Returns:
-            False if it is in memory only. It is then in `waiting` if the file system may accept it later.
-        """
+        """Write a group to disk. False: it is only in memory; in `waiting` if the disk may accept it later."""
         waited = self.waiting.pop(group.id, None)
         self.damaged.pop(group.id, None)
         try:

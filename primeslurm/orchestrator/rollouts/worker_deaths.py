@@ -37,7 +37,6 @@ class Suspect(msgspec.Struct):
 
     @property
     def is_guilty(self) -> bool:
-        """Return whether the task kills its workers."""
         return self.alone >= DEATHS_ALONE or (self.alone > 0 and self.deaths >= DEATHS)
 
 
@@ -104,7 +103,6 @@ def keep(run_dir: Path, deaths: WorkerDeaths) -> None:
 
 
 def positions(guilty: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return environment and example of guilty tasks."""
     examples = []
     for key in guilty:
         label, _, example = key.partition("@")[0].rpartition("-")

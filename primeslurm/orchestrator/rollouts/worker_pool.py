@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -23,7 +23,9 @@ import zmq
 import zmq.asyncio
 
 from primeslurm.base.unresponsive_timer import scheduling_delay_s
+from primeslurm.orchestrator.rollouts.flow_control import MAX_FRAME_BYTES, ReceiveWindow, is_split, join_frames
 from primeslurm.orchestrator.rollouts.job_protocol import (
+    AnswerCounts,
     Cancel,
     Describe,
     Job,
@@ -40,26 +42,13 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     on_this_node,
     shortened,
 )
-from primeslurm.orchestrator.rollouts.message_chunks import MAX_FRAME_BYTES, is_split, join_frames
-from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
 from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
-from primeslurm.orchestrator.rollouts.worker_events import (
-    EnginesAnswered,
-    JobKeeper,
-    JobLost,
-    KeepNothing,
-    RolloutEnded,
-    WorkerDied,
-    WorkerEvent,
-    WorkerUnusable,
-)
 from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.transport import curve
 
 log = logging.getLogger(__name__)
-
 NO_NEW_JOBS_S = 5.0  # a worker without a heartbeat for this long gets no new jobs, because it may be lost with its node
 # After this time without a heartbeat, a worker's jobs are reassigned, if other workers of its environment respond.
 REASSIGN_S = 10.0
@@ -71,6 +60,56 @@ BUSY_FRACTION = 0.5
 DELIVERY_TIMEOUT_S = 60.0
 UNRESOLVED_S = 900.0  # how long a suspect waits to learn what became of an unresponsive worker that ran it in isolation
 RESEND_S = 60.0  # a result that was requested this long ago and has not arrived is requested again
+
+
+class RolloutEnded(NamedTuple):
+    """A job ended, with the token sequences of its rollout or with a failure."""
+
+    job: str
+    outcome: tuple[Rollout, ...] | JobFailure
+
+
+class JobLost(NamedTuple):
+    """The worker of a job is gone, so the job will not end."""
+
+    job: str
+
+
+class WorkerUnusable(NamedTuple):
+    """A worker cannot serve its environment."""
+
+    environment: str
+    worker: int
+    error: str
+
+
+class WorkerDied(NamedTuple):
+    """A worker died while it ran jobs. `JobLost` follows for each of them."""
+
+    environment: str
+    worker: int
+    guilty: Sequence[Job]  # one job of each task that is now known to kill workers
+
+
+class EnginesAnswered(NamedTuple):
+    """A worker counted the answers of engines, by address."""
+
+    answers: Mapping[str, AnswerCounts]
+
+
+WorkerEvent = RolloutEnded | JobLost | WorkerUnusable | WorkerDied | EnginesAnswered
+
+
+class JobKeeper:
+    """Decides which jobs and results the workers keep: by default none."""
+
+    def adopt_job(self, job: Job, *, runs: bool) -> bool:
+        """Adopt a job that an earlier orchestrator sent. `runs`: it has not ended. False: it is not needed."""
+        return False
+
+    def holds_result(self, job: str) -> bool:
+        """Return whether a result is only in memory here, so that the worker must keep it."""
+        return False
 
 
 class _Sent(NamedTuple):
@@ -141,7 +180,7 @@ class WorkerPool:
         self._has_isolated = False  # whether a worker is, or may be, isolated
         # Workers that were given up without a heartbeat, by environment and number.
         self._unresponsive: dict[tuple[str, int], _Unresponsive] = {}
-        self._keeper = keeper or KeepNothing()
+        self._keeper = keeper or JobKeeper()
         self._events: list[WorkerEvent] = []  # events that `receive` and `expire` return next
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node
@@ -251,10 +290,7 @@ class WorkerPool:
         self._has_isolated = any(worker.isolated for worker in self._live.values())
 
     def _isolated_worker(self, job: Job, together: int) -> _Worker | None:
-        """Return a worker for a suspect's job: one that runs few enough suspects, and nothing else. None: wait.
-
-        At most half of an environment's workers, and at least one, are isolated at once.
-        """
+        """Return a worker for a suspect's job: one that runs few enough suspects, and nothing else. None: wait."""
         # If it is unknown what became of the worker that ran the task in isolation, wait: a task that hangs would take
         # one worker after another.
         if any(self._may_run(unresponsive, job) for unresponsive in self._unresponsive.values()):
@@ -364,11 +400,9 @@ class WorkerPool:
             self._events.append(WorkerDied(worker.environment, worker.number, guilty))
 
     def _learn_timeout(self, status: Status, now: float) -> None:
-        """If a worker's own code delayed its heartbeats, wait longer for workers of its environment from now on.
-
-        Otherwise its rollouts would be reassigned over and over, because the same code delays the next worker, too. A
-        worker that was stopped has computed nothing meanwhile.
-        """
+        """If a worker's own code delayed its heartbeats, wait longer for workers of its environment from now on."""
+        # Otherwise its rollouts would be reassigned over and over, because the same code delays the next worker, too. A
+        # worker that was stopped has computed nothing meanwhile.
         heard = self._reassigned.pop((status.environment, status.worker, status.incarnation), None)
         if heard is None or status.busy_s < BUSY_FRACTION * (gap_s := now - heard):
             return

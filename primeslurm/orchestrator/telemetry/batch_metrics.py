@@ -21,10 +21,8 @@ def oldest_age(groups: Sequence[RolloutGroup], step: int) -> float:
 
 
 def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Row:
-    """Return the metrics of a batch. Staleness is in policy versions: step s trains version s-1.
-
-    For a large batch with a teacher it takes 0.1 s, so call it outside of the event loop.
-    """
+    """Return the metrics of a batch. Staleness is in policy versions: step s trains version s-1."""
+    # For a large batch with a teacher this takes 0.1 s, so it is called outside of the event loop.
     rewards = np.array([reward for group in groups for reward in group.given_rewards])
     branches = [branch for group in groups for branch in group.sequences]
     staleness = np.array([step - 1 - group.opened_version for group in groups])

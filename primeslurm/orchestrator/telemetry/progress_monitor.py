@@ -11,8 +11,7 @@ import msgspec
 
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.telemetry.engine_metrics import ENGINE, LastSamples, Sample, scrape
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
+from primeslurm.orchestrator.telemetry.engine_load import ENGINE, LastSamples, LoadWindow, Sample, rounded, scrape
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported, TaskGivenUp
@@ -49,8 +48,7 @@ class UnrecoverableError(PrimeslurmError):
 class ProgressMonitor:
     """Counts events and decides when the run has stalled.
 
-    Args:
-        resumed: Whether the run has trained a step before, so that its environments are known to work.
+    `resumed`: whether the run has trained a step before, so that its environments are known to work.
     """
 
     def __init__(
@@ -103,8 +101,7 @@ class ProgressMonitor:
     def engines_seen(self, samples: Mapping[str, Sample], silent: Collection[str] = ()) -> None:
         """Record samples of engines by name. While engines compute, the run makes progress.
 
-        Args:
-            silent: Engines that accepted the connection and did not answer. They are busy, and keep their last samples.
+        `silent`: engines that accepted the connection and did not answer. They are busy, and keep their last samples.
         """
         before = self._window.tokens
         self._window.add(self._clock(), samples)
@@ -165,11 +162,7 @@ class ProgressMonitor:
         self._journal.write(StepReported(step, row.get("reward/mean")))
 
     def step_metrics(self, counts: Counter[str], queues: Mapping[str, int], version: int | None) -> Row:
-        """Return the metrics since the last row.
-
-        Args:
-            counts: Counters of the dispatcher since the start of the process.
-        """
+        """Return the metrics since the last row. `counts`: the dispatcher's counters since the start of the process."""
         now = self._clock()
         self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
         total, counts = counts.copy(), counts - self._counts_before

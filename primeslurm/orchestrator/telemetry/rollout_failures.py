@@ -98,11 +98,7 @@ class RolloutFailures:
         record.kinds.clear()
 
     def failed(self, job: str, error: str, now: float, cause: Cause = "environment") -> str:
-        """Record a failed rollout.
-
-        Returns:
-            The label of its environment; empty if unknown.
-        """
+        """Record a failed rollout. Return the label of its environment; empty if unknown."""
         running, since = self._running.pop(job, (None, now))
         label = running.environment if running else ""
         record = self._environment(label, since)
@@ -147,10 +143,12 @@ class RolloutFailures:
     def hopeless(self, now: float, runs: Callable[[str], bool], served: Iterable[str]) -> Hopeless | None:
         """Return an environment whose rollouts will all fail, or None.
 
-        Args:
-            runs: Returns whether a job is in flight. Other jobs were cancelled or lost.
+        `runs`: returns whether a job is in flight. Other jobs were cancelled or lost.
         """
-        self._prune(runs)
+        # Not at every call, because ten thousand rollouts may be running.
+        if len(self._running) > self._prune_size:
+            self._running = {name: running for name, running in self._running.items() if runs(name)}
+            self._prune_size = max(PRUNE_SIZE, 2 * len(self._running))
         live = set(served)
         for label, record in self._environments.items():
             if record.killers >= (MANY_KILLERS if record.has_succeeded else FEW_KILLERS):
@@ -172,12 +170,6 @@ class RolloutFailures:
         """Return the environment with most failures since its last success, their number, and the last error."""
         worst = max(self._environments.items(), key=lambda item: item[1].streak, default=None)
         return (worst[0], worst[1].streak, worst[1].error) if worst else ("", 0, "")
-
-    def _prune(self, runs: Callable[[str], bool]) -> None:
-        # Not at every call, because ten thousand rollouts may be running.
-        if len(self._running) > self._prune_size:
-            self._running = {name: running for name, running in self._running.items() if runs(name)}
-            self._prune_size = max(PRUNE_SIZE, 2 * len(self._running))
 
     def _fails_always(
         self, label: str, record: _Environment, alike: _Alike, now: float, runs: Callable[[str], bool]

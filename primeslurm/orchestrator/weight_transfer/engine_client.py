@@ -7,12 +7,13 @@ import contextlib
 import enum
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import msgspec
 
 from primeslurm.orchestrator.weight_transfer.polling import MAX_DELAY_FRACTION, MIN_TIMEOUT_S, AnswerTimeout
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.names import STATUS_PATH
 from primeslurm.wire.transport.http import internal_client, words
@@ -25,14 +26,6 @@ class PolicyVersion(msgspec.Struct, frozen=True):
 
     version: int
     path: str
-
-
-class Sessions(Protocol):
-    """Sessions between engines and the trainer that sends a policy."""
-
-    async def join(self, version: int) -> SessionPlace: ...
-
-    def leave(self, session: str, reason: str) -> None: ...
 
 
 class Step(enum.Enum):
@@ -85,7 +78,7 @@ class EngineClient:
         self,
         where: Callable[[], str],
         model_path: str,
-        sessions: Sessions | None = None,
+        sessions: TransferSessions | None = None,
         *,
         tries: int = 3,
         retry_s: float = 1.0,

@@ -70,8 +70,7 @@ class EnginePool:
     def missed(self, name: str, why: str) -> bool:
         """Record that an engine did not answer in time. It is down after UNRESPONSIVE_S and at least two polls.
 
-        Returns:
-            Whether this is the first missing answer since its last answer.
+        Return whether this is the first missing answer since its last answer.
         """
         view = self._views[name]
         view.unanswered += 1

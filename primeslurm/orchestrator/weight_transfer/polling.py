@@ -32,8 +32,7 @@ class AnswerTimeout:
 class EventLoopDelay:
     """Measures for how long this process's event loop was delayed. No other process is late during that time.
 
-    Args:
-        on_stall: Called with the duration of a long delay [s] once it is over.
+    `on_stall`: called with the duration of a long delay [s] once it is over.
     """
 
     def __init__(

@@ -89,11 +89,7 @@ class TransferSessions:
         return self._lost if current else ""
 
     async def answer(self, request: OfferTransfer, wanting: Callable[[], int], hold_s: float) -> Answer:
-        """Answer the trainer's offer.
-
-        Args:
-            hold_s: Longest time until the answer "wait". It must be shorter than the trainer's own timeout.
-        """
+        """Answer the trainer's offer, with "wait" after `hold_s`, which is shorter than the trainer's own timeout."""
         if request.version != self._version:
             self.expect(request.version)
         if self._session is not None and self._session.id == request.done:

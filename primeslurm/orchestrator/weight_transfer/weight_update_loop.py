@@ -143,11 +143,7 @@ class WeightUpdateLoop:
             await self._advanced.wait_for(reached)
 
     def follow(self, urls: Mapping[str, str]) -> None:
-        """Stop waiting for answers from old addresses, and drop engines that were given up.
-
-        Args:
-            urls: Current URLs by name. An engine that is missing was given up.
-        """
+        """Stop waiting for answers from old addresses, and drop engines without a URL, which were given up."""
         for name in self._engines:
             if urls.get(name) == self._urls.get(name):
                 continue
@@ -210,8 +206,7 @@ class WeightUpdateLoop:
     def take_answers(self, reports: Mapping[str, AnswerCounts]) -> None:
         """Add a worker's counts of engines' answers, and restart engines that give damaged ones.
 
-        Args:
-            reports: Counts by address of the engine, or of its router if the router does not name the engine.
+        `reports`: counts by address of the engine, or of its router if the router does not name the engine.
         """
         names = {url.partition("//")[2]: name for name, url in self._urls.items()}
         by_name = {names.get(address, f"an engine behind {address}"): counts for address, counts in reports.items()}
@@ -316,11 +311,7 @@ def weight_update_loop(
     before_update: Hook = _no_hook,
     after_update: Hook = _no_hook,
 ) -> WeightUpdateLoop:
-    """Create the loop for all engines of a run.
-
-    Args:
-        sessions: Sessions with the trainer, which sends policies without a directory. None: there are none.
-    """
+    """Create the loop for all engines of a run. `sessions`: with a trainer that sends policies without a directory."""
     url = arguments.addresses.url
     trains_encoder = recipe.model.trains_encoder
     engines = {

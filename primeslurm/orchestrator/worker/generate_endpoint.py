@@ -228,15 +228,8 @@ _RETRIED = (httpx.HTTPError, MovedError, UnavailableError)
 
 
 def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Completion:
-    """Decode an engine's answer.
-
-    Args:
-        prompt: Number of tokens of the request. (An answer to images has its own number.)
-        routed_from: First position of the requested routed experts; None: not requested.
-
-    Raises:
-        DamagedError: The answer is invalid, or its parts have different numbers of tokens.
-    """
+    """Decode an engine's answer to `prompt` tokens. `routed_from`: first position of the requested routed experts."""
+    # An answer to images has its own number of prompt tokens. Raises DamagedError if parts have different lengths.
     content, base64 = _take_routed_experts(content)
     try:
         answer = decode_json(content, _Answer)
@@ -293,15 +286,10 @@ _TAKEN = b"0"  # replaces the text of routed experts that was taken out of an an
 
 
 def _take_routed_experts(content: bytes) -> tuple[bytes, memoryview]:
-    """Take the text of routed experts out of an answer, because a JSON parser would scan its 100 MB by character.
-
-    Base64 has neither quotes nor backslashes. The text ends at the quote where its own header says, or at the next
-    one. If the content is something else, the result is no JSON, or the text no base64, and decoding fails.
-
-    Returns:
-        The answer with _TAKEN in place of the text, and the text. The unchanged answer and an empty text unless there
-        is exactly one.
-    """
+    """Take the text of routed experts out of an answer. Return the answer with _TAKEN in its place, and the text."""
+    # A JSON parser would scan its 100 MB by character. Base64 has neither quotes nor backslashes. The text ends at the
+    # quote where its own header says, or at the next one. If the content is something else, the result is no JSON, or
+    # the text no base64, and decoding fails. Unless there is exactly one such text, the answer is unchanged.
     key = content.find(_KEY)
     match = _BEFORE_TEXT.match(content, key) if key > 0 and content[key - 1 : key] != b"\\" else None
     if match is None:

@@ -20,7 +20,7 @@ with uncollected():
     from verifiers.v1.clients import Client, ModelContext
 
 from primeslurm.orchestrator import algorithms, environments
-from primeslurm.orchestrator.environments import host_needs
+from primeslurm.orchestrator.environments import checks
 from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
@@ -29,11 +29,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker import tool_servers
 from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally
-from primeslurm.orchestrator.worker.image_files import stored
 from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
 from primeslurm.orchestrator.worker.teacher_hints import hinted
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
-from primeslurm.orchestrator.worker.trace_sequences import sequences, trainable_traces
+from primeslurm.orchestrator.worker.trace_sequences import sequences, stored, trainable_traces
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import ENV_KEY
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
@@ -81,7 +80,7 @@ class Worker:
         self._runner = JobRunner(
             environment.label, number, address, self._rollout, tasks, node, answers=self._tally.take
         )
-        self.runtimes = host_needs.needs(environment, self._env).runtimes  # types of runtimes of the rollouts' programs
+        self.runtimes = checks.needs(environment, self._env).runtimes  # types of runtimes of the rollouts' programs
         self.serves = False  # whether the environment has started
 
     def _task_count(self, environment: AnyEnvironment) -> int | None:

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 class RolloutValidator:
     """Checks rollouts of one model.
 
-    Args:
-        model: Path of the policy. If its config is not understood, every rollout passes.
+    `model`: path of the policy. If its config is not understood, every rollout passes.
     """
 
     def __init__(self, model: str) -> None:

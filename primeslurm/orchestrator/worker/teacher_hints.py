@@ -58,10 +58,8 @@ def _hint(teacher: PolicyTeacher, data: Any) -> str:
 
 
 def _prompt(trace: vf.Trace, sequence: Rollout) -> tuple[list[vf.MessageNode], list[int], list[vf.Tool]]:
-    """Return the messages before a sequence's first sampled one, their tokens, and the tools.
-
-    The tokens include those that start the model's answer, which verifiers counts as part of the answer.
-    """
+    """Return the messages before a sequence's first sampled one, their tokens, and the tools."""
+    # The tokens include those that start the model's answer, which verifiers counts as part of the answer.
     tokens = sequence.token_ids.tolist()
     for branch in trace.branches:
         lengths = [len(node.token_ids) for node in branch.nodes]

@@ -219,12 +219,9 @@ def limit_requests() -> None:
 
 @asynccontextmanager
 async def serving(env: vf.Env) -> AsyncIterator[dict[str, Client]]:
-    """Enter `env.serving()`, and yield its clients by config, to which callers add TokenClients.
-
-    verifiers creates clients from configs and has no way to register another class. Its interception server keeps one
-    client per config, so ours must be there before the first rollout uses its config. Raise TypeError if `env` is not
-    configured with a single interception server.
-    """
+    """Enter `env.serving()`, and yield its clients by config, to which callers add TokenClients."""
+    # verifiers creates clients from configs and has no way to register another class. Its interception server keeps one
+    # client per config, so ours must be there before the first rollout uses its config.
     limit_requests()
     context_window.install()
     async with env.serving():
@@ -246,8 +243,7 @@ _attribute_encoded = graph._attribute_routed_experts
 def _attribute(trace: Trace, prefix: list[int], new: list[int], path_len: int, payload: Any) -> None:
     """Give each new message of a turn its rows, in place of `graph._attribute_routed_experts`.
 
-    Args:
-        new: Indices of the nodes that the turn added, the answer last.
+    `new`: indices of the nodes that the turn added, the answer last.
     """
     if not isinstance(payload, TurnRows):
         _attribute_encoded(trace, prefix, new, path_len, payload)

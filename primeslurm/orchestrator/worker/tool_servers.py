@@ -37,20 +37,21 @@ async def serve_in_runtime(server: ServerBase, runtime: Runtime, **options: Any)
     watched = _WatchedRuntime(runtime)
     serving = asyncio.create_task(_serve_in_runtime(server, watched, **options))
     ended = asyncio.create_task(watched.ended())
-    invalid = asyncio.create_task(watched.invalid_port())
     try:
-        await asyncio.wait({serving, ended, invalid}, return_when=asyncio.FIRST_COMPLETED)
-        if invalid.done():
-            raise ToolsetError(f"tool server {server.server_name!r} reports an invalid port: {invalid.result()!r}")
+        await asyncio.wait({serving, ended, watched.invalid_port}, return_when=asyncio.FIRST_COMPLETED)
+        if watched.invalid_port.done():
+            port = watched.invalid_port.result()
+            raise ToolsetError(f"tool server {server.server_name!r} reports an invalid port: {port!r}")
         if serving.done():
             return int(serving.result())
         output = (await launch.log_tail(runtime, watched.log)).strip() or _no_output(server, ended.result())
         raise ToolsetError(f"tool server {server.server_name!r} ended with exit code {ended.result()}: {output}")
     finally:
-        for task in (serving, ended, invalid):
+        for task in (serving, ended):
             task.cancel()
-        await asyncio.gather(serving, ended, invalid, return_exceptions=True)
-        watched.forget_port()
+        await asyncio.gather(serving, ended, return_exceptions=True)
+        if watched.port_file is not None:
+            watched.port_file.unlink(missing_ok=True)
 
 
 class _WatchedRuntime:
@@ -59,42 +60,31 @@ class _WatchedRuntime:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._started = asyncio.Event()
-        self._invalid_port: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._port_file: Path | None = None
+        # The beginning of what the server reports instead of a port
+        self.invalid_port: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.port_file: Path | None = None
         self.log = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    @property
-    def _is_local(self) -> bool:
-        return hasattr(self._runtime, "_background")
-
     async def run_background(self, argv: list[str], env: Mapping[str, str], log: str) -> None:
         self.log = log
-        if self._is_local:
+        if hasattr(self._runtime, "_background"):
             if "MCP_PORT_FILE" in env:
-                self._port_file = Path(tempfile.gettempdir(), Path(env["MCP_PORT_FILE"]).name)
-                env = {**env, "MCP_PORT_FILE": str(self._port_file)}
+                self.port_file = Path(tempfile.gettempdir(), Path(env["MCP_PORT_FILE"]).name)
+                env = {**env, "MCP_PORT_FILE": str(self.port_file)}
         else:  # a local process is watched itself, so that it keeps its parent and dies with it
             argv = ["sh", "-c", f'{shlex.join(argv)}; echo $? > "$0"', f"{log}.exit"]
         await self._runtime.run_background(argv, env, log)
         self._started.set()
 
     async def read(self, path: str) -> bytes:
-        content: bytes = await self._runtime._read(str(self._port_file or path), max_bytes=MAX_BYTES + 1)
+        content: bytes = await self._runtime._read(str(self.port_file or path), max_bytes=MAX_BYTES + 1)
         text = content.strip().decode(errors="replace")
-        if text and not _is_port(text) and not self._invalid_port.done():
-            self._invalid_port.set_result(text)
+        if text and not _is_port(text) and not self.invalid_port.done():
+            self.invalid_port.set_result(text)
         return content
-
-    def forget_port(self) -> None:
-        if self._port_file is not None:
-            self._port_file.unlink(missing_ok=True)
-
-    async def invalid_port(self) -> str:
-        """Wait until the server reports an invalid port, and return its beginning."""
-        return await self._invalid_port
 
     async def ended(self) -> int:
         await self._started.wait()

@@ -8,19 +8,22 @@ others.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import verifiers.v1 as vf
 from verifiers.v1.errors import ProviderError
 
+from primeslurm.base import durable, files
 from primeslurm.orchestrator.rendering.context_window import TRUNCATING, has_overflowed
 from primeslurm.orchestrator.rollouts.job_protocol import EngineError, Job, PromptError, RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import NO_ANSWER, Completion
-from primeslurm.wire.batches import routed_experts
+from primeslurm.wire.batches import inline_images, routed_experts
 from primeslurm.wire.batches.frames import Bool
 from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.rollout import LARGEST_REWARD, MAX_METRICS, Rollout, RolloutInfo
@@ -32,12 +35,9 @@ LONGEST_NAME = 200  # characters of a metric's name that are kept
 def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
     """Return the traces of an episode that train the policy: one, or one for each time that a trainable agent acted.
 
-    A trace is left out if its first prompt did not fit into the context window, because nothing was sampled.
-
-    Raises:
-        PromptError: No prompt of the episode fitted.
-        EngineError: The episode failed because no engine gave a usable answer.
-        RolloutError: The episode failed otherwise, or has no trainable trace.
+    A trace is left out if its first prompt did not fit into the context window, because nothing was sampled. Raise
+    PromptError if no prompt of the episode fitted, EngineError if the episode failed because no engine gave a usable
+    answer, and RolloutError if the episode failed otherwise, or has no trainable trace.
     """
     overflows = [call.error.message for trace in episode.traces if _never_fitted(trace) for call in trace.calls[-1:]]
     if overflows and not any(trace.num_turns for trace in episode.traces):
@@ -60,12 +60,8 @@ def sequences(
 ) -> tuple[Rollout, ...]:
     """Return the token sequences of a finished trace.
 
-    Args:
-        observed: Mark the tokens from the environment after the first answer.
-
-    Raises:
-        RolloutError: Nothing was sampled, a sampled message is not among the completions, or the environment reports an
-            invalid reward or invalid tokens.
+    `observed`: mark the tokens from the environment after the first answer. Raise RolloutError if nothing was sampled,
+    a sampled message is not among the completions, or the environment reports an invalid reward or invalid tokens.
     """
     versions = _versions_by_node(trace, completions)
     if not versions:
@@ -199,3 +195,27 @@ def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dic
         left.remove(match)
         versions[i] = match.versions
     return versions
+
+
+def stored(rollout: Rollout, directory: Path) -> Rollout:
+    """Write a rollout's images, which are data URIs, to files named by their digest, and return it with their paths.
+
+    Raise RolloutError if an image is invalid, and OSError if a file cannot be written.
+    """
+    if not rollout.info.images:
+        return rollout
+    images = tuple(_as_file(image, directory) for image in rollout.info.images)
+    return replace(rollout, info=msgspec.structs.replace(rollout.info, images=images))
+
+
+def _as_file(image: ImageSpan, directory: Path) -> ImageSpan:
+    try:
+        data = inline_images.decode(image.source)
+    except ValueError as error:
+        raise RolloutError(str(error)) from error
+    digest = hashlib.sha256(data).hexdigest()
+    path = directory / digest
+    if not files.exists(path):
+        durable.make_directory(directory)
+        durable.write(path, data)
+    return msgspec.structs.replace(image, source=str(path), sha256=digest)

@@ -1,8 +1,7 @@
 """Check that a model's checkpoint has the tensors that its config requires, from the headers of its files.
 
 torch is not needed, so the modules are unknown. Instead, layers are compared with each other: if all other layers of a
-kind
-have a tensor and one does not, it is missing.
+kind have a tensor and one does not, it is missing.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ def token_ids(directory: Path) -> dict[int, str]:
 
 
 def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
-    """Return why tokens have no row in the embedding, and the fix."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     rows = next((shape[0] for name, shape in shapes.items() if _is_embedding(name) and shape), text.get("vocab_size"))
@@ -128,11 +126,11 @@ def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes
 
 
 def _embedding_problems(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
-    """Return problems of the embedding and the head."""
     is_known_family = family_of(shape.model_type) is not None
-    tied = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
+    ties = [part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {})]
+    mentions_tying = any(tie is not None for tie in ties)
     problems = []
-    if not any(_HEAD.search(name) for name in shapes) and not shape.tied and (is_known_family or tied):
+    if not any(_HEAD.search(name) for name in shapes) and not shape.tied and (is_known_family or mentions_tying):
         problems.append("has no head (lm_head.weight), and its config does not tie it to the embedding")
     embeddings = {name: rows for name, rows in shapes.items() if _is_embedding(name)}
     if is_known_family and not embeddings:
@@ -195,11 +193,8 @@ def _is_embedding(name: str) -> bool:
     return bool(_EMBEDDING.search(name)) and not _LAYER.search(name) and not _ELSEWHERE.search(name)
 
 
-def _ties(part: Mapping[str, Any]) -> bool:
-    return part.get("tie_word_embeddings") is not None
-
-
 def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    # Not with safetensors: login nodes may have the base install, which does not include it.
     size = path.stat().st_size
     with path.open("rb") as file:
         beginning = file.read(8)

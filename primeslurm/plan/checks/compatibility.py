@@ -33,7 +33,6 @@ def conflicts(context: RuleContext) -> list[Finding]:
 
 
 def as_markdown() -> str:
-    """Return one Markdown table per group of rules."""
     lines: list[str] = []
     for title, rules in GROUPS.items():
         lines += [f"## {title}", "", "| rule | field | level | what to do | source |", "|---|---|---|---|---|"]

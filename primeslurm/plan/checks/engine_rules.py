@@ -239,7 +239,7 @@ ENGINE_RULES = (
          _quantised_twice, "remove it", "vLLM 0.32"),
     Rule("deep-gemm-fp8", "warning", "inference.deep_gemm", "deep_gemm has an effect with FP8 only", _deep_gemm_fp8,
          "set quantization: fp8", "DeepGEMM README"),
-    Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer", 
+    Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer",
          lambda c: c.older_gpu(90) if c.recipe.inference.deep_gemm else "",
          "remove it", "DeepGEMM README"),
     Rule("tp-heads", "error", "inference.parallel.tp", "tp must divide the number of attention heads", _tp_heads,

@@ -65,7 +65,6 @@ class Interpreter:
 
     @property
     def here(self) -> bool:
-        """Return whether this machine has it."""
         return shutil.which(self.python) is not None
 
 
@@ -80,13 +79,17 @@ class ProbeReport:
     notes: tuple[Violation, ...] = ()
     """Properties of rollouts that some users do not want."""
     warnings: tuple[Violation, ...] = ()
-    """Values that are smaller than the recipe requests."""
+    """Too few tasks, or tasks that no rollout can do."""
     missing_package: str = ""
     """Package that the interpreter lacks, so that nothing could be loaded."""
 
 
 def probe_environments(
-    environments: Mapping[str, AnyEnvironment], model: Model, interpreter: Interpreter, tmp: Path | None = None
+    environments: Mapping[str, AnyEnvironment],
+    model: Model,
+    interpreter: Interpreter,
+    tmp: Path | None = None,
+    max_len: int | None = None,
 ) -> ProbeReport:
     """Load every environment that could fail and its first task, and check the model's renderer.
 
@@ -94,17 +97,19 @@ def probe_environments(
         environments: environments by their place in the recipe.
         model: model of the policy, with an absolute path if it exists here.
         tmp: directory for temporary files, which are removed. Default: the system's.
+        max_len: longest sequence of an engine [tokens], with which prompts in local files are compared.
     """
     plain = model.renderer == AUTO and not model.renderer_options
     wanted = {place: each for place, each in environments.items() if not (plain and _is_sure(each))}
     if not wanted:
         return ProbeReport()
-    asked = ProbeRequest(
+    request = ProbeRequest(
         environments=[each.model_dump(mode="json", by_alias=True, include=_LOADED) for each in wanted.values()],
         model=model.model_dump(mode="json", include=_RENDERED),
+        max_len=max_len,
     )
     limit_s = _IMPORT_S + max(each.load_timeout_s for each in wanted.values())
-    code, out, err = run_module(interpreter, PROBE, encoded(asked), limit_s, tmp)
+    code, out, err = run_module(interpreter, PROBE, encoded(request), limit_s, tmp)
     if code != 0:
         return _not_loaded(interpreter, code, err)
     try:
@@ -113,12 +118,12 @@ def probe_environments(
         return _not_loaded(interpreter, None, err)
     of_model = results.model.answer or ModelAnswer()  # of a tokenizer that does not load, engines tell
     pairs = zip(wanted.items(), results.environments, strict=True)
-    found = [_report_of(*each, result, of_model.no_tools) for each, result in pairs]
+    reports = [_report_of(*each, result, of_model.no_tools) for each, result in pairs]
     return ProbeReport(
-        (*of_model.violations, *(violation for tried in found for violation in tried.violations)),
-        tuple(violation for tried in found for violation in tried.missing),
-        tuple(violation for tried in found for violation in tried.notes),
-        tuple(violation for tried in found for violation in tried.warnings),
+        (*of_model.violations, *(violation for tried in reports for violation in tried.violations)),
+        tuple(violation for tried in reports for violation in tried.missing),
+        tuple(violation for tried in reports for violation in tried.notes),
+        tuple(violation for tried in reports for violation in tried.warnings),
     )
 
 
@@ -127,14 +132,13 @@ def _is_sure(environment: AnyEnvironment) -> bool:
 
 
 def run_module(
-    interpreter: Interpreter, module: str, asked: str, limit_s: float, tmp: Path | None = None
+    interpreter: Interpreter, module: str, stdin: str, limit_s: float, tmp: Path | None = None
 ) -> tuple[int | None, str, str]:
     """Run a module with the Python of jobs in an empty directory, so that it imports no local file by accident.
 
     Its temporary files are there, too: environments are killed before they could remove theirs.
 
     Args:
-        asked: standard input of the module.
         limit_s: timeout after which it is killed [s].
         tmp: parent of the empty directory. Default: the system's temporary directory.
 
@@ -154,7 +158,7 @@ def run_module(
             start_new_session=True,
         )
         try:
-            out, err = process.communicate(asked, timeout=limit_s)
+            out, err = process.communicate(stdin, timeout=limit_s)
             return process.returncode, out, err
         except subprocess.TimeoutExpired:
             return None, "", ""
@@ -189,7 +193,7 @@ def _report_of(
             tuple(_placed(place, each) for each in (*answer.violations, *unshown)),
             tuple(_placed(place, each) for each in answer.missing),
             tuple(_placed(place, each) for each in answer.notes),
-            tuple(_placed(place, each) for each in _too_few(environment, answer.tasks)),
+            tuple(_placed(place, each) for each in (*answer.warnings, *_too_few(environment, answer.tasks))),
         )
     why, fix = _no_answer(result.code, result.stderr, environment)
     return ProbeReport((_placed(place, Violation("environments.id", environment.id, why, fix)),))

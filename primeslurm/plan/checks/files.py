@@ -91,7 +91,6 @@ def _absent(recipe: Recipe, why: str) -> ModelFiles:
 
 
 def _missing(path: str, why: str) -> dict[str, str]:
-    """Return why a model is missing, and how to get it."""
     if made := made_by(path):
         return {"text": "does not exist", "fix": made}
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
@@ -127,7 +126,6 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def absent_data(recipe: Recipe) -> Finding | None:
-    """Return a finding if the training data does not exist."""
     if recipe.task != "sft" or recipe.sft is None or is_file(Path(recipe.sft.data.path)):
         return None
     path = recipe.sft.data.path

@@ -96,7 +96,9 @@ def _offload_memory(context: RuleContext) -> str:
         needed, kind = offload.cpu.bytes * pools, request.kind
         memory = kind.memory_gib * GIB if kind.memory_gib else bytes_of(kind.mem) if kind.mem else 0
         if memory and needed > memory * HOST_SHARE:
-            return f"it needs {needed / GIB:.0f} of the {memory / GIB:.0f} GiB of each {request.role} node"
+            spare = memory * (1 - HOST_SHARE) / GIB
+            text = f"each {request.role} node has {memory / GIB:.0f} GiB, of which {spare:.0f} must stay free"
+            return f"it needs {needed / GIB:.0f} GiB, but {text}"
     return ""
 
 

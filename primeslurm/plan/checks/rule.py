@@ -29,17 +29,14 @@ class RuleContext:
 
     @property
     def trains(self) -> bool:
-        """Return whether the run has a trainer."""
         return self.recipe.task in ("rl", "sft")
 
     @property
     def serves(self) -> bool:
-        """Return whether the run has engines."""
         return self.recipe.task != "sft"
 
     @property
     def disaggregated(self) -> bool:
-        """Return whether prefill and decode engines are separate."""
         return isinstance(self.recipe.deployment.inference, Disaggregated)
 
     @property
@@ -54,12 +51,10 @@ class RuleContext:
 
     @property
     def deepep(self) -> bool:
-        """Return whether the trainer uses DeepEP."""
         return self.recipe.trainer.parallelism.ep_backend == "deepep"
 
     @property
     def trainer_gpus(self) -> int:
-        """Return the number of trainer GPUs."""
         return sum(request.nodes * request.gpus for request in self.requests if request.role == "train")
 
     def engines(self) -> list[tuple[ResourceRequest, EngineSettings]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from primeslurm.models.shape import ModelShape
-from primeslurm.plan.checks.capacity import capacity
+from primeslurm.plan.checks.capacity import capacity, environment_capacity
 from primeslurm.plan.checks.compatibility import conflicts
-from primeslurm.plan.checks.environment_capacity import environment_capacity
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.teacher import teacher_findings

@@ -76,7 +76,8 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
 
     assert recipe.sft is not None
     data = recipe.sft.data
-    request = DataRequest(data.path, recipe.model.path, data.train == "all", recipe.model.vlm is not None)
+    sees = recipe.model.vlm is not None
+    request = DataRequest(data.path, recipe.model.path, data.train == "all", sees, recipe.seq_len)
     code, out, err = run_module(interpreter, PROBE, encoded(request), _LIMIT_S)
     try:
         answer = decoded(out, DataAnswer) if code == 0 else None

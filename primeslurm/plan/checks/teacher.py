@@ -56,7 +56,6 @@ def teacher_findings(
 
 
 def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
-    """Return why the teacher's files cannot be used."""
     serving = teacher_recipe(recipe)
     if serving is None or model is None:
         return []

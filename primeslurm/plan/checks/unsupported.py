@@ -21,8 +21,8 @@ class FamilyNeed:
     """A field that only some model families support."""
 
     field: str
-    what: str
-    asked: Callable[[Recipe], object]
+    feature: str
+    is_used: Callable[[Recipe], object]
     fix: str
     capability: str
     """Name of the field of `Capabilities`."""
@@ -59,7 +59,6 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
 
 
 def _router_problems(recipe: Recipe) -> list[Finding]:
-    """Check the router of RL on images."""
     if recipe.model.vlm is None or recipe.task != "rl" or isinstance(recipe.inference.router, VllmRouter):
         return []
     text = f"rollouts with images were not tried behind {recipe.inference.router.type}"
@@ -80,18 +79,14 @@ def _vlm_problems(recipe: Recipe, model_type: str, shape: ModelShape | None) -> 
         text, fix = f"{model_type!r} has no encoder of images (no vision_config)", "leave it out"
     elif recipe.task == "rl":
         text = "rollouts with images were not tried with the transformers implementation"
-        fix = f"task: sft, or a model type of {', '.join(_seeing())}"
+        seeing = [name for name, able in model_types().items() if able.images]
+        fix = f"task: sft, or a model type of {', '.join(seeing)}"
     else:
         return []
     return [Finding(level="blocked", field="model.vlm", text=text, fix=fix)]
 
 
-def _seeing() -> list[str]:
-    return [name for name, able in model_types().items() if able.images]
-
-
 def _missing_capabilities(recipe: Recipe, model_type: str) -> list[Finding]:
-    """Check what the implementation of the recipe's model supports."""
     able = capabilities(model_type, recipe.model.impl)
     if able is None:
         text = f"the trainer has no implementation of its own for model type {model_type!r}"
@@ -99,9 +94,11 @@ def _missing_capabilities(recipe: Recipe, model_type: str) -> list[Finding]:
         return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
     whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
     return [
-        Finding(level="blocked", field=need.field, text=f"{whose} of {model_type!r} has no {need.what}", fix=need.fix)
+        Finding(
+            level="blocked", field=need.field, text=f"{whose} of {model_type!r} has no {need.feature}", fix=need.fix
+        )
         for need in NEEDS
-        if need.asked(recipe) and not getattr(able, need.capability)
+        if need.is_used(recipe) and not getattr(able, need.capability)
     ]
 
 

@@ -52,12 +52,10 @@ class ReplicaEngines:
 
     @property
     def disaggregated(self) -> bool:
-        """Return whether prefill and decode engines are separate."""
         return bool(self.prefill)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Return all engines, prefill first."""
         return (*self.engines, *self.prefill, *self.decode)
 
 

@@ -12,7 +12,6 @@ _SERVER_OPTIONS = ("host", "port", "enable_scale_out", "middleware", "disable_uv
 
 
 def frontend(router: DynamoRouter, replica: int) -> Command:
-    """Return the command of a replica's HTTP frontend, which is its router."""
     options: dict[str, object] = {"http_host": "${host}", "http_port": "${port:http}", "router_mode": router.mode}
     if router.session_ttl_s is not None:
         options["router_session_affinity_ttl_secs"] = router.session_ttl_s

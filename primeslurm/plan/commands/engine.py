@@ -55,7 +55,8 @@ def settings_of(recipe: Recipe, role: EngineRole) -> EngineSettings:
     """Return the settings of a role's engines: role settings override common settings, which override defaults."""
     common = recipe.inference
     role_settings = {"engine": EngineSettings(), "prefill": common.prefill, "decode": common.decode}[role]
-    values = {name: _first(getattr(role_settings, name), getattr(common, name)) for name in EngineSettings.model_fields}
+    values = {name: getattr(common, name) for name in EngineSettings.model_fields}
+    values |= {name: value for name, value in role_settings if value is not None}
     values |= {name: {**getattr(common, name), **getattr(role_settings, name)} for name in ("env", "vllm_extra")}
     if common.expert_parallel and values["all2all"] is None:
         values["all2all"] = _ALL2ALL[role]
@@ -69,10 +70,6 @@ _ALL2ALL: dict[EngineRole, str] = {
     "prefill": "deepep_high_throughput",
     "decode": "deepep_low_latency",
 }
-
-
-def _first(preferred: object, common: object) -> object:
-    return common if preferred is None else preferred
 
 
 class Engines:

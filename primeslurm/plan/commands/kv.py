@@ -4,8 +4,7 @@
     any engine <--Mooncake--> memory (and disk) of every inference node of the run
 
 A decode engine gets the KV of its prompts from prefill engines, so it reads no other tier. It writes the KV that it
-decodes
-to a Mooncake store, where the prefill of the next turn of the conversation finds it.
+decodes to a Mooncake store, where the prefill of the next turn of the conversation finds it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> d
 
 
 def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
-    """Return the files that an engine's KV connectors read."""
     offload = recipe.inference.kv_offload
     if not isinstance(offload, MooncakeOffload):
         return {}

@@ -115,6 +115,7 @@ def _picker_config(router: LlmdRouter, workers: ReplicaEngines) -> dict[str, Any
 
 
 def _envoy_config(picker_name: str) -> dict[str, Any]:
+    picker = _address(f"${{host:{picker_name}}}", f"${{port:{picker_name}:grpc}}")
     breaker = {
         "max_connections": CIRCUIT_BREAKER,
         "max_pending_requests": CIRCUIT_BREAKER,
@@ -164,7 +165,7 @@ def _envoy_config(picker_name: str) -> dict[str, Any]:
                     ],
                     "load_assignment": {
                         "cluster_name": "picker",
-                        "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _picker_address(picker_name)}}]}],
+                        "endpoints": [{"lb_endpoints": [{"endpoint": {"address": picker}}]}],
                     },
                 },
             ],
@@ -217,10 +218,6 @@ def _http_filter() -> dict[str, Any]:
             ],
         },
     }
-
-
-def _picker_address(picker_name: str) -> dict[str, Any]:
-    return _address(f"${{host:{picker_name}}}", f"${{port:{picker_name}:grpc}}")
 
 
 def _address(host: str, port: str) -> dict[str, Any]:

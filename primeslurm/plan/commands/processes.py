@@ -9,6 +9,7 @@ from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 RECIPE = "${run_dir}/recipe.resolved.json"
+_OF_RUN = ("--recipe", RECIPE, "--run-dir", "${run_dir}", "--attempt", "${attempt}")
 WORKER = "primeslurm.orchestrator.worker.main"
 PRELOADED = "primeslurm.orchestrator.worker.preload"
 # Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB, half
@@ -17,27 +18,10 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
-    """Return the command of the orchestrator, which runs on the head node."""
     argv: tuple[str, ...] = (
-        "${python}",
-        "-m",
-        "primeslurm.orchestrator",
-        "--recipe",
-        RECIPE,
-        "--run-dir",
-        "${run_dir}",
-        "--attempt",
-        "${attempt}",
-        "--run-id",
-        "${run_id}",
-        "--bind",
-        "tcp://${host}:${port:wire}",
-        "--env-bind",
-        "tcp://${host}:${port:envs}",
-        "--routers",
-        ",".join(routers),  # names, because addresses may change
-        "--engines",
-        ",".join(engines),
+        *("${python}", "-m", "primeslurm.orchestrator", *_OF_RUN, "--run-id", "${run_id}"),
+        *("--bind", "tcp://${host}:${port:wire}", "--env-bind", "tcp://${host}:${port:envs}"),
+        *("--routers", ",".join(routers), "--engines", ",".join(engines)),  # names, because addresses may change
     )
     if teachers:
         argv += ("--teachers", ",".join(teachers))
@@ -51,21 +35,8 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
         scratch: directory on the node's disk for files of rollouts. Default: the temporary directory.
     """
     argv = (
-        "${python}",
-        "-m",
-        WORKER,
-        "--recipe",
-        RECIPE,
-        "--environment",
-        label,
-        "--worker",
-        str(worker),
-        "--orchestrator",
-        "tcp://${addr:orchestrator:envs}",
-        "--attempt-dir",
-        "${attempt_dir}",
-        "--node",
-        "${node}",
+        *("${python}", "-m", WORKER, "--recipe", RECIPE, "--environment", label, "--worker", str(worker)),
+        *("--orchestrator", "tcp://${addr:orchestrator:envs}", "--attempt-dir", "${attempt_dir}", "--node", "${node}"),
     )
     env = {"VF_RUN_ID": "${run_id}"}  # verifiers names a run's containers and hosted sandboxes after it
     if scratch is None:
@@ -82,19 +53,7 @@ def trainer_command(
     Args:
         cpus: CPU cores per rank.
     """
-    argv: tuple[str, ...] = (
-        "${python}",
-        "-m",
-        "primeslurm.trainer",
-        "--recipe",
-        RECIPE,
-        "--run-dir",
-        "${run_dir}",
-        "--attempt",
-        "${attempt}",
-        "--device",
-        site.device,
-    )
+    argv: tuple[str, ...] = ("${python}", "-m", "primeslurm.trainer", *_OF_RUN, "--device", site.device)
     if recipe.task == "rl":
         argv += ("--orchestrator", "tcp://${addr:orchestrator:wire}")
     env = {

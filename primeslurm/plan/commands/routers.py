@@ -54,7 +54,6 @@ def _llmd(router: LlmdRouter, replica: int, workers: ReplicaEngines) -> list[Fro
 
 
 def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, name: str) -> Command:
-    """Return the command of vllm-router under its supervisor."""
     options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
     options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
     if workers.disaggregated:

@@ -52,7 +52,6 @@ class Mixer:
 
 
 def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
-    """Group the layers of a model by kind."""
     # A layer of a Mamba hybrid is either a mixer or a feed-forward network. Layers of other models have both.
     attention, network = _attention(shape), _feed_forward(shape)
     if shape.mamba:
@@ -75,11 +74,9 @@ def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
 
 
 def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
-    """Return the bytes of a gated delta net."""
     # Kept: the input, its projections, the float32 output of the recurrence, the gated output, and for each segment the
     # initial state and the ends of convolutions. Within a segment, autograd saves for each head 15 float32 copies of
-    # keys,
-    # 5.5 of values, 5 of the pairs of a chunk, and one state per chunk.
+    # keys, 5.5 of values, 5 of the pairs of a chunk, and one state per chunk.
     keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
     channels, state = 2 * keys + values, 4 * nets.value_heads * nets.key_dim * nets.value_dim
     projected = channels + values + 2 * nets.value_heads
@@ -95,10 +92,8 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
 
 
 def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
-    """Return the bytes of a Mamba-2 layer."""
     # Kept: as in a gated delta net. Within a segment, autograd saves for each head nine float32 copies of values, two
-    # of the
-    # inputs and outputs of the state, two of the pairs of a chunk, and two states per chunk.
+    # of the inputs and outputs of the state, two of the pairs of a chunk, and two states per chunk.
     values = layers.heads * layers.head_dim
     channels, state = values + 2 * layers.groups * layers.state, 4 * values * layers.state
     projected = values + channels + layers.heads
@@ -162,7 +157,6 @@ def _recurrent(count: int, mixer: Mixer, elements: int, shape: ModelShape, dtype
 
 
 def _convolved(channels: int, width: int, dtype_bytes: int) -> int:
-    """Return the bytes per token that short convolutions save."""
     return channels * (width + 2) * dtype_bytes
 
 

@@ -82,12 +82,9 @@ def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, uti
 
 
 def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Return the bytes of weights on one GPU."""
     # Tensor parallelism splits linear layers, except the down-projections of MLA and the indexer, which every rank
-    # holds.
-    # Experts are split over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
-    # routers,
-    # norms and vision encoder are never quantised. vLLM keeps a second, absorbed copy of MLA's up-projections.
+    # holds. Experts are split over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
+    # routers, norms and vision encoder are never quantised. vLLM keeps a second, absorbed copy of MLA's up-projections.
     p = count(shape)
     replicated, absorbed = _mla_parts(shape)
     scale = 4 / FP8_BLOCK**2 if layout.weight_bytes == 1 else 0
@@ -101,10 +98,8 @@ def kv_bytes_per_token(shape: ModelShape, layout: EngineLayout) -> int:
     """Return the bytes of KV cache per token on one GPU.
 
     GQA: K and V of the rank's heads (at least one). MLA: compressed KV and RoPE key on every rank; in FP8 the sparse
-    kernels
-    take 656 bytes (512 FP8 + 4 scales + 64 bfloat16). DSA: the indexer's key in FP8 with its scales. Layers with a
-    sliding
-    window count as state of the sequence.
+    kernels take 656 bytes (512 FP8 + 4 scales + 64 bfloat16). DSA: the indexer's key in FP8 with its scales. Layers
+    with a sliding window count as state of the sequence.
     """
     layers = shape.attention_layers - shape.window_layers
     if shape.mla:
@@ -173,10 +168,8 @@ def _activations(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def prompt_logit_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Return the bytes of prompt logits."""
     # Logits of one step still exist while the next ones are computed. With tensor parallelism, each rank has its own
-    # shard,
-    # all gathered shards, and their concatenation.
+    # shard, all gathered shards, and their concatenation.
     copies = 2 if layout.tp == 1 else 3 + 1 / layout.tp
     return int(min(layout.batched_tokens, PROMPT_TOKENS) * shape.vocab * layout.dtype_bytes * copies)
 

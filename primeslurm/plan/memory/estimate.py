@@ -11,7 +11,6 @@ from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
 from primeslurm.plan.forecast import Estimate, Quantity, RoleMemory
 from primeslurm.plan.gpus import GIB, Gpu, gpu_of
-from primeslurm.plan.memory.checkpoint_size import checkpoint_bytes, in_memory, local_amounts, local_bytes
 from primeslurm.plan.memory.engine import (
     DEFAULT_BATCHED_TOKENS,
     EngineLayout,
@@ -26,7 +25,11 @@ from primeslurm.plan.memory.trainer import (
     ELEMENT_BYTES,
     STATE_BYTES,
     TrainerLayout,
+    checkpoint_bytes,
     experts_in_fp8,
+    in_memory,
+    local_amounts,
+    local_bytes,
     lora_parameters,
     trained_parameters,
     trainer_memory,
@@ -88,7 +91,6 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
 
 
 def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayout:
-    """Return the layout of the trainer on `gpus` GPUs in total."""
     trainer = recipe.trainer
     p = trainer.parallelism
     return TrainerLayout(
@@ -254,7 +256,6 @@ def _line_rate(site: Site, request: ResourceRequest) -> float | None:
 def _update(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], shape: ModelShape
 ) -> list[Quantity]:
-    """Return the size of one policy, and the seconds until every engine has it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
     fp8 = recipe.inference.quantization == "fp8" or shape.fp8_blocks
     parameters = count(shape)
@@ -276,7 +277,6 @@ def _update(
 def _sending(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], common: float, experts: float
 ) -> list[Quantity]:
-    """Return the seconds of a weight update over the network."""
     # Trainer GPUs share the sending. Each engine GPU takes its own experts, and everything else.
     gbps = _line_rate(site, train)
     if gbps is None:
@@ -322,7 +322,6 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Quantity
 
 
 def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
-    """Return the tokens whose KV fits into host memory."""
     # Mooncake has one shared pool. With native offload, each engine has its own tier.
     offload = recipe.inference.kv_offload
     holders = [request for request in requests if request.role in ENGINE_ROLES]

@@ -36,7 +36,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Return all parameters."""
         return self.language + self.vision
 
     @property
@@ -52,7 +51,6 @@ class Parameters:
 
 
 def count(shape: ModelShape) -> Parameters:
-    """Count the parameters of a model."""
     ends = shape.vocab * shape.hidden
     matrices = 3 if shape.gated else 2
     experts = active = shared = routers = 0

@@ -1,12 +1,14 @@
-"""Memory of one trainer GPU under FSDP x EP x CP, and host memory per GPU."""
+"""Memory of one trainer GPU under FSDP x EP x CP, host memory per GPU, and the size of checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from primeslurm.models.expert_sharding import shards_have_whole_blocks
 from primeslurm.models.shape import ModelShape
 from primeslurm.nn.block_sizes import FP8_BLOCK
+from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.memory.activations import images_of, layers_of
 from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
 from primeslurm.recipe import Recipe
@@ -17,6 +19,9 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 # Bytes per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16 gradient
 LOGIT_BYTES = 16
+# Name of the quantity with the size of checkpoint copies on a train node
+LOCAL_COPIES = "local copies"
+_MEMORY = PurePosixPath("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,11 @@ class TrainerMemory:
 
     @property
     def allocated(self) -> int:
-        """Return the peak of torch's allocations."""
         states = self.weights + self.gradients + self.optimizer
         return states + self.gathered + self.activations + self.images + self.logits
 
     @property
     def total(self) -> int:
-        """Return the peak with the CUDA context."""
         return self.allocated + CONTEXT_BYTES
 
 
@@ -96,10 +99,8 @@ def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
     """Return the peak of one trainer GPU.
 
     Float32 masters, gradients and two AdamW moments are 16 bytes per parameter over the shard (Rajbhandari et al.,
-    ZeRO,
-    arXiv 1910.02054, stage 3). Optimizer offload moves all three to host memory, offload of the state only that. With
-    LoRA
-    the model is frozen: masters only.
+    ZeRO, arXiv 1910.02054, stage 3). Optimizer offload moves all three to host memory, offload of the state only that.
+    With LoRA the model is frozen: masters only.
     """
     total, trained = count(shape).total, trained_parameters(shape, layout.lora_parameters, layout.frozen_vision)
     masters, gradients, state = 4 * total, 4 * trained, layout.state_bytes * trained
@@ -161,7 +162,6 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def _unreduced(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
-    """Return the bytes of unsharded gradients: of all parameters except other ranks' experts."""
     if not layout.reduced_once:
         return 0
     experts = 0 if layout.lora_parameters else count(shape).experts
@@ -176,10 +176,8 @@ def _state_buffers(shape: ModelShape, layout: TrainerLayout, trained: int) -> in
 
 
 def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
-    """Return the bytes of gathered layers and their gradients."""
     # Two layers in the compute dtype, or all of them, and the gradients of one with a copy for the reduction. Blocks of
-    # a
-    # vision encoder are gathered while no layer is, so only an encoder that stays gathered counts.
+    # a vision encoder are gathered while no layer is, so only an encoder that stays gathered counts.
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + layout.gradient_bytes
     copies = 2 if layout.reshard else shape.layers
@@ -194,8 +192,7 @@ def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
 def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
     """Return the bytes that the forward pass keeps, and those of the layer that is recomputed."""
     # With offload, two layers are on the GPU, and the selected keys of all layers. Ranks that share rows also share the
-    # heads
-    # of recurrent layers.
+    # heads of recurrent layers.
     kinds = layers_of(shape, layout.dtype_bytes)
     kept = sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
     if layout.activation_offload:
@@ -208,8 +205,7 @@ def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
 def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
     """Return the bytes of images in addition to their tokens, if every token belongs to an image."""
     # The encoder runs before and after all layers of the language model, when their memory (`beside`) is free. Only
-    # what
-    # exceeds it counts. A frozen encoder keeps only its results.
+    # what exceeds it counts. A frozen encoder keeps only its results.
     if shape.vision is None or not layout.images:
         return 0
     each = images_of(shape.vision, layout.dtype_bytes)
@@ -222,8 +218,36 @@ def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
 
 
 def _waiting(shape: ModelShape, layout: TrainerLayout) -> int:
-    """Return the bytes of offloaded activations."""
     if not layout.activation_offload:
         return 0
     kinds = layers_of(shape, layout.dtype_bytes)
     return layout.tokens * sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
+
+
+def checkpoint_bytes(recipe: Recipe, trained: int, state_bytes: int) -> int:
+    """Return the bytes of float32 masters and optimizer state.
+
+    Args:
+        trained: number of trained parameters.
+        state_bytes: bytes of optimizer state per trained parameter.
+    """
+    return (4 + state_bytes // (2 if recipe.checkpoint.moments == "bfloat16" else 1)) * trained
+
+
+def local_bytes(recipe: Recipe, saved: int, nodes: int) -> int:
+    """Return the bytes of copies on a train node: files of its own ranks, and of another node if there is one."""
+    if recipe.checkpoint.local is None:
+        return 0
+    return saved // nodes * (2 if nodes > 1 else 1)
+
+
+def in_memory(recipe: Recipe) -> bool:
+    return recipe.checkpoint.local is not None and PurePosixPath(recipe.checkpoint.local).is_relative_to(_MEMORY)
+
+
+def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Quantity]:
+    size = local_bytes(recipe, saved, nodes)
+    if not size:
+        return []
+    how = f"files of its own ranks{' and of another node' if nodes > 1 else ''} in {recipe.checkpoint.local}"
+    return [Quantity(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB per train node", how=how)]

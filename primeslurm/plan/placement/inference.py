@@ -49,8 +49,7 @@ def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> 
 def _place_store(recipe: Recipe, site: Site, head: NodeBuilder, builders: list[NodeBuilder]) -> None:
     """Put a client of the Mooncake store on every inference node, and the store's master on the head node."""
     # All clients and engines know the master's address. On another node than the head's, its loss would end an attempt
-    # that
-    # other replicas could continue.
+    # that other replicas could continue.
     offload = recipe.inference.kv_offload
     if not isinstance(offload, MooncakeOffload) or not builders:
         return

@@ -70,7 +70,6 @@ class NodeBuilder:
         )
 
     def holds(self, process: str | None) -> bool:
-        """Return whether the node has a process of this name."""
         return any(placed.name == process for placed in self.processes)
 
     def _port(self, name: str) -> int:

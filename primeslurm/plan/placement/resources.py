@@ -82,13 +82,12 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
 
 
 def combined_request(requests: Sequence[ResourceRequest]) -> ResourceRequest:
-    """Return the sum of the requests of roles that share one node."""
     return replace(requests[0], gpus=count_gpus(requests))
 
 
 def count_gpus(requests: Sequence[ResourceRequest]) -> int:
-    """Count the GPUs of all roles. A GPU that two roles share counts once, as in Slurm's billing."""
-    return sum(request.nodes * request.gpus for request in requests if not request.colocated)
+    """Count the GPUs that Slurm bills: those of spare nodes, too, and a GPU that two roles share once."""
+    return sum((request.nodes + request.spares) * request.gpus for request in requests if not request.colocated)
 
 
 def _on_one_node(
@@ -139,7 +138,6 @@ def _on_one_node(
 
 
 def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violation]:
-    """Return a problem if the roles together request more GPUs than this machine has."""
     if site.device != "cuda":
         return []
     requested, available = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())
@@ -188,7 +186,8 @@ def _place(recipe: Recipe, ask: _RoleRequest, site: Site, problems: list[Violati
     kind = site.kind(ask.role)
     if kind is None:
         why = f"site {site.name} has no nodes for role {ask.role}"
-        fix = f"add `{ask.role}` or `default` under `nodes` of the site file"
+        *names, last = site.kind_names(ask.role)
+        fix = f"add `{'`, `'.join(names)}` or `{last}` under `nodes` of the site file"
         problems.append(Violation(ask.field, "", why, fix))
         return None
     gpus = kind.gpus if ask.gpus is None else ask.gpus

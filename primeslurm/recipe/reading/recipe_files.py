@@ -82,23 +82,26 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = No
         overrides: texts of the form `a.b=value`, where the value is YAML.
         name: name of the run, in place of the name in the recipe.
     """
+    repeated: list[InputFault] = []
     try:
-        data = _read_extended(path, seen=())
+        data = _read_extended(path, (), repeated)
     except UsageError as error:
         return _unreadable(Recipe, error)
     data, input_faults = _apply_overrides(data, overrides)
     if name is not None:
         data["name"] = name
+    input_faults = [*repeated, *input_faults]
     return _draft(Recipe, data, str(path), lambda recipe: string_problems(recipe) + violations(recipe), input_faults)
 
 
 def read_site(path: Path) -> Draft[Site]:
     """Read and validate a site file."""
+    repeated: list[InputFault] = []
     try:
-        data = {"schema": 1, **read_mapping(path)}
+        data = {"schema": 1, **read_mapping(path, repeated)}
     except UsageError as error:
         return _unreadable(Site, error)
-    return _draft(Site, data, str(path), string_problems, [])
+    return _draft(Site, data, str(path), string_problems, repeated)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Recipe:
@@ -186,7 +189,7 @@ def is_below(field: str, faulty: Sequence[Sequence[str]]) -> bool:
     return any(above and path[: len(above)] == tuple(above) for above in faulty)
 
 
-def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_extended(path: Path, seen: tuple[Path, ...], repeated: list[InputFault]) -> dict[str, Any]:
     try:
         path = path.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, or a null byte in the name
@@ -194,7 +197,7 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         chain = " -> ".join(p.name for p in (*seen, path))
         raise UsageError([Violation("extends", path.name, f"goes in a circle: {chain}")])
-    data = read_mapping(path)
+    data = read_mapping(path, repeated)
     parent = data.pop("extends", None)
     if parent is None:
         return data
@@ -204,7 +207,7 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not is_file(base):
         # A copy of a ready recipe must find the ready recipe that it extends.
         base = ready_recipes().get(parent.removesuffix(".yaml"), base)
-    return merge(_read_extended(base, (*seen, path)), data)
+    return merge(_read_extended(base, (*seen, path), repeated), data)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +267,7 @@ def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses repeated keys and excessive aliases, and reads dates as text.
+    """A YAML loader that lists repeated keys, refuses excessive aliases, and reads dates as text.
 
     PyYAML uses the last of several equal keys, and makes dates of text that looks like one. With aliases, a few lines
     can stand for billions of values or contain themselves.
@@ -275,25 +278,28 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.equal_keys: list[yaml.ScalarNode] = []
+        self.repeated_keys: list[yaml.ScalarNode] = []
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
-        if self.equal_keys:
-            lines = [f"{key.value} is given twice (line {key.start_mark.line + 1})" for key in self.equal_keys]
-            raise yaml.constructor.ConstructorError(None, None, ", ".join(lines), self.equal_keys[0].start_mark)
         if node is not None and _count_values(node, {}) > _MAX_VALUES:
             raise yaml.constructor.ConstructorError(None, None, f"aliases repeat more than {_MAX_VALUES:,} values")
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    self.equal_keys.append(key)
-                seen.add((key.tag, key.value))
+        values: dict[tuple[str, str], yaml.Node] = {}
+        for i, (key, value) in enumerate(node.value):
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name = (key.tag, key.value)
+            if name in values:
+                self.repeated_keys.append(key)
+                if isinstance(values[name], yaml.MappingNode) and isinstance(value, yaml.MappingNode):
+                    # Sections are joined. Otherwise, required fields of the first one would seem to be missing.
+                    value = yaml.MappingNode(value.tag, [*values[name].value, *value.value], value.start_mark)
+                    node.value[i] = (key, value)
+            values[name] = value
         return node
 
 
@@ -326,8 +332,16 @@ _Loader.yaml_implicit_resolvers = {
 
 def parse(text: str) -> Any:
     """Parse a YAML text. Raises ValueError with one line of text, which begins with line and column if known."""
+    data, repeated_keys = _parse(text)
+    if repeated_keys:
+        raise ValueError(f": {repeated_keys[0].value} is given twice")
+    return data
+
+
+def _parse(text: str) -> tuple[Any, list[yaml.ScalarNode]]:
     try:
-        return _Loader(text).get_single_data()
+        loader = _Loader(text)
+        return loader.get_single_data(), loader.repeated_keys
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -338,14 +352,20 @@ def parse(text: str) -> Any:
         raise ValueError(f": not valid YAML: {str(error).splitlines()[0]}") from None
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping. Raises UsageError."""
+def read_mapping(path: Path, repeated: list[InputFault]) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping, and add a fault to `repeated` for each key given twice.
+
+    Raises UsageError if the file cannot be read.
+    """
     text = _read(path)
     try:
-        data = parse(text)
+        data, repeated_keys = _parse(text)
     except ValueError as error:
         where, _, why = str(error).partition(": ")
         raise UsageError([Violation(f"{path}{where}", "", why)]) from None
+    for key in repeated_keys:
+        place = f"{path}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
+        repeated.append(InputFault(Violation(place, "", f"{key.value} is given twice", "keep one of them"), ()))
     if not isinstance(data, dict):
         kind = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
         raise UsageError([Violation(str(path), "", f"must be a mapping of keys to values, is {kind}")])

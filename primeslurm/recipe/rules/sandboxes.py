@@ -22,19 +22,8 @@ from primeslurm.recipe.sections.sandboxes import (
 
 # Harnesses of verifiers 0.4.
 HARNESSES = (
-    "bash",
-    "browser_use",
-    "claude_code",
-    "codex",
-    "hermes_agent",
-    "kimi_code",
-    "mini_swe_agent",
-    "null",
-    "openclaw",
-    "pi",
-    "prime_agent",
-    "rlm",
-    "terminus_2",
+    *("bash", "browser_use", "claude_code", "codex", "hermes_agent", "kimi_code", "mini_swe_agent"),
+    *("null", "openclaw", "pi", "prime_agent", "rlm", "terminus_2"),
 )
 # Harnesses that verifiers also runs without any container or sandbox.
 WITHOUT_CONTAINER = ("bash", "null")

@@ -33,5 +33,4 @@ def decode(line: bytes) -> Event | None:
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
-    """Sort events by time, and drop those without a time."""
     return sorted((event for event in events if event.time), key=lambda event: event.time)

@@ -1,1 +1,1 @@
-"""What went wrong in a run, why, and what would help."""
+"""Failures of a run, their causes, and their fixes."""

@@ -35,8 +35,8 @@ from primeslurm.wire.stored import checkpoints
 LAST_LINES = 20
 FOLLOWED = 15
 MOMENT_S = 1.0
+# Failures within this time are assumed to have one cause; their order is chance.
 TOGETHER_S = 10.0
-"""Failures within this time are assumed to have one cause; their order is chance."""
 
 
 class ExaminedFailure(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     @property
     def well(self) -> bool:
-        """Whether the attempt has no failure and the run is valid."""
+        """True if the attempt has no failure and the run is valid."""
         return self.first is None and not self.invalid and not self.damaged
 
 
@@ -96,20 +96,10 @@ def diagnose(
     recheck_s: float = RECHECK_S,
     find_obstacles: FindObstacles = lambda job: [],
 ) -> Diagnosis:
-    """Diagnose an attempt from its events, heartbeats and logs.
+    """Diagnose an attempt from its events, heartbeats and logs. See `read_status` for the other arguments.
 
-    Args:
-        run: the run.
-        attempt: the attempt to diagnose.
-        job_state: returns Slurm's state of a job.
-        max_kl: largest valid median of the KL between trainer and engines.
-        find_causes: returns what Slurm knows about unresponsive nodes.
-        now: Unix time; the current time by default.
-        recheck_s: seconds to watch a file that looks old.
-        find_obstacles: returns what keeps a pending job from starting.
-
-    Raises:
-        RunError: the attempt has no readable plan.
+    `max_kl` is the largest valid median of the KL between trainer and engines. Raises RunError if the attempt has no
+    readable plan.
     """
     now = time.time() if now is None else now
     placement = read_outline(attempt)
@@ -125,9 +115,9 @@ def diagnose(
     open_ = [failure for failure in failed if not failure.recovered] + [each.failure for each in unheard]
     if not open_ and outcome not in _GOOD:
         open_ = [_end_itself(attempt, happened, outcome, reason)]
-    known = {each.failure: each for each in unheard}
+    causes_of = {each.failure: each for each in unheard}
     together = _together(sorted(open_, key=lambda failure: failure.time))
-    first = _first([known.get(failure) or _examine(run, attempt, placement, failure) for failure in together])
+    first = _first([causes_of.get(failure) or _examine(run, attempt, placement, failure) for failure in together])
     recipe = run.recipe()
     return Diagnosis(
         run=run.name,
@@ -165,19 +155,19 @@ def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], sig
     if end := attempt.end():
         return end.outcome, end.reason + (f"; {end.why_not_requeued}" if end.why_not_requeued else "")
     state = job_state(job) if (job := attempt.job()) else None
-    begun = files.exists(attempt.fleet_file)
+    started = files.exists(attempt.fleet_file)
     if state is not None and state.startswith((*ALIVE, NO_ANSWER)):
-        mute = "Slurm does not answer" if state == NO_ANSWER else state
+        answer = "Slurm does not answer" if state == NO_ANSWER else state
         if signs.silence is not None:
-            return "silent", f"{signs.silence.text.partition(';')[0]}; {mute}"
-        return ("running" if begun or state != NO_ANSWER else "silent"), mute
+            return "silent", f"{signs.silence.text.partition(';')[0]}; {answer}"
+        return ("running" if started or state != NO_ANSWER else "silent"), answer
     if state is None:
         return "lost", "the attempt did not record its end, and Slurm does not know the job"
     return re.split(r"\W", state, maxsplit=1)[0], state
 
 
 def _may_wait(run: RunDirectory, attempt: Attempt, outcome: str) -> bool:
-    """Whether the job of an attempt may be pending, for its first start or after a requeue."""
+    """True if the job of an attempt may be pending, for its first start or after a requeue."""
     end = attempt.end()
     return outcome == "PENDING" or (end is not None and end.requeued and attempt.number == run.latest().number)
 
@@ -251,7 +241,7 @@ def _first(found: Sequence[ExaminedFailure]) -> ExaminedFailure | None:
 
 def _rank(examined: ExaminedFailure) -> int:
     """0: its cause is known; 1: nothing is known; 2: its log only reports symptoms of another failure."""
-    symptoms = {known.cause for known in failure_signatures.KNOWN if known.symptom}
+    symptoms = {signature.cause for signature in failure_signatures.KNOWN if signature.symptom}
     if examined.causes and all(cause.cause in symptoms for cause in examined.causes):
         return 2
     return 0 if examined.causes or examined.error else 1
@@ -262,13 +252,13 @@ def _examine(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failur
     lines = lines_until(path, failure.time) if path else []
     if failure.component == "job":
         lines = telling(_of_attempt(lines, attempt))
-    known = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
+    known_causes = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
     return ExaminedFailure(
         failure,
         log=str(path or ""),
         error=(srun_error(lines) if failure.component == "job" else "") or error_line(lines),
         last_lines=lines[-LAST_LINES:],
-        causes=known
+        causes=known_causes
         or failure_signatures.of_reason(failure.how)
         or failure_signatures.of_exit(failure.code)
         or _of_job(failure),

@@ -238,16 +238,16 @@ _REASONS = (
 )
 
 
+# Prefixes of log lines below the level ERROR. Engines print options there that would match patterns of errors.
 _MILD = re.compile(
     r"(\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING)\b"  # of vLLM, uvicorn, the router
     r"|[\d-]+[ T][\d:,.]+ (\w+ \d+ )?(DEBUG|INFO|WARNING)\b"  # of our own processes
     r"|(\[rank\d+\]:)?\[[IW]\d{4} "  # of torch
 )
-"""Prefixes of log lines below the level ERROR. Engines print options there that would match patterns of errors."""
 
 
 def is_benign(line: str) -> bool:
-    """Whether a log line has a level below ERROR."""
+    """True if a log line has a level below ERROR."""
     return _MILD.match(line) is not None
 
 
@@ -263,12 +263,12 @@ def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
     return sorted(matches.values(), key=lambda each: each[0].symptom)
 
 
+# Timeouts and busy services, which may work the next time.
 _LATE = re.compile(r"(?i)time(d )?out|unable to contact|connection failure|temporarily|\bbusy\b|try again")
-"""Timeouts and busy services, which may work the next time."""
 
 
 def is_transient(error: str) -> bool:
-    """Whether an error may not occur on another node, or later, judging by its most likely cause."""
+    """True if an error may not occur on another node, or later, judging by its most likely cause."""
     if _LATE.search(error):
         return True
     match = next((signature for signature in KNOWN if signature.pattern.search(error)), None)

@@ -42,10 +42,10 @@ from primeslurm.run.status.event_text import (
 )
 from primeslurm.wire import exit_codes
 
+# A node is lost if its last heartbeat is older than this at the end of the attempt; else it ended with the others.
 SILENT_S = 20.0
-"""A node is lost if its last heartbeat is older than this at the end of the attempt; else it ended with the others."""
+# Component, and suspect, of faults that no node causes.
 FILE_SYSTEM = "shared file system"
-"""Component, and suspect, of faults that no node causes."""
 _SILENCE = re.compile(r"silent for (\d+) s")
 
 
@@ -53,7 +53,7 @@ class Failure(msgspec.Struct, frozen=True):
     """A failure of one component."""
 
     time: float
-    """Unix time."""
+    """Unix time of the failure."""
     component: str
     """Process, agent or node."""
     node: str
@@ -68,19 +68,17 @@ class Failure(msgspec.Struct, frozen=True):
 def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
     """Return all failures of an attempt, in order of time.
 
-    Args:
-        events: events of all processes, in order of time.
-        heartbeats: last heartbeat of every node.
+    `events` are those of all processes in order of time, and `heartbeats` has the last one of every node.
     """
     hosts = {event.process: event.node for event in events if isinstance(event, AgentStarted)}
-    found = [failure for event in events if (failure := _of_event(event, hosts)) is not None]
-    found += _lost_nodes(events, heartbeats)
-    found += _unexplained_end(events, found)
-    return _with_recovery(sorted(found, key=lambda failure: failure.time), events)
+    all_failures = [failure for event in events if (failure := _of_event(event, hosts)) is not None]
+    all_failures += _lost_nodes(events, heartbeats)
+    all_failures += _unexplained_end(events, all_failures)
+    return _with_recovery(sorted(all_failures, key=lambda failure: failure.time), events)
 
 
 def silent(fleet: FleetView | None) -> list[Failure]:
-    """Return the processes that the head of a running attempt sees as unresponsive."""
+    """Return the processes that the head of a running attempt reports as unresponsive."""
     if fleet is None or fleet.ending:
         return []
     return [Failure(fleet.time - beat.silent_s, name, "", f"is {beat.text}") for name, beat in fleet.silent.items()]

@@ -12,18 +12,18 @@ from typing import BinaryIO
 from primeslurm.base import files
 from primeslurm.run.diagnosis.failure_signatures import in_log, is_benign
 
+# Bytes read from the end of a log.
 READ_BYTES = 4 * 1024 * 1024
-"""Bytes read from the end of a log."""
+# Longest error line in heartbeats and in `status`, in characters.
 WORDS = 200
-"""Longest error line in heartbeats and in `status`, in characters."""
+# Header that the agent writes before each start of the process.
 _HEADER = re.compile(r"^--- (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}) ")
-"""Header that the agent writes before each start of the process."""
 _START_SLACK_S = 1.5
 _EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b(: |$)")
+# Prefix of vLLM's traceback lines.
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (ERROR|CRITICAL) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ")
-"""Prefix of vLLM's traceback lines."""
+# Exceptions that only refer to another exception.
 _POINTERS = re.compile(r"root cause above|EngineDeadError|ChildFailedError|ExceptionGroup")
-"""Exceptions that only refer to another exception."""
 _CHAIN = re.compile(r"direct cause of the following exception|During handling of the above exception")
 _GENERIC = re.compile(r"(?i)\b(error|fatal|critical|panic(ked)?|aborted|killed|failed)\b")
 

@@ -1,4 +1,4 @@
-"""Checks that a run that works technically also trains on useful data."""
+"""Checks whether a run that has no failures also trains on useful data."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ from statistics import median
 
 from primeslurm.records.metrics import Row
 
+# Newest steps that the checks read.
 WINDOW = 10
-"""Newest steps that the checks read."""
 MIN_STEPS = 3
+# Largest KL between trainer and engines for the same policy. Rounding gives 1e-6 (float32) to 1e-2 (FP8).
 MAX_KL = 0.1
-"""Largest KL between trainer and engines for the same policy. Rounding gives 1e-6 (float32) to 1e-2 (FP8)."""
+# Largest fraction of rollouts dropped as too old.
 MAX_STALE = 0.9
-"""Largest fraction of rollouts dropped as too old."""
+# Largest fraction of sampled tokens with an impossible log-probability. A correct engine returns none.
 MAX_IMPOSSIBLE = 0.01
-"""Largest fraction of sampled tokens with an impossible log-probability. A correct engine returns none."""
 _MUST_BE_FINITE = ("trainer/loss", "trainer/grad_norm", "trainer/mismatch_kl", "reward/mean")
 
 
 def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float = MAX_KL) -> list[str]:
     """Return the reasons why a run is invalid; empty if there are none.
 
-    Args:
-        rows: rows of metrics.jsonl, oldest first.
-        dropped: number of rollouts dropped as too old, used if no step was trained.
-        batch_size: rollouts per step.
-        max_kl: largest valid median of trainer/mismatch_kl.
+    `rows` are those of metrics.jsonl. `dropped` rollouts were too old, which counts if no step was trained. `max_kl` is
+    the largest valid median of trainer/mismatch_kl.
     """
     recent = list(rows[-WINDOW:])
     checks = [

@@ -1,1 +1,1 @@
-"""What a run is doing, for people and scripts."""
+"""The state of a run, for people and scripts."""

@@ -17,18 +17,18 @@ from primeslurm.base.units import duration
 from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import Load, ReplicaLoad
 
+# Shortest window [s] that gives advice; a weight update alone takes seconds.
 MIN_SECONDS = 30.0
-"""Shortest window [s] that gives advice; a weight update alone takes seconds."""
 WAITING_PER_ENGINE = 1.0
 SATURATED_BUSY = 0.9
 FULL_KV = 0.85
+# Decode engines below this KV usage without waiting requests have free capacity.
 ROOM_KV = 0.65
-"""Decode engines below this KV usage without waiting requests have free capacity."""
 IDLE_BUSY = 0.5
+# Utilisation of a balanced role; the rest absorbs bursts.
 TARGET = 0.8
-"""Utilisation of a balanced role; the rest absorbs bursts."""
+# Largest advised growth of a role. The model is too rough to extrapolate further.
 MAX_STEP = 2.0
-"""Largest advised growth of a role. The model is too rough to extrapolate further."""
 PREEMPTIONS_PER_MIN = 1.0
 
 
@@ -50,7 +50,7 @@ class Tunables:
     max_inflight: int | None = None
     """Most rollouts in flight."""
     kv_offload: bool = False
-    """Whether KV blocks are offloaded to CPU memory or disk."""
+    """True if KV blocks are offloaded to CPU memory or disk."""
 
 
 def tunables_of(recipe: RunRecipe) -> Tunables:
@@ -65,12 +65,9 @@ def tunables_of(recipe: RunRecipe) -> Tunables:
 
 
 def advise(roles: Mapping[str, Load], tunables: Tunables, shares: Iterable[ReplicaLoad] = ()) -> list[Advice]:
-    """Return advice, most important first.
+    """Return advice, most important first, from the load by role.
 
-    Args:
-        roles: load by role.
-        tunables: settings of the recipe.
-        shares: state of the adaptive concurrency of each replica; empty without it.
+    `shares` is the state of the adaptive concurrency of each replica; empty without it.
     """
     advice = []
     # With adaptive concurrency hardly any request waits, so the limit that it hits tells which role is saturated.

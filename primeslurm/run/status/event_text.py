@@ -15,8 +15,8 @@ from primeslurm.records.fleet import PreflightCheck
 from primeslurm.records.record import Event
 
 Level = Literal["info", "warning", "error"]
+# States of a process that ended unexpectedly.
 DIED = ("backoff", "fallen", "failed")
-"""States of a process that ended unexpectedly."""
 
 
 class EventText(msgspec.Struct, frozen=True):

@@ -21,18 +21,18 @@ from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory import Attempt
 
+# Missed heartbeats after which a writer is unresponsive; seconds, if the interval is one second.
 SILENT_S = 10.0
-"""Missed heartbeats after which a writer is unresponsive; seconds, if the interval is one second."""
+# Seconds to watch a file that looks old; enough for a head on a slow file system.
 RECHECK_S = 3.0
-"""Seconds to watch a file that looks old; enough for a head on a slow file system."""
+# Largest clock difference between hosts that counts as synchronised.
 SKEW_S = 2.0
-"""Largest clock difference between hosts that counts as synchronised."""
 _GLANCE_S = 0.2
+# Directories of an attempt that the head, agents and processes write to.
 _WRITTEN = (".", "agents", "events", "state")
-"""Directories of an attempt that the head, agents and processes write to."""
 
+# Returns what Slurm knows about unresponsive nodes.
 FindCauses = Callable[[Attempt, Sequence[str]], list[str]]
-"""Returns what Slurm knows about unresponsive nodes."""
 
 
 class HeadSilence(msgspec.Struct, frozen=True):
@@ -47,14 +47,14 @@ class HeadSilence(msgspec.Struct, frozen=True):
     agents: int = 0
     """Number of agents that are assigned to the run and have not ended."""
     silent_agents: int = 0
-    """Number of these agents that are unresponsive."""
+    """Number of unresponsive agents among them."""
     causes: list[str] = []
     """Possible causes, seen from this host and from Slurm."""
 
 
 @dataclass(frozen=True)
 class UnresponsiveAgent:
-    """An agent whose heartbeat file no longer changes."""
+    """An agent whose heartbeat file has stopped to change."""
 
     rank: int
     node: str
@@ -84,19 +84,19 @@ def check_liveness(
     """Find out whether the head of an unfinished attempt is responsive.
 
     Args:
-        attempt: the attempt.
+        attempt: an attempt that has not ended.
         fleet: the head's last record; None if the file is missing or damaged.
-        now: Unix time.
+        now: Unix time, for the age of files.
         agents: check every agent even if the head is responsive.
-        find_causes: returns what Slurm knows about unresponsive nodes.
+        find_causes: returns Slurm's view of unresponsive nodes.
         recheck_s: seconds to watch a file that looks old.
     """
     path = attempt.fleet_file
     if fleet is None and not files.exists(path):
         return RunLiveness()
-    said = fleet.time if fleet else None
+    last_time = fleet.time if fleet else None
     silent_s = SILENT_S * (fleet.heartbeat_s if fleet else 1.0)
-    head_file = {path: said}
+    head_file = {path: last_time}
     if not agents and not _doubtful(head_file, now, silent_s):
         return RunLiveness()
     assignment = attempt.assignment()
@@ -108,7 +108,7 @@ def check_liveness(
     }
     agent_files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
     quiet = unresponsive_writers(head_file | agent_files, now, recheck_s, silent_s)
-    found = [
+    agents_found = [
         UnresponsiveAgent(
             rank, report.name if report else names.get(rank, f"rank {rank}"), quiet[attempt.agent_file(rank)]
         )
@@ -116,20 +116,22 @@ def check_liveness(
         if attempt.agent_file(rank) in quiet
     ]
     if path not in quiet:
-        return RunLiveness(None, tuple(found))
+        return RunLiveness(None, tuple(agents_found))
     since = quiet[path]
     head = names.get(0) or next((r.name for rank, r in reports.items() if rank == 0 and r), "")
     causes = file_system_faults(attempt.path)
     if fleet is None:
         causes.append(f"{path} is {'empty' if _size(path) == 0 else 'damaged'}")
-    if said is not None and said > now + SKEW_S:
-        causes.append(f"the last record of the head is dated {duration(said - now)} in the future: clocks differ")
-    causes += _who_else(len(reports), found)
-    causes += find_causes(attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in found)]) if name])
+    if last_time is not None and last_time > now + SKEW_S:
+        causes.append(f"the last record of the head is dated {duration(last_time - now)} in the future: clocks differ")
+    causes += _who_else(len(reports), agents_found)
+    causes += find_causes(
+        attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in agents_found)]) if name]
+    )
     seconds = None if since is None else max(0.0, now - since)
     age = f"for {duration(seconds)}" if seconds is not None else f"in the last {duration(recheck_s)}"
     text = f"the head{f' (on {head})' if head else ''} has not written {age}; this status is from then"
-    return RunLiveness(HeadSilence(text, since, seconds, len(reports), len(found), causes), tuple(found))
+    return RunLiveness(HeadSilence(text, since, seconds, len(reports), len(agents_found), causes), tuple(agents_found))
 
 
 def unresponsive_writers(
@@ -137,11 +139,8 @@ def unresponsive_writers(
 ) -> dict[Path, float | None]:
     """Return the files whose writers are unresponsive, with the Unix time of their last change (None if unknown).
 
-    Args:
-        files: path to the time in the record; None if the record cannot be read.
-        now: Unix time.
-        recheck_s: seconds to watch a file that looks old.
-        silent_s: age from which a file looks old.
+    `files` maps a path to the time in its record, or to None if the record cannot be read. A file looks old if its age
+    is `silent_s`; it is then watched for `recheck_s` seconds. `now` is Unix time.
     """
     # The clocks of the writer, the file server and this host may differ by hours. Time stamps therefore only select
     # candidates. A writer is unresponsive if its file does not change while this process watches it.
@@ -174,9 +173,8 @@ def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:
 def state_from_agent(last: str, own: str | None) -> str:
     """Return the state of a process whose agent is responsive while the head is not.
 
-    Args:
-        last: state in the head's last record.
-        own: state in the agent's heartbeat; None if the heartbeat does not list the process.
+    `last` is the state in the head's last record. `own` is the state in the agent's heartbeat; None if it does not list
+    the process.
     """
     if own is None:
         return last

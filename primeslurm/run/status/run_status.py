@@ -38,30 +38,30 @@ from primeslurm.run.status.liveness import (
 from primeslurm.run.status.plan_outline import PlanOutline, ProcessOutline, read_outline
 from primeslurm.wire.stored import checkpoints
 
+# Steps in `RunStatus.history`.
 HISTORY = 60
-"""Steps in `RunStatus.history`."""
+# Events in `RunStatus.events`.
 RECENT = 8
-"""Events in `RunStatus.events`."""
+# Newest steps that the estimate of the remaining time averages.
 PACE = 10
-"""Newest steps that the estimate of the remaining time averages."""
 FINE = ("HEALTHY", "DONE", "STARTING", "LOADING")
+# Most processes in `RunStatus.unhealthy`.
 MAX_UNHEALTHY = 256
-"""Most processes in `RunStatus.unhealthy`."""
 
+# Returns Slurm's state of a job, with the reason while it is pending; None if Slurm does not know the job.
 JobQuery = Callable[[JobRecord], str | None]
-"""Returns Slurm's state of a job, with the reason while it is pending; None if Slurm does not know the job."""
+# Returns what keeps a pending job from starting unless somebody acts.
 FindObstacles = Callable[[JobRecord], list[Obstacle]]
-"""Returns what keeps a pending job from starting unless somebody acts."""
+# Result of a `JobQuery` if Slurm does not answer.
 NO_ANSWER = "NO ANSWER"
-"""Result of a `JobQuery` if Slurm does not answer."""
+# Reason in a `JobQuery` of a pending heterogeneous job that cannot start any more.
 BROKEN_UP = "others of its components have ended"
-"""Reason in a `JobQuery` of a pending heterogeneous job that cannot start any more."""
+# Start of the result of a `JobQuery` while a submission is in progress and the job has no id.
 SUBMITTING = "SUBMITTING"
-"""Start of the result of a `JobQuery` while a submission is in progress and the job has no id."""
+# Slurm's states of a job that has started and has not ended.
 ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
-"""Slurm's states of a job that has started and has not ended."""
+# Shown beside the numbers of an emulated run.
 EMULATED = "emulated: stand-ins made up all rewards, losses and speeds"
-"""Shown beside the numbers of an emulated run."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -148,7 +148,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     excluded: list[BadNode] = []
     """Bad nodes that the job excludes, without the nodes that the recipe excludes."""
     obstacles: list[Obstacle] = []
-    """What keeps the pending job from starting, and what to do."""
+    """Reasons why the pending job does not start, with fixes."""
     silence: HeadSilence | None = None
     """The unresponsive head, if the status is out of date."""
     emulated: bool = False
@@ -156,7 +156,7 @@ class RunStatus(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> bool:
-        """Whether the run has not ended."""
+        """True if the run has not ended."""
         return self.phase in ("pending", "starting", "running", "silent", "ending", "requeued")
 
 
@@ -172,13 +172,13 @@ def read_status(
     """Return the status of the newest attempt.
 
     Args:
-        run: the run.
+        run: the run's directory, which is only read.
         job_state: returns Slurm's state of a job.
         now: Unix time; the current time by default.
-        processes: list all processes.
-        find_causes: returns what Slurm knows about unresponsive nodes.
+        processes: list all processes, not only unhealthy ones.
+        find_causes: returns Slurm's view of unresponsive nodes.
         recheck_s: seconds to watch a file that looks old.
-        find_obstacles: returns what keeps a pending job from starting.
+        find_obstacles: returns reasons why a pending job does not start.
 
     Raises:
         RunError: the run has no attempt with a readable plan.
@@ -380,8 +380,10 @@ def _without_what_is_well(
 def _unhealthy(
     placement: PlanOutline, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, HeartbeatReport]
 ) -> list[ProcessStatus]:
-    ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
-    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states, silent)
+    unhealthy = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
+    return _describe(
+        [process for _, process in zip(range(MAX_UNHEALTHY), unhealthy, strict=False)], attempt, states, silent
+    )
 
 
 def _describe(

@@ -22,8 +22,8 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 from primeslurm.run.status.plan_outline import PlanOutline, read_outline
 
+# Steps averaged at the start and at the end of the run.
 WINDOW = 5
-"""Steps averaged at the start and at the end of the run."""
 
 
 class Summary(msgspec.Struct, frozen=True):

@@ -1,8 +1,7 @@
 """Control a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MOST_STARTS SUBMISSION`.
 
 submitit's own controller starts a job at most six times, waits for every task even if one asked for a requeue, and
-gives
-tasks one second to end. An agent ends the processes of a whole node, so this one treats agents as Slurm does.
+gives tasks one second to end. An agent ends the processes of a whole node, so this one treats agents as Slurm does.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class PlanController(Controller):
         """Return the exit codes once all tasks ended, one asked for a requeue, the time is over, or the run is to end.
 
         Tasks get USR2 `signal_delay_s` before the time is over. Inside a Slurm allocation the time also ends with the
-        allocation,
-        and no attempt follows one that ends then.
+        allocation, and no attempt follows one that ends then.
         """
         deadline = time.monotonic() + min(self.timeout_s, _allocation_left_s())
         warned = False

@@ -29,12 +29,9 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     """Start a Plan's agents and return the job id: the pid of their controller.
 
     The controller outlives the caller, restarts the agents after a checkpoint, and ends an attempt at the recipe's time
-    limit.
-    Inside a Slurm allocation, the run ends with a checkpoint before the allocation does, and `resume` continues it.
-    Logs of the
-    controller and the agents are in `submitit/` of the run. The site's modules and prologue are for batch scripts and
-    do not
-    run here.
+    limit. Inside a Slurm allocation, the run ends with a checkpoint before the allocation does, and `resume` continues
+    it. Logs of the controller and the agents are in `submitit/` of the run. The site's modules and prologue are for
+    batch scripts and do not run here.
 
     Args:
         submission: unique word by which `find` finds the controller.
@@ -69,7 +66,6 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
 
 
 def _libraries(plan: Plan) -> dict[str, str]:
-    """Return LD_LIBRARY_PATH as the batch script would set it."""
     inherited = [path for path in [os.environ.get("LD_LIBRARY_PATH")] if path]
     paths = [*plan.library_path, *inherited]
     return {"LD_LIBRARY_PATH": ":".join(paths)} if paths else {}
@@ -108,11 +104,7 @@ def _argv(pid: int) -> list[str]:
 
 
 def cancel(plan: Plan, job_id: str) -> None:
-    """Tell the controller of a run to end its agents and itself.
-
-    Raises:
-        RunError: the controller does not run.
-    """
+    """Tell the controller of a run to end its agents and itself. Raises RunError if it does not run."""
     if not is_running(plan, job_id):
         raise RunError(f"run {plan.run}: its local job {job_id} does not run")
     with contextlib.suppress(ProcessLookupError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
-from primeslurm.inference.guards import expect
+from primeslurm.inference.patches import expect
 
 
 class HostOffloadingWorker(OffloadingWorker):

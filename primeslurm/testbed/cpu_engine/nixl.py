@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import Any
 
-from primeslurm.inference.guards import changed, expect
+from primeslurm.inference.patches import changed, expect
 
 # Delay between two polls of the progress thread [microseconds].
 PAUSE_US = 1000

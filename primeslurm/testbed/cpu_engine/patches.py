@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from primeslurm.inference.guards import changed, expect
+from primeslurm.inference.patches import changed, expect
 from primeslurm.testbed.cpu_engine import kv_offload, nixl, routed_experts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm.inference.guards import changed, expect
+from primeslurm.inference.patches import changed, expect
 
 
 def apply() -> None:

@@ -31,7 +31,6 @@ from primeslurm.models.catalog import CATALOG
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import assemble
 from primeslurm.trainer.checkpoints import checkpoint
-from primeslurm.trainer.components import loss
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
@@ -119,8 +118,7 @@ def fake_rank(recipe: Recipe, config: dict[str, Any], rank: int, size: int) -> R
     """
     with _group(rank, size) as world, _fused_on_meta(), _state_stays():
         policy = assemble(_in_transformers(config), Path("/nowhere"), recipe, world)
-        function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
-        train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
+        train_step = TrainStep(policy, recipe, world)
         named = policy.adapter.to_hf(policy.weights())
         back = policy.adapter.from_hf(named)
         state = {name: part.state_dict() for name, part in checkpoint._state(train_step).items()}

@@ -35,8 +35,8 @@ from primeslurm.trainer.weights.loading import Loader
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, layers_ahead
 
+# Suffixes of tensors in some checkpoints that the model computes itself
 _DERIVED = ("rotary_emb.inv_freq",)
-"""Suffixes of tensors in some checkpoints that the model computes itself."""
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> PolicyModel:
@@ -142,7 +142,6 @@ def _fitting_attention(recipe: Recipe) -> str:
 
 
 def _shard(draft: ModelDraft, dims: Dims) -> Any:
-    """Shard the draft's model over the ranks. It has no memory yet."""
     trainer = draft.recipe.trainer
     checkpointing = trainer.parallelism.activation_checkpointing
     sparse = [module for module in draft.model.modules() if isinstance(module, SparseAttention)]
@@ -162,7 +161,6 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
 
 
 def _leave_to_files(model: Any) -> None:
-    """Skip the random initialization of all weights but LoRA adapters."""
     # Initializing a large model takes as long as reading it, and loading overwrites the values anyway.
     for module in model.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -172,7 +170,6 @@ def _leave_to_files(model: Any) -> None:
 
 
 def _initialise(model: Any, memory: Memory, world: World) -> None:
-    """Allocate a sharded model, and initialize what no checkpoint holds."""
     model.to_empty(device=world.host if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
         model.init_weights(buffer_device=world.device)  # computes RoPE tables and initializes adapters
@@ -182,7 +179,6 @@ def _initialise(model: Any, memory: Memory, world: World) -> None:
 
 
 def _with_unchanged(policy: PolicyModel, files: TensorFiles, world: World) -> PolicyModel:
-    """Add the checkpoint's tensors that are not part of the trained model, but that engines expect."""
     prefixes: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
     if not prefixes:
         return policy

@@ -1,4 +1,4 @@
-"""The ordered list of changes to a torchtitan model before it is sharded, one converter per feature.
+"""The changes to a torchtitan model before it is sharded, one converter per feature, in order.
 
 A converter changes a `ModelDraft` if the recipe enables its feature, and raises ValueError if the model lacks support.
 """
@@ -11,12 +11,11 @@ import torch
 
 from primeslurm.nn import compat
 from primeslurm.trainer.base.model_draft import ModelDraft
-from primeslurm.trainer.components import fp8, logprobs, lora, per_expert_products, router_replay, varlen_attention
+from primeslurm.trainer.components import logprobs, lora, matrix_products, router_replay, varlen_attention
 from primeslurm.trainer.distributed import deepep, token_permutation
 
 
 def replace_modules(draft: ModelDraft) -> None:
-    """Replace the modules of torchtitan that do not work on this machine or in this dtype."""
     compat.replace_modules(draft.config)
 
 
@@ -37,12 +36,12 @@ def fit(draft: ModelDraft) -> None:
 
 
 def build(draft: ModelDraft) -> None:
-    """Build the model from its config, on the meta device."""
     draft.adapter = draft.spec.state_dict_adapter(draft.config, None)
     with torch.device("meta"):
         draft.model = draft.config.build()
 
 
+# All converters, in the order in which they run
 CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
     # Changes of the config. They replace different modules, so their order matters only where a comment says so.
     replace_modules,
@@ -56,8 +55,6 @@ CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
     build,
     # Changes of the built model.
     deepep.split_into_chunks,
-    per_expert_products.convert,
-    fp8.convert,  # finds projections by torchtitan's classes: before LoRA replaces the classes
+    matrix_products.convert,  # finds projections by torchtitan's classes: before LoRA replaces the classes
     lora.convert,  # freezes everything but adapters: after all converters that add parameters
 )
-"""All converters, in the order in which they run."""

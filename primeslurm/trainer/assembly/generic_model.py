@@ -34,12 +34,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class GenericModel(nn.Module):
     """A model of transformers with the interface of our models: packed rows, and masks made from positions.
 
-    Args:
-        vlm: Settings of the vision encoder. None: train on text only, and freeze everything that processes images.
-
-    Raises:
-        ValueError: transformers has no such causal model, or the model has layers with state beside attention, or its
-            vision encoder is missing or not supported.
+    Without `vlm`, only text is trained. Raises ValueError if the model is not supported.
     """
 
     def __init__(self, hf: Any, vlm: Vlm | None = None) -> None:
@@ -75,7 +70,7 @@ class GenericModel(nn.Module):
 
     @contextmanager
     def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
-        """Within the body, calls return scores instead of logits. Arguments as for `ScoringHead.scoring`."""
+        """Make calls return scores instead of logits, as `ScoringHead.scoring`."""
         self._targets = labels, temperatures, places
         try:
             yield
@@ -149,7 +144,6 @@ class GenericAdapter:
         self._last: dict[str, torch.Tensor] = {}
 
     def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return our tensors under checkpoint names. Experts are views of their stack."""
         if any(isinstance(tensor, DTensor) for tensor in state_dict.values()):
             self._last = state_dict
         return {
@@ -169,11 +163,7 @@ class GenericAdapter:
 
 
 def _parts(inner: Any, name: str, tensor: torch.Tensor) -> list[_CheckpointTensor]:
-    """Return the checkpoint tensors that a parameter consists of.
-
-    Raises:
-        ValueError: The checkpoint holds the parameter neither as a whole nor as rows of stacked matrices.
-    """
+    """Return the checkpoint tensors that a parameter consists of. Raises ValueError if it is not made of rows."""
     # transformers converts whole tensors only. Convert a tensor of row numbers to see where each row goes.
     rows = tensor.shape[1] if tensor.dim() == 3 else 1
     count = math.prod(tensor.shape[:2]) if tensor.dim() == 3 else 1
@@ -202,11 +192,7 @@ def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 def build(
     hf: Any, dims: ParallelDims, recipe: Recipe, device: torch.device
 ) -> tuple[GenericModel, GenericAdapter, set[str]]:
-    """Return the sharded model without weights, its adapter, and all tensor names of its checkpoint.
-
-    Raises:
-        ValueError: The model or the parallelism is not supported.
-    """
+    """Return the sharded model without weights, its adapter, and its checkpoint's tensor names. Raises ValueError."""
     layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
     offload = memory.optimizer_offload or memory.activation_offload
     if layout.ep > 1 or layout.cp > 1 or memory.lm_head_chunk or offload:

@@ -13,8 +13,8 @@ from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe.sections.trainer import Vlm
 
 ENCODERS = ("visual", "vision_tower", "vision_model", "vision_encoder")
+# Usual attribute names, on the model or on its attribute `model`
 LANGUAGE_MODELS = ("language_model", "text_model")
-"""Usual attribute names, on the model or on its attribute `model`."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,7 @@ class VisionParts:
 
     @classmethod
     def of(cls, inner: Any, settings: Vlm) -> VisionParts:
-        """Find the parts by the names in the recipe, or by usual names.
-
-        Raises:
-            ValueError: No attribute (or several attributes) match, or one part contains the other.
-        """
+        """Find the parts by the names in the recipe, or by usual names. Raises ValueError if that is not possible."""
         encoder = _part(inner, "vision_encoder", settings.vision_encoder, ENCODERS)
         language_model = _part(inner, "language_model", settings.language_model, LANGUAGE_MODELS)
         if {id(module) for module in encoder.modules()} & {id(module) for module in language_model.modules()}:
@@ -53,8 +49,7 @@ class VisionParts:
 class PatchReader:
     """Embeds images for models that read them as Qwen2-VL does: patches with a grid, and three coordinates per token.
 
-    Raises:
-        ValueError: The model reads images in another way.
+    Raises ValueError for other models.
     """
 
     def __init__(self, parts: VisionParts, frozen: bool) -> None:
@@ -74,7 +69,6 @@ class PatchReader:
         self.patch_values = int(sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2)
 
     def embedded(self, tokens: torch.Tensor, positions: torch.Tensor, images: VisionInput) -> dict[str, torch.Tensor]:
-        """Return the model's inputs for tokens and positions [rows, length]."""
         text = self._parts.inner.get_input_embeddings()(tokens)
         # A frozen encoder keeps no activations.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._frozen):

@@ -29,7 +29,6 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the body as phase `name`."""
         if self._record:
             self.journal.state(TrainerState(self.step, name, dict(self._seconds), self._last))
         limits = self._limits

@@ -46,10 +46,10 @@ from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from primeslurm.wire.stored import checkpoints
 
 log = logging.getLogger(__name__)
+# Name suffixes of optimizer moments
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
-"""Name suffixes of optimizer moments."""
+# Timeout of the checkpoint collectives. Heartbeats detect hung ranks much earlier, so this is only a backstop.
 _BACKSTOP = timedelta(days=1)
-"""Timeout of the checkpoint collectives. Heartbeats detect hung ranks much earlier, so this is only a backstop."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class _PendingWrite:
 class Checkpoints:
     """Saves, commits and restores the checkpoints of one run. All methods are collectives.
 
-    In asynchronous mode, the state is copied to host memory, and training continues while a thread writes the copy.
-    The orchestrator adds its state to each checkpoint; `link` is None for SFT. While the disk is full, saving is tried
-    again every `pause_s` [s].
+    In asynchronous mode, a thread writes a copy of the state in host memory while training continues. `link` is None
+    for SFT. While the disk is full, saving is tried again every `pause_s` [s].
     """
 
     def __init__(
@@ -288,7 +287,6 @@ class Checkpoints:
         retry_until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
 
     def _on_main(self, action: Any, doing: str) -> None:
-        """Run an action on rank 0. Raise RankError on every rank if it fails."""
         failure: Exception | None = None
         if self._world.is_main:
             try:

@@ -34,8 +34,8 @@ from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exit_codes
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
+# Prefix of the model's tensors in a checkpoint
 _PREFIX = "model."
-"""Prefix of the model's tensors in a checkpoint."""
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
@@ -81,7 +81,6 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
 
 
 def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
-    """Return the adapter to Hugging Face's format, and all tensor names in that format."""
     if model_builder.is_generic(recipe.model.impl, config):
         with torch.device("meta"):
             model: Any = generic_model.GenericModel(config)
@@ -95,7 +94,6 @@ def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
 
 
 def _frozen(files: TensorFiles, names: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Read the tensors that were not trained from the model's own files."""
     if missing := sorted(names - set(files.places)):
         raise ValueError(f"neither the checkpoint nor {files.directory} has {', '.join(missing[:5])}")
     with OpenFiles(files) as opened:
@@ -122,7 +120,6 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def main() -> int:
-    """Run the command line. A failure is exit code 1 with one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.checkpoints.export", description=__doc__)
     parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe (JSON)")
     parser.add_argument("--checkpoint", type=Path, required=True)

@@ -1,9 +1,7 @@
 """Copies of the newest checkpoint on the nodes' own disks, for a fast restart.
 
-A restart at scale spends most of its time reading terabytes from the shared file system. With `checkpoint.local`, each
-rank therefore writes its shards a second time to a directory on its node, and after the commit sends them to a rank of
-the next node. On a restart, a node that lost its directory (because it was replaced) gets its shards back from that
-neighbour, and every rank then reads locally.
+Each rank writes its shards a second time to its node, and after the commit sends them to a rank of the next node. On a
+restart, a node that was replaced gets its shards back from that neighbour, and every rank reads locally.
 
 The shared checkpoint stays the only one that counts. A piece is used from a copy only if its digest is the one that the
 shared checkpoint records, and otherwise read from the shared file.
@@ -32,8 +30,8 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.stored import checkpoints
 
 _SHARD_NAME = re.compile(r"__(\d+)_\d+" + re.escape(checkpoints.SHARD))
+# File name to size [bytes]
 Sizes = Mapping[str, int]
-"""File name to size [bytes]."""
 
 
 class Transfer(NamedTuple):
@@ -48,9 +46,7 @@ class Transfer(NamedTuple):
 class LocalCopies:
     """Local copies of this rank's shards, and of the shards of a rank on another node. All methods are collectives.
 
-    Args:
-        directory: Directory on this node, the same for all of its ranks (`LOCAL_CHECKPOINTS`).
-        timeout: Maximum wait for one chunk from another rank.
+    `directory` is the same for all ranks of a node. `timeout` limits the wait for one chunk from another rank.
     """
 
     def __init__(self, directory: Path, world: World, timeout: timedelta) -> None:
@@ -79,10 +75,7 @@ class LocalCopies:
             self._finish(replication, "copying a checkpoint to another node")
 
     def recover(self, step: int, shards: Sizes) -> dict[str, Path]:
-        """Return the local copies of a checkpoint's `shards` by file name, after fetching lost ones from other nodes.
-
-        Raises RankError if a rank could not be reached.
-        """
+        """Return the local copies of `shards` by file name, after fetching lost ones. Raises RankError."""
         held = self._world.collect(_sizes(self._step_directory(step)))
         if transfers := missing(self._nodes, held, shards):
             self._finish(self._thread.submit(self._move, step, transfers), "getting copies from other nodes")
@@ -173,11 +166,7 @@ def replica_ranks(nodes: Sequence[str]) -> list[int | None]:
 
 
 def missing(nodes: Sequence[str], held: Sequence[Sizes], shards: Sizes) -> list[Transfer]:
-    """List transfers of the files that their writer's node has lost and another node still has.
-
-    Args:
-        shards: Files of the checkpoint. A copy of another size does not count.
-    """
+    """List transfers of shards that their writer's node has lost and another node still has, in the same size."""
     transfers = []
     for name, size in sorted(shards.items()):
         writer = _writer(name)

@@ -37,10 +37,10 @@ from primeslurm.wire.stored.manifest import FileRecord
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# Bytes per read or write call. Progress is counted after each chunk.
 CHUNK_BYTES = 64 << 20
-"""Bytes per read or write call. Progress is counted after each chunk."""
+# A rank splits its shards over several files, written in parallel, once they exceed this size
 FILE_BYTES = 1 << 30
-"""A rank splits its shards over several files, written in parallel, once they exceed this size."""
 
 
 class DamagedShardError(Exception):
@@ -78,7 +78,6 @@ class CopyFile:
             self._file.close()
 
     def write(self, data: Any) -> None:
-        """Append bytes."""
         left = memoryview(data).cast("B")
         try:
             while self._file is not None and left:
@@ -99,13 +98,10 @@ class CopyFile:
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """Writes this rank's tensors to one or more files, and flushes each file when it is complete.
+    """Writes this rank's tensors to at most `threads` files in parallel, and flushes each file when it is complete.
 
-    Args:
-        directory: Directory of the trainer's part of the checkpoint.
-        threads: Maximum number of files written in parallel.
-        rounded: Name suffixes of float32 tensors to store in bfloat16. Loading casts them back to float32.
-        copies: Directory on this node for copies of the files. None writes no copies.
+    Float32 tensors with a name suffix in `rounded` are stored in bfloat16. `copies` is a directory on this node for
+    copies of the files.
     """
 
     def __init__(
@@ -173,9 +169,7 @@ class ShardWriter(dcp.FileSystemWriter):
 class ShardReader(dcp.FileSystemReader):
     """Reads this rank's tensors, each stored piece once, and verifies every piece that has a digest.
 
-    Args:
-        directory: Directory of the trainer's part of the checkpoint.
-        copies: Local copies by file name. A piece is read from a copy if the copy's digest matches.
+    A piece is read from its local copy (`copies`, by file name) if the digest matches.
     """
 
     def __init__(
@@ -187,7 +181,6 @@ class ShardReader(dcp.FileSystemReader):
         self.bytes_from_copies = 0
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Read `.metadata`, with retries."""
         read = super().read_metadata
         return files.retrying(self._directory / ".metadata", lambda: read(*args, **options))
 
@@ -313,7 +306,6 @@ class _MemoryFile(io.RawIOBase):
 
 
 def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], counter: ByteCounter) -> None:
-    """Wait for threads, and send a heartbeat whenever they have moved bytes."""
     seen, pending = counter.bytes, set(work)
     while pending:
         pending = wait(pending, timeout=1.0).not_done

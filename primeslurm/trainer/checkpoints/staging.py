@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from primeslurm.trainer.distributed.world import World
 
 log = logging.getLogger(__name__)
+# Fraction of the free host memory that the copies may use. Batches and the page cache need the rest.
 MAX_FRACTION = 0.75
-"""Fraction of the free host memory that the copies may use. Batches and the page cache need the rest."""
+# A larger cgroup limit means "unlimited": cgroup v1 reports the largest page-aligned integer
 _NO_LIMIT = 1 << 60
-"""A larger cgroup limit means "unlimited": cgroup v1 reports the largest page-aligned integer."""
 
 
 class Report(NamedTuple):
@@ -54,7 +54,6 @@ def nodes_short_of_memory(reports: Iterable[Report]) -> list[str]:
 
 
 def tensor_bytes(state: Any) -> int:
-    """Return the bytes of this rank's shards of all tensors in a nested state dict."""
     if isinstance(state, Mapping):
         return sum(tensor_bytes(value) for value in state.values())
     if isinstance(state, DTensor):

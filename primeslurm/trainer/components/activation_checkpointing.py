@@ -19,7 +19,6 @@ class MatrixProductsAC(SelectiveAC):
         """Config of SelectiveAC."""
 
     def get_save_ops(self) -> set[Any]:
-        """Return the operators whose results are saved."""
         # Our models use bmm inside the chunks of recurrent layers, which are recomputed anyway, and for absorbed
         # queries of latent attention, which are larger than everything else that the layer saves.
         return set(super().get_save_ops()) - {torch.ops.aten.bmm.default} | {sparse_attention.SELECTING}
@@ -33,18 +32,17 @@ class ChosenExpertsAC(SelectiveAC):
         """Config of SelectiveAC."""
 
     def get_save_ops(self) -> set[Any]:
-        """Return the operators whose results are saved."""
         # A compiled layer rounds differently in the forward pass and in the recomputation, so the router could choose
         # other experts there. The counts of tokens per expert are those of the forward pass and would not match.
         return {torch.ops.aten.topk.default}
 
 
+# Name in recipes to torchtitan's config, for layers that are not compiled
 POLICIES: dict[str, ActivationCheckpointing.Config | None] = {
     "none": None,
     "selective": MatrixProductsAC.Config(),
     "full": FullAC.Config(),
 }
-"""Name in recipes to torchtitan's config, for layers that are not compiled."""
 
 
 def policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:

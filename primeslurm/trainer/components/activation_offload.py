@@ -1,8 +1,7 @@
 """Offload of saved activations to host memory until the backward pass.
 
-Copies overlap with computation on their own streams: to the host while the next layer computes, and back while the
-backward pass is at the layer after. Only tensors that activation checkpointing saves are offloaded; with `full` these
-are the layers' inputs.
+Copies overlap with computation on their own streams. Only tensors that activation checkpointing saves are offloaded;
+with `full` these are the layers' inputs.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class ActivationOffload:
         self._layer: _Layer | None = None
 
     def install(self, model: Any) -> None:
-        """Wrap the forward pass of each layer in `model.layers`."""
         layers = list(model.layers.values())
         for index, layer in enumerate(layers):
             layer.forward = self._around(layer, layer.forward, first=index == 0)
@@ -138,6 +136,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _storages(module: torch.nn.Module) -> set[int]:
-    """Return the storages of a layer's parameters and buffers, as FSDP has just gathered them."""
     tensors = [*module.parameters(), *module.buffers()]
     return {_storage(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors}

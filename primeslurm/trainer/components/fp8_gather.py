@@ -2,10 +2,7 @@
 
 Before a forward pass, all ranks compute the scales of whole blocks together, and each rank quantizes its shards. The
 gathered data equal, bit for bit, the quantization of the gathered weights. Modules see a placeholder tensor instead of
-the weight, so that gradients stay in the compute dtype.
-
-Only experts are gathered in FP8. They hold most of a large model's weights, and their shards consist of whole blocks.
-Other shards often do not.
+the weight, so that gradients stay in the compute dtype. Shards of other weights than experts often split blocks.
 """
 
 from __future__ import annotations
@@ -46,11 +43,9 @@ class _Stack:
         return shard
 
     def local(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of per-block values [experts, n / 128, k / 128]."""
         return of_blocks.narrow(*self._local_slice)
 
     def extend(self) -> None:
-        """Install the extension hooks. FSDP looks them up on the sharded tensor."""
         self.shard.fsdp_pre_all_gather = self._before  # type: ignore[attr-defined]
         self.shard.fsdp_post_all_gather = self._after  # type: ignore[attr-defined]
 
@@ -113,7 +108,6 @@ def install(model: nn.Module) -> FP8Gather | None:
 
 
 def _parameters(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP's internal state of each parameter."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:

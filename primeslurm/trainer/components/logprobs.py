@@ -24,17 +24,11 @@ def token_logprobs(
     places: torch.Tensor,
     chunk: int | None,
 ) -> Scores:
-    """Return the log-probability and the entropy of each trained token at its sampling temperature.
+    """Return log-probabilities and entropies (without gradient) of the trained tokens, float32 [trained tokens].
 
-    Args:
-        hidden: Input of the head [rows, len, dim].
-        weight: Weight of the head [vocab, dim].
-        labels: Predicted tokens [trained tokens], as are `temperatures`.
-        places: Flat positions (of rows * len) that predict the trained tokens [trained tokens], int64.
-        chunk: Number of tokens whose logits exist at once and are recomputed in the backward pass. None: all, saved.
-
-    Returns:
-        Two float32 tensors [trained tokens]. The entropy has no gradient.
+    `hidden` [rows, len, dim] is the input of the head and `weight` [vocab, dim] its weight. `labels` and `temperatures`
+    are [trained tokens], and `places` the flat positions (of rows * len) that predict them. The logits of `chunk`
+    tokens exist at once, and are recomputed in the backward pass. None: all are saved.
     """
     chosen = (hidden.flatten(0, 1).index_select(0, places), weight, labels, temperatures)
     if chunk is None:
@@ -50,11 +44,10 @@ def logit_scores(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch
 
 
 class _OfLogits(torch.autograd.Function):
-    """Log-probabilities and entropies with few passes over the logits.
+    """Log-probabilities and entropies with few passes over the logits."""
 
-    With a vocabulary of 150,000, these passes take time comparable to the matrix product. Plain autograd takes more
-    than twice as long and saves several float32 tensors of the size of the logits instead of one.
-    """
+    # With a vocabulary of 150,000, these passes take time comparable to the matrix product. Plain autograd takes more
+    # than twice as long and saves several float32 tensors of the size of the logits instead of one.
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
@@ -154,7 +147,6 @@ class ScoringHead(Linear):
 
 
 def convert(draft: ModelDraft) -> None:
-    """Replace a model's head by a scoring head."""
     head = draft.config.lm_head
     values = {field.name: getattr(head, field.name) for field in fields(head)}
     draft.config.lm_head = ScoringHead.Config(**values, chunk=draft.recipe.trainer.memory.lm_head_chunk)

@@ -54,7 +54,6 @@ def is_adapter(name: str) -> bool:
 
 
 def base_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a model without adapters."""
     return {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 
@@ -70,7 +69,6 @@ def merge(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Te
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a DTensor, and other tensors as they are. A collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

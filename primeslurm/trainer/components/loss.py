@@ -27,9 +27,9 @@ from primeslurm.trainer.components.policy_gradients import (
 )
 from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
 
+# Limit of the absolute difference between teacher and trainer log-probabilities. Above about 16, exp(u) - 1 - u has no
+# precise float32 gradient.
 MAX_TEACHER_DIFFERENCE = 15.0
-"""Limit of the absolute difference between teacher and trainer log-probabilities. Above about 16, exp(u) - 1 - u has no
-precise float32 gradient."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Targets:
     """Cross-entropy weight of observed tokens; 0 for sampled tokens. None: all tokens were sampled."""
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
-        """Return the targets with `change` applied to every tensor."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "documents"}
         changed = {name: change(value) for name, value in values.items() if value is not None}
         return replace(self, documents=replace(self.documents, index=change(self.documents.index)), **changed)
@@ -109,7 +108,6 @@ def from_recipe(config: Loss) -> LossFunction:
 
 
 def cross_entropy(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-    """Return the negative log-likelihood of the trained tokens. `logprobs` and `entropy` are [trained tokens]."""
     return Sums(-logprobs.sum(), {"loss": -logprobs.detach().sum(), "entropy": entropy.sum()})
 
 
@@ -120,7 +118,6 @@ def _function(config: Loss) -> LossFunction:
 
 
 def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tensor]:
-    """Return metrics of the difference between the trainer and the policy that sampled."""
     # With d = log p_trainer - log p_engine and r = exp(d):
     #
     # - off_policy_kl = r - d - 1, an estimate of KL(sampling policy || trainer) that is never negative (k3 of Schulman,
@@ -141,7 +138,6 @@ def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tenso
 def _policy_gradient(
     config: PolicyGradientLoss, logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets
 ) -> Sums:
-    """Return one of the policy gradient losses of `primeslurm.recipe.sections.losses`."""
     # The ratio r is not detached. A * r is the importance-sampling estimate of the advantage under the trainer, so its
     # gradient A * r * grad(log p) is unbiased although older policies sampled. A token outside the trust region keeps
     # only the gradient of kl_tau * d**2. Trust regions of probabilities (which bound the total variation) treat likely

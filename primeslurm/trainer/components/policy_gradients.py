@@ -61,10 +61,8 @@ def outside(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which tokens left the trust region upwards, and which downwards (two bool tensors [trained tokens]).
 
-    - `dppo` (Divergence PPO, arXiv 2602.04879), `grpo_clip` and `gspo`: tokens that the gradient would move further
-      out.
-    - `ipo` (INTELLECT Policy Optimization, prime-rl): also tokens that it would move back, because so large a
-      difference is more likely an error than learning.
+    - `dppo` (arXiv 2602.04879), `grpo_clip` and `gspo`: tokens that the gradient would move further out.
+    - `ipo` (prime-rl): also tokens that it would move back, because so large a difference is more likely an error.
     - `cispo`: tokens whose weight is clipped.
     """
     if isinstance(config, DppoLoss):

@@ -1,8 +1,7 @@
 """Router replay (arXiv 2510.11370): the trainer sends tokens to the experts that the engines chose.
 
-Trainer and engines round differently. If two router scores are close, they may choose different experts, and the
-log-probabilities of a token then differ by far more than rounding. With replay, the choice is the engines', but the
-weights of the chosen experts come from the trainer's own scores, so that the router still gets a gradient.
+Trainer and engines round differently, so they may choose different experts, which changes log-probabilities by far more
+than rounding. The weights of the chosen experts come from the trainer's scores, so the router still gets a gradient.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 def convert(draft: ModelDraft) -> None:
-    """Replace the routers of a model if the recipe enables replay. Raises ValueError if it has none."""
+    """Replace the routers if the recipe enables replay. Raises ValueError if there are none."""
     if not draft.recipe.trainer.router_replay:
         return
     compat.swap(draft.config, TokenChoiceTopKRouter, ReplayRouter)
@@ -73,10 +72,9 @@ def narrow(routed: torch.Tensor) -> torch.Tensor:
 
 
 def assign(model: torch.nn.Module, routed: torch.Tensor | None) -> None:
-    """Set the experts that a model's routers replay in the next forward and backward pass. None replays nothing.
+    """Set the experts [rows, len, layers, top_k], after `narrow`, that a model's routers replay. None replays nothing.
 
-    `routed` [rows, len, layers, top_k] is as in `wire.batches.routed_experts`, after `narrow`. Raises ValueError if its
-    numbers of layers and top_k differ from the model's.
+    Raises ValueError if the numbers of layers and top_k differ from the model's.
     """
     for module in model.modules():
         if isinstance(module, ReplayRouter):

@@ -15,8 +15,8 @@ from torchtitan.models.common.attention import VarlenMetadata
 from primeslurm.nn import compat
 from primeslurm.trainer.base.model_draft import ModelDraft
 
+# Head sizes for which FlashAttention 3 and 4 are known to compile
 _SIZES = (64, 128, 256)
-"""Head sizes for which FlashAttention 3 and 4 are known to compile."""
 
 OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -39,10 +39,9 @@ class VarlenAttention(titan.VarlenAttention):
         enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
     ) -> torch.Tensor:
-        """Compute attention of queries [rows, length, heads, size] to keys and values [rows, keys, kv_heads, size].
+        """Attend from queries [rows, length, heads, size] to keys and values [rows, keys, kv_heads, size].
 
-        `out_transform` computes the result from outputs and log-sum-exps [rows, length, heads]. `enable_gqa` is
-        ignored.
+        `out_transform` computes the result from outputs and log-sum-exps [rows, length, heads].
         """
         # With context parallelism, a rank's queries are the last tokens of the visible documents, so there are more
         # keys.
@@ -55,7 +54,6 @@ class VarlenAttention(titan.VarlenAttention):
 
 
 def convert(draft: ModelDraft) -> None:
-    """Use this module for all varlen attention of a model."""
     compat.swap(draft.config, titan.VarlenAttention, VarlenAttention)
 
 

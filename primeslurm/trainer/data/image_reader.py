@@ -19,9 +19,9 @@ from primeslurm.wire.batches import inline_images
 from primeslurm.wire.batches.frames import Bool, Float32, Int32
 from primeslurm.wire.batches.inline_images import ImageSpan
 
+# Accepted image formats, as Pillow names them. Pillow reads others with rarely used decoders or external programs (EPS
+# with Ghostscript), which a malicious image could exploit.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
-"""Accepted image formats, as Pillow names them. Pillow reads others with rarely used decoders or external programs (EPS
-with Ghostscript), which a malicious image could exploit."""
 
 
 class ImageReader:

@@ -20,12 +20,12 @@ from primeslurm.chat.turn_ends import no_end
 from primeslurm.wire.batches import inline_images
 from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
+# Lines within the first PARSED_BYTES bytes of the file are parsed. After them, only the rendered sample is read.
 PARSED_BYTES = 256 << 20
-"""Lines within the first PARSED_BYTES bytes of the file are parsed. After them, only the rendered sample is read."""
+# Number of lines rendered from the start of the file, and again spread over the whole file
 SAMPLE_LINES = 32
-"""Number of lines rendered from the start of the file, and again spread over the whole file."""
+# The check stops after this time [s]. The trainer reads the whole file and reports any other bad line.
 TIME_LIMIT_S = 30.0
-"""The check stops after this time [s]. The trainer reads the whole file and reports any other bad line."""
 
 
 def main() -> None:
@@ -34,7 +34,6 @@ def main() -> None:
 
 
 def check(request: DataRequest) -> DataAnswer:
-    """Parse the lines of the data and render a sample of them."""
     from transformers import AutoTokenizer
 
     try:
@@ -45,7 +44,7 @@ def check(request: DataRequest) -> DataAnswer:
         return DataAnswer([Violation("model.path", request.model, why, "give a directory with a tokenizer.json")])
     text = TrainingText(tokenizer, request.every)
     scan = _Scan(request, text)
-    violations = scan.errors.violations()
+    violations = [*scan.errors.violations(), *scan.no_line_fits()]
     if scan.converses and text.template.source and text.ends.answer is None:
         none = no_end(text.template)
         violations = [each for each in violations if none.why not in each.why]
@@ -54,12 +53,7 @@ def check(request: DataRequest) -> DataAnswer:
 
 
 class _Scan:
-    """A scan of the lines of a data file.
-
-    Args:
-        request: Names the file and the model.
-        text: Renders a line as training text.
-    """
+    """A scan of the lines of the data file of a request, some of which are rendered as training text."""
 
     def __init__(self, request: DataRequest, text: TrainingText) -> None:
         self._request, self._text, self._path = request, text, Path(request.path)
@@ -68,9 +62,14 @@ class _Scan:
         """Whether there are conversations, beside pairs of prompt and completion."""
         self._thinks: int | None = None
         """Offset of the first line whose trained answers contain thoughts."""
+        self._lengths: list[int] = []
+        """Lengths of the lines of the sample that have no images [tokens]."""
+        self._is_sample = False
+        """Whether the file has other lines."""
         deadline = time.monotonic() + TIME_LIMIT_S
         for start, line, is_rendered in _lines(self._path):
             if time.monotonic() > deadline:
+                self._is_sample = True
                 break
             try:
                 self._line(start, line, is_rendered)
@@ -86,13 +85,30 @@ class _Scan:
             self.converses = True
             if self._thinks is None and _has_thoughts(read.messages, self._request.every):
                 self._thinks = start
-        if is_rendered:
-            _must_be_there(sources, self._path.parent)
-            self._text.parts(record)
+        if not is_rendered:
+            self._is_sample = True
+            return
+        _must_be_there(sources, self._path.parent)
+        parts = self._text.parts(record)
+        if sources:  # the number of tokens of an image depends on its size, and longer lines are truncated
+            self._is_sample = True
+        else:
+            self._lengths.append(sum(map(len, self._text.token_ids([part for part, _ in parts]))))
+
+    def no_line_fits(self) -> list[Violation]:
+        """Return a violation if every line of the file is longer than `seq_len`, which ends the run."""
+        if self._is_sample or not self._lengths or min(self._lengths) <= self._request.seq_len:
+            return []
+        why = f"all lines have more than {self._request.seq_len} tokens; the shortest has {min(self._lengths)}"
+        return [Violation("sft.data.path", self._request.path, why, "raise seq_len, or shorten the lines")]
 
     def warnings(self) -> list[Violation]:
-        """Warn of data or a model that will not train as expected."""
         request, template, warnings = self._request, self._text.template, []
+        too_long = [length for length in self._lengths if length > request.seq_len]
+        if too_long and not self.no_line_fits():
+            lines = f"{len(too_long)} of {len(self._lengths)} {'sampled ' if self._is_sample else ''}lines"
+            why = f"{lines} have more than {request.seq_len} tokens (at most {max(too_long)}), and are not trained"
+            warnings.append(Violation("sft.data.path", request.path, why, "raise seq_len, or shorten the lines"))
         if unlisted := self._text.ends.unlisted():
             why = f"turns end with {' or '.join(unlisted)}, and engines that serve this model do not stop there"
             ids = ", ".join(str(template.tokenizer.convert_tokens_to_ids(token)) for token in unlisted)
@@ -118,7 +134,6 @@ def _has_thoughts(messages: list[ChatMessage], every: bool) -> bool:
 
 
 def _notes(text: TrainingText, converses: bool) -> list[Violation]:
-    """Note the token that ends a turn."""
     answer, call = text.ends.answer, text.ends.call
     if answer is None:
         return []

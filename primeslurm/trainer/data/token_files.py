@@ -32,11 +32,11 @@ _TOKEN = np.dtype("<i4")
 _END = np.dtype("<i8")
 _BYTE = np.dtype("u1")
 _KINDS = ("tokens", "images", "ends")
+# Version of the rule that selects the trained tokens. A resumed run does not reuse files of another version.
 _MASK_VERSION = 2
-"""Version of the rule that selects the trained tokens. A resumed run does not reuse files of another version."""
 _DOING = "tokenizing the data"
+# Files of a model directory that may define its tokenizer
 _TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files of a model directory that may define its tokenizer."""
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from primeslurm.records.heartbeats import LivenessReporter
 
 PERIOD_S = 1.0
+# Description of process groups whose ranks exchange different numbers of messages. Their messages are not counted.
 UNEQUAL = "unequal"
-"""Description of process groups whose ranks exchange different numbers of messages. Their messages are not counted."""
 
 
 def started() -> int:

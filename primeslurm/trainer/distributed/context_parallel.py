@@ -85,7 +85,6 @@ class ContextParallel:
     group: ProcessGroup
 
     def shard(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a tensor [rows, seq_len, ...]."""
         return tensor.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 
     def masks(self, masks: Any, seq_len: int) -> Any:
@@ -212,7 +211,6 @@ def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: i
 
 
 def local_block_mask(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
-    """Return the block mask of one rank's queries."""
     rows, heads, queries, keys = mask.shape
     first = rank * (queries // ranks)
 

@@ -44,13 +44,10 @@ def io_threads() -> int:
 
 
 def move_near(gpu: str, ranks: int, sys: Path = SYS) -> CpuAffinity:
-    """Pin all threads of this process to the allowed cores that are nearest to a GPU.
+    """Pin all threads of this process to the allowed cores that are nearest to a GPU (PCI address).
 
-    The affinity stays as it is if the node does not report the nearest cores, or if none of them is allowed.
-
-    Args:
-        gpu: PCI address of the GPU, as from `pci_address`.
-        ranks: Number of ranks on this node.
+    The affinity stays as it is if the node does not report these cores, or if none of them is allowed. `ranks` is the
+    number of ranks on this node.
     """
     cores = _near(gpu, sys) & allowed() or allowed()
     if cores != allowed():
@@ -75,7 +72,6 @@ def pci_address(device: int) -> str:
 
 
 def _near(gpu: str, sys: Path) -> frozenset[int]:
-    """Return the cores of the GPU's NUMA node."""
     try:
         text = (sys / "bus/pci/devices" / gpu / "local_cpulist").read_text().strip()
     except OSError:  # containers may hide the file

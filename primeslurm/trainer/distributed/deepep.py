@@ -34,7 +34,6 @@ class DeepEPDispatcher(DeepEPTokenDispatcher):
         self.num_max_tokens_per_rank = -(-most // self.chunks)
 
     def init_buffer(self) -> None:
-        """Create this process's buffer."""
         # DeepEP uses the group's NCCL communicator, which torch creates with the first collective.
         assert self.ep_mesh is not None
         dist.all_reduce(torch.zeros(1, device=self.ep_mesh.device_type), group=self.ep_mesh.get_group())

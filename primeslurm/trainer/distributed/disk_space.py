@@ -14,8 +14,8 @@ from primeslurm.base.durable import RESERVE_BYTES, RETRY_S, free_bytes, is_unwri
 from primeslurm.trainer.distributed.world import RankError, World
 
 T = TypeVar("T")
+# Attempts to write to a file system that is unreachable
 MAX_ATTEMPTS = 5
-"""Attempts to write to a file system that is unreachable."""
 _UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO)
 _UNREACHABLE_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in _UNREACHABLE))
 

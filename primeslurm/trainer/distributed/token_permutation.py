@@ -1,11 +1,9 @@
 """Dispatch of tokens to experts that sends fewer rows than torchtitan's and needs no scatter-add.
 
-torchtitan's dispatcher copies a token for each of its experts and sends all copies. Here a token is sent once to each
-rank that has experts for it. The rank copies it for these experts, sums their outputs weighted by the scores, and sends
-back one row. With 8 of 128 experts on two ranks, this sends a quarter of the rows, as few as DeepEP.
-
-Autograd does not know that the indices form a permutation, so torchtitan's backward pass zeroes, sorts and adds rows.
-Here both directions of the permutation are kept, so that both passes are gathers (`nn.kernels.rows`).
+torchtitan's dispatcher sends a copy of a token for each of its experts. Here a token is sent once to each rank that has
+experts for it. The rank copies it for these experts, sums their outputs weighted by the scores, and sends back one row.
+With 8 of 128 experts on two ranks, this sends a quarter of the rows, as few as DeepEP. Both directions of the
+permutation are kept, so that forward and backward pass are gathers (`nn.kernels.rows`).
 """
 
 from __future__ import annotations
@@ -83,7 +81,6 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
         self._alignment = config.alignment
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
-        """Set the mesh of the ranks that share the experts. None: each rank has all of them."""
         super().wire_meshes(ep_mesh=ep_mesh)
         if ep_mesh is not None:
             # Constants for compiled layers, which must not save a mesh for their backward pass.
@@ -98,9 +95,7 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, Metadata]:
         """Send tokens [tokens, dim] to the experts [tokens, top_k] that they chose.
 
-        Returns:
-            Rows [rows, dim] sorted by expert, the number of rows of each local expert including padding, and the state
-            for `combine`.
+        Returns rows [rows, dim] sorted by expert, the number of rows per local expert including padding, and the state.
         """
         if self.ep_mesh is None:
             counts_e = self._padded(counts_E)

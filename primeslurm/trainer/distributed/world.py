@@ -67,7 +67,6 @@ class World:
         return int(value.item())
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         dist.barrier(group=self.control)
 
     def agree(self, error: Exception | None, doing: str) -> None:
@@ -142,7 +141,6 @@ class HostCopy:
             self._copied = torch.cuda.current_stream().record_event()
 
     def tolist(self) -> list[Any]:
-        """Return the values as nested lists."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers: list[Any] = self._host.tolist()
@@ -167,10 +165,8 @@ def host_memory(device: torch.device) -> Callable[[int], NDArray[np.uint8]]:
 def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> World:
     """Join the process groups described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-    Args:
-        interrupt: Is connected to the other ranks.
-        timeout_s: Timeout of the control group, and of all other groups until `tighten` [s].
-        host_tensors: Whether meshes also have to reduce tensors in host memory.
+    `timeout_s` is that of the control group, and of all others until `tighten` [s]. `host_tensors`: meshes also reduce
+    tensors in host memory.
     """
     device = torch.device("cpu")
     if not compat.ON_CPU:
@@ -194,11 +190,7 @@ def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> 
 
 
 def bound_memory(device: torch.device, share: float) -> None:
-    """Limit this rank to a fraction of the memory of a GPU that it shares with an engine.
-
-    Args:
-        share: Fraction of the GPU's memory, 0 to 1.
-    """
+    """Limit this rank to a fraction (0 to 1) of the memory of a GPU that it shares with an engine."""
     # PyTorch caches freed memory. Without a limit, an engine could not restart: vLLM needs its whole share to be free.
     total = torch.cuda.get_device_properties(device).total_memory
     outside = CONTEXT_BYTES + ENGINE_CONTEXT_BYTES  # memory that torch's allocator does not count

@@ -52,13 +52,7 @@ class _Fetch:
 
 
 class Prefetch:
-    """Prefetches at most one batch.
-
-    Args:
-        link: Connection to the orchestrator. The prefetch opens another one like it.
-        shard: The part of each batch that this rank trains on.
-        timeout_s: Maximum wait for a batch [s].
-    """
+    """Prefetches at most one batch of this rank's shard, within `timeout_s` [s], on another connection like `link`."""
 
     def __init__(self, link: TrainerLink, shard: RankShard, timeout_s: float) -> None:
         self._link = link
@@ -82,7 +76,6 @@ class Prefetch:
         return fetch.batch
 
     def cancel(self) -> None:
-        """Cancel the running fetch, if there is one."""
         if self._fetch is not None:
             self._fetch.cancel()
             self._fetch = None

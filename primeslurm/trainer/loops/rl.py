@@ -41,10 +41,7 @@ class Choice(enum.IntEnum):
 
 
 class WeightTransfer(Protocol):
-    """A transport for weight updates, as `weights.transport` selects it. All methods are collectives.
-
-    All methods raise RankError if a disk, the orchestrator or a rank fails.
-    """
+    """A transport for weight updates, by `weights.transport`. All methods are collectives and raise RankError."""
 
     def resume(self, version: int) -> None:
         """Update the engines to the version of the loaded checkpoint. Version 0 is the model that they start with."""
@@ -108,7 +105,6 @@ class RlTask:
         return exit_codes.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
-        """Load the newest checkpoint and update the engines to its policy."""
         self._timer.step = step = self._saver.restore(self._train_step)
         for damaged in self._saver.damaged:
             self._journal.write(damaged)

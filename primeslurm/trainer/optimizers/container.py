@@ -10,8 +10,8 @@ from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, loa
 
 from primeslurm.trainer.optimizers.muon import Muon
 
+# A parameter with its name
 Named = tuple[str, torch.Tensor]
-"""A parameter with its name."""
 
 
 class Optimizers:
@@ -39,7 +39,6 @@ class Optimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the options by parameter name."""
         result: dict[str, Any] = {}
         for optimizer in self._optimizers:
             add_missing_state(optimizer)

@@ -1,9 +1,8 @@
 """Optimizer state in host memory, copied to the GPU in chunks for the update.
 
-While one chunk of the parameters is updated, the state of the next one arrives and the state of the previous one
-leaves. The three device buffers exist only during the optimizer step, when there are no activations. Master weights and
-gradients stay on the device. Each chunk has an ordinary optimizer, so results and checkpoints are bit-identical to
-those without offload.
+While one chunk is updated, the state of the next one arrives and the state of the previous one leaves. The three device
+buffers exist only during the optimizer step, when there are no activations. Each chunk has an ordinary optimizer, so
+results and checkpoints are bit-identical to those without offload.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from primeslurm.recipe.sections.trainer import STATE_BUFFERS, STATE_CHUNK_BYTES
 from primeslurm.trainer.optimizers.container import Named, Optimizers, add_missing_state
 
 _ALIGNED = 256
+# cudaHostRegisterPortable: pinned for all CUDA contexts of the process
 _PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for all CUDA contexts of the process."""
+# A parameter, and the name of one of its state tensors
 StateKey = tuple[torch.Tensor, str]
-"""A parameter, and the name of one of its state tensors."""
 
 
 def chunks(named: Iterable[Named]) -> Iterator[list[Named]]:
@@ -79,7 +78,6 @@ class _Chunk:
             start += _aligned(local.nbytes)
 
     def update(self) -> None:
-        """Run the optimizer step with the fetched state."""
         for key, on_device in self._device_state.items():
             self._set(key, compat.with_local(self._hosts[key], on_device))
         self.optimizer.step()
@@ -99,11 +97,7 @@ class _Chunk:
 
 
 class HostStates(Optimizers):
-    """Optimizers whose state is in host memory.
-
-    Args:
-        optimizers: One per chunk of the parameters.
-    """
+    """Optimizers, one per chunk of the parameters, whose state is in host memory."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
         super().__init__(optimizers)
@@ -141,7 +135,6 @@ class HostStates(Optimizers):
         _after(computing, written_back[-1])  # before the buffers' memory is reused
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the options by parameter name. State tensors are those in host memory."""
         for chunk in self._chunks:
             add_missing_state(chunk.optimizer)
             chunk.keep()

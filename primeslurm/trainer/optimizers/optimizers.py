@@ -27,7 +27,6 @@ class SignSGD(torch.optim.Optimizer):
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient. Ignores the closure."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -37,11 +36,7 @@ class SignSGD(torch.optim.Optimizer):
 
 
 def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype, host_states: bool = False) -> Optimizers:
-    """Build the recipe's optimizers over all trained parameters.
-
-    Args:
-        host_states: Whether to keep the optimizer state in host memory.
-    """
+    """Build the recipe's optimizers over all trained parameters, with their state in host memory if `host_states`."""
     trained: list[Named] = [(canonical_fqn(name), p) for name, p in model.named_parameters() if p.requires_grad]
     parts = _parts(config, model, trained, dtype)
     if not host_states:
@@ -53,7 +48,6 @@ def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype, host_st
 def _parts(
     config: Optimizer, model: torch.nn.Module, trained: list[Named], dtype: torch.dtype
 ) -> list[tuple[partial[Any], list[Named]]]:
-    """Return constructors of optimizers, with the parameters for each."""
     lr, decay = config.lr, config.weight_decay
     adamw = partial(torch.optim.AdamW, lr=lr, weight_decay=decay, betas=config.betas, eps=config.eps, fused=True)
     if config.type == "adamw":

@@ -11,17 +11,12 @@ from primeslurm.trainer.distributed.world import World
 
 log = logging.getLogger(__name__)
 
+# Number of steps in which recompilations are expected, because new layer kinds and batch shapes appear
 WARM_UP_STEPS = 3
-"""Number of steps in which recompilations are expected, because new layer kinds and batch shapes appear."""
 
 
 class CompilationMetrics:
-    """Counts compilations per step.
-
-    Args:
-        compiled: Whether layers are compiled. If not, there are no metrics.
-        world: The ranks that train together. They all wait while one of them compiles.
-    """
+    """Counts the compilations per step of all ranks, which wait while one of them compiles."""
 
     def __init__(self, compiled: bool, world: World) -> None:
         self._compiled = compiled
@@ -32,8 +27,8 @@ class CompilationMetrics:
     def take(self) -> dict[str, float]:
         """Return the metrics of the last step, summed over all ranks. A collective.
 
-        `compiles` counts compiled forward graphs, `recompiles` those that had been compiled for other inputs before,
-        and `compile_s` is the time of all compilations, forward and backward [s].
+        `compiles` counts compiled forward graphs, `recompiles` those compiled before, `compile_s` their time in both
+        passes.
         """
         if not self._compiled:
             return {}

@@ -51,7 +51,6 @@ class PolicyModel:
     """Whether the optimizer state is in host memory."""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's tensors without LoRA adapters."""
         return lora.base_weights(self.model)
 
     @property
@@ -62,7 +61,6 @@ class PolicyModel:
 
     @property
     def dp_world(self) -> int:
-        """Number of shards of a batch."""
         mesh = self.dims.get_optional_mesh("batch")
         return 1 if mesh is None else int(mesh.size())
 
@@ -73,7 +71,6 @@ class PolicyModel:
 
     @property
     def cp_world(self) -> int:
-        """Number of shards of each row."""
         return self.shared.group.size() if self.shared else 1
 
     def logits(
@@ -84,11 +81,10 @@ class PolicyModel:
         routed: torch.Tensor | None = None,
         images: VisionInput | None = None,
     ) -> tuple[Any, ...]:
-        """Run the model on packed rows.
+        """Return logits [rows, local_len, vocab] of packed rows, and the shards of `beside` [rows, local_len].
 
         `tokens`, `positions` and `beside` are [rows, seq_len]; `routed` are experts to replay [rows, seq_len, layers,
-        top_k]. Either all ranks pass `images`, or none does. Returns logits [rows, local_len, vocab], and the shards of
-        `beside` [rows, local_len].
+        top_k]. Either all ranks pass `images`, or none does.
         """
         replayed = None if routed is None else self.shard(router_replay.narrow(routed))
         inputs = self._inputs(self.shard(tokens), positions, replayed, images)
@@ -122,7 +118,6 @@ class PolicyModel:
             return (*self.model(**inputs), trained)
 
     def shard(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a tensor [rows, seq_len, ...]."""
         return self.shared.shard(tensor) if self.shared else tensor
 
     def _inputs(

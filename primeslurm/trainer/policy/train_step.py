@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.nn.layers.vision import VisionInput
-from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import micro_batch_rows
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import LossFunction, Targets
+from primeslurm.trainer.components.loss import LossFunction, Targets, cross_entropy, from_recipe
 from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
@@ -27,52 +28,46 @@ from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Batch, Row, stack
 
+# Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
+# weights are broken.
 MAX_SKIPPED = 3
-"""Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
-weights are broken."""
 
 log = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """The policy with its loss, optimizer and learning rate schedule.
+    """The policy with the recipe's loss (or `loss`), optimizer and learning rate schedule.
 
-    Args:
-        reader: Image reader. None for text-only training.
-        meter: Counts operations. None: steps have no metrics of them.
+    `reader` is None for text-only training. Without a `meter`, steps have no metrics of operations.
     """
 
     def __init__(
         self,
         policy: PolicyModel,
-        optimizer: Optimizer,
-        max_steps: int,
-        loss: LossFunction,
+        recipe: Recipe,
         world: World,
         reader: ImageReader | None = None,
+        loss: LossFunction | None = None,
         meter: FlopsMeter | None = None,
     ) -> None:
         self.policy = policy
-        self._config = optimizer
-        self._loss = loss
+        self._config = config = recipe.trainer.optimizer
+        self._loss = loss or (from_recipe(recipe.trainer.loss) if recipe.task == "rl" else cross_entropy)
         self._world = world
         self._reader = reader
         self._meter = meter
         self._compilations = CompilationMetrics(policy.compiled, world)
-        self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype, policy.host_states)
-        self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
+        self.optimizer = optimizers.build(config, policy.model, policy.dtype, policy.host_states)
+        self.scheduler = optimizers.schedule(config, recipe.max_steps, self.optimizer)
         self._skipped_in_a_row = 0
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Train one step on this rank's rows of a batch. A collective; all ranks must have the same number of rows.
 
         Returns metrics of the whole batch, the same on every rank. If the gradient is not finite, all ranks leave the
-        weights unchanged. The step still counts, and the metric `skipped` is 1.
-
-        Raises:
-            FloatingPointError: The gradient was not finite in MAX_SKIPPED consecutive steps.
-            RankError: A rank cannot read an image.
-            ValueError: The batch has images but there is no image reader, or its rows are sharded for other ranks.
+        weights unchanged. The step still counts, and the metric `skipped` is 1. Raises FloatingPointError after
+        MAX_SKIPPED such steps in a row, RankError for unreadable images, and ValueError if the rows are for other ranks
+        or no reader is there.
         """
         batch = batch.cp_shard(self.policy.cp_rank, self.policy.cp_world)
         tokens = max(1, batch.info.loss_tokens)
@@ -189,12 +184,9 @@ class TrainStep:
 
 
 def reduce_after(model: torch.nn.Module, *, last: bool, stays_gathered: bool) -> None:
-    """Set whether FSDP reduces gradients over ranks after the next micro batch. If not, they accumulate in float32.
+    """Set whether FSDP reduces gradients after the next micro batch, as for the `last` one. If not, they accumulate.
 
-    Args:
-        last: Whether the next micro batch is the last one of the step. Gradients are reduced only then.
-        stays_gathered: Whether weights stay gathered between forward and backward pass. They then stay gathered until
-            the last micro batch.
+    If `stays_gathered`, weights stay gathered until the last micro batch.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

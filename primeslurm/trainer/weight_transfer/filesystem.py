@@ -1,7 +1,6 @@
 """Publish policies as Hugging Face model directories, which appear only when they are complete.
 
-All ranks write the tensors that they export (`export.parts`) in parallel, and no rank holds the whole model. Engines
-read each version (`FilesystemTransfer`), or the run keeps the last one as its result.
+All ranks write the tensors that they export (`export.parts`) in parallel, and no rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from primeslurm.wire.stored import manifest
 from primeslurm.wire.stored.manifest import FileRecord
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 
+# Target size of a rank's files. It bounds the tensors that a rank holds in host memory.
 FILE_BYTES = 2 * 2**30
-"""Target size of a rank's files. It bounds the tensors that a rank holds in host memory."""
 
 
 class Publisher:
@@ -89,7 +88,6 @@ class Publisher:
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
-        """Return whether `version` is published and undamaged."""
         directory = filesystem.version_dir(self._run_dir, version)
         return bool(self._world.decide(int(self._world.is_main and not filesystem.damage(directory))))
 
@@ -194,7 +192,6 @@ class _RankWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the tensors in host memory to a file."""
         if self._held and self.failure is None:
             self.failure = _attempt(self._save)
         self._held, self._bytes = {}, 0

@@ -32,12 +32,12 @@ from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exit_codes
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
+# Elements per thread in memory. Matrices of a stack that have to be transposed are converted whole.
 AT_ONCE = 1 << 24
-"""Elements per thread in memory. Matrices of a stack that have to be transposed are converted whole."""
+# File in the partial directory that identifies the source. A partial directory of another source is deleted.
 _RECORD = "conversion.json"
-"""File in the partial directory that identifies the source. A partial directory of another source is deleted."""
+# Code of the model, such as a custom tokenizer
 _CODE = "*.py"
-"""Code of the model, such as a custom tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class Conversion:
     """Names of weights in FP8 blocks."""
 
     def names(self) -> dict[str, list[str]]:
-        """Return the weights of each file, in stored order."""
         by_file: dict[str, list[str]] = {}
         for name, place in sorted(self.files.places.items(), key=lambda item: item[1].offset):
             if name.removesuffix(FP8_SCALE) not in self.fp8 or name in self.fp8:
@@ -173,7 +172,6 @@ def _check_free_space(directory: Path, size: int) -> None:
 
 
 def main() -> int:
-    """Run the command line. A failure is exit code 1 with one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.weights.convert", description=__doc__)
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -65,15 +65,6 @@ def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[lis
         beside = []
 
 
-def export(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield whole tensors by Hugging Face name, one layer at a time, on every rank. A collective.
-
-    For small models only, because each rank gathers whole layers including experts.
-    """
-    for state in _layers(policy, dtype):
-        yield policy.adapter.to_hf({name: lora.whole(tensor) for name, tensor in state.items()})
-
-
 def by_layer(names: Iterable[str]) -> list[list[str]]:
     """Group the names of a state dict by layer. Names outside of layers come first."""
     layers: dict[int, list[str]] = {}
@@ -119,12 +110,11 @@ def _layers(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, torch
         yield {name: cast(name, tensor, dtype) for name, tensor in state.items()}
 
 
+# Suffixes of tensors that keep their dtype. Rounding a router's bias would change the experts that it selects.
 _EXACT = ("expert_bias_E", "expert_bias", "e_score_correction_bias")
-"""Suffixes of tensors that keep their dtype. Rounding a router's bias would change the experts that it selects."""
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a tensor to the export dtype."""
     return tensor if name.endswith(_EXACT) else tensor.to(dtype)
 
 
@@ -145,7 +135,6 @@ class Encoding:
 
     @property
     def dtype_name(self) -> str:
-        """Name of the dtype in config.json."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -185,8 +174,7 @@ class Encoding:
 def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:
     """Return the encoding of a run's policies: the engines' format for RL, and not quantized for SFT.
 
-    Args:
-        stored: Names of the weights that the model's checkpoint stores in FP8.
+    `stored` are the weights that the model's checkpoint stores in FP8.
     """
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.task == "sft":

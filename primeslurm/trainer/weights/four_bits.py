@@ -19,16 +19,16 @@ import torch
 from primeslurm.trainer.weights.safetensors_header import TensorLocation
 
 Code = Literal["int4", "mxfp4"]
+# Values of the 16 codes, before scaling
 VALUES: Mapping[Code, tuple[float, ...]] = {
     "int4": tuple(float(code - 8) for code in range(16)),
     "mxfp4": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 }
-"""Values of the 16 codes, before scaling."""
 _PACKED, _BLOCKS = "_packed", "_blocks"
+# Bytes of a group of 32 E2M1 codes
 _MX_BYTES = 16
-"""Bytes of a group of 32 E2M1 codes."""
+# Number of codes that a CPU core dequantizes at once. They fit its cache.
 _IN_CACHE = 1 << 17
-"""Number of codes that a CPU core dequantizes at once. They fit its cache."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class FourBits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the model's weight."""
         return (*self.rows[:-1], self.columns, self.rows[-1]) if self.transposed else (*self.rows, self.columns)
 
 

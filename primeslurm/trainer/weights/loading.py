@@ -33,10 +33,10 @@ from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
+# Bytes per read. The dequantized values take four times as much.
 CHUNK_BYTES = 8 << 20
-"""Bytes per read. The dequantized values take four times as much."""
+# Shorter runs of wanted bytes are not read one by one: the bytes between them are read, too
 MIN_RUN_BYTES = 64 << 10
-"""Shorter runs of wanted bytes are not read one by one: the bytes between them are read, too."""
 Region = tuple[slice, ...]
 
 
@@ -153,20 +153,17 @@ class Loader:
 
     @torch.no_grad()
     def _exchange_rows(self, read: ShardRead, local: torch.Tensor, scales: torch.Tensor | None) -> None:
-        """Gather all rows of a shared matrix, and store this rank's columns."""
         gathered = local.new_empty(len(local) * dist.get_world_size(read.group))
         dist.all_gather_single(gathered, local, group=read.group)
         raw = gathered.view(read.place.torch_dtype).view(-1, read.place.shape[1])[read.region]
         read.target.copy_(_values(read, raw, scales, 0))
 
     def _scales(self, read: ShardRead, row: int, rows: int) -> torch.Tensor:
-        """Read the FP8 scales of some rows [blocks of rows, blocks of columns]."""
         name = read.name + FP8_SCALE
         first, last, width = row // FP8_BLOCK, -(-(row + rows) // FP8_BLOCK), self._files.places[name].shape[1]
         return self._open.part(name, first * width, (last - first) * width).view(-1, width)
 
     def _four_bit_scales(self, codes: FourBits, row: int, rows: int) -> torch.Tensor:
-        """Read the scales of some rows [rows, groups], counted over the whole stack."""
         groups = codes.scales.shape[-1]
         return self._open.at(codes.scales, row * groups, rows * groups).view(rows, groups)
 
@@ -186,7 +183,6 @@ class Loader:
 
     @torch.no_grad()
     def _exchange_codes(self, read: ShardRead, codes: FourBits, rows: RowSlice, local: torch.Tensor) -> None:
-        """Gather all rows of a four-bit slice, and store this rank's columns."""
         gathered = local.new_empty(len(local) * dist.get_world_size(read.group), local.shape[1])
         dist.all_gather_single(gathered, local, group=read.group)
         shape, width = read.place.shape, read.place.shape[-1]
@@ -240,11 +236,7 @@ def _group_of_dimension(tensor: DTensor, dimension: int) -> Any:
 
 
 def row_slices(place: TensorLocation, region: Region, whole_rows: bool = False) -> Iterator[RowSlice]:
-    """List the reads for a region of a tensor. Each has at least one row, and otherwise at most CHUNK_BYTES.
-
-    Args:
-        whole_rows: Whether to read whole rows of the first dimension.
-    """
+    """List the reads for a region: of one row (all of the first dimension if `whole_rows`), or up to CHUNK_BYTES."""
     shape, width = place.shape, place.torch_dtype.itemsize
     if not shape:
         yield RowSlice((), 0, 1)

@@ -31,7 +31,6 @@ def load_config(directory: Path) -> Any:
 
 
 def is_quantized(config: Any) -> bool:
-    """Return whether a config declares quantized weights."""
     return bool(_quantization(config))
 
 
@@ -53,16 +52,7 @@ def write_companions(
     dtype: str,
     quantization: dict[str, Any] | None = None,
 ) -> None:
-    """Write the files of a model directory beside the weights: index, config, tokenizer and generation config.
-
-    Args:
-        source: Model directory that the weights come from.
-        dtype: Dtype of the weights, for the config.
-        quantization: `quantization_config` of the weights, for the config.
-
-    Raises:
-        OSError: A file cannot be read or written.
-    """
+    """Write the files beside the weights: index, config with `dtype` and `quantization`, tokenizer. Raises OSError."""
     for pattern in _COMPANIONS:
         for file in files.listing(source, pattern):
             if file.name not in (INDEX, "MANIFEST.json"):

@@ -22,8 +22,8 @@ from primeslurm.trainer.policy.policy_model import PolicyModel
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
 _STACKS = f"experts.{GATE_UP}", f"experts.{DOWN}"
+# A [..., in, rank] and B [..., out, rank]
 Factors = tuple[torch.Tensor, torch.Tensor]
-"""A [..., in, rank] and B [..., out, rank]."""
 
 
 def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -32,7 +32,6 @@ def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Path) -> None:
-    """Write an adapter directory. Raises OSError."""
     files.make_directory(directory)
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = {name.split(".")[-3] for name in named}
@@ -79,7 +78,6 @@ def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
 def _stacked_adapter(
     policy: PolicyModel, state: dict[str, torch.Tensor], name: str, module: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the stacked adapter of a weight of experts. The adapter of up is part of that of gate."""
     if name.endswith(_UP):
         return
     a, b = _factors(policy, state, name)

@@ -1,7 +1,5 @@
 """Read the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
 
-Format: the length of the header (8 bytes, little-endian), the header in JSON, then the tensors in C order.
-
 The safetensors library maps files into memory. This module gives offsets instead, so that loading can read byte ranges
 into pinned buffers with `preadv`, retry after errors of network file systems (which kill a process that uses a
 mapping), and check all sizes before it allocates memory.
@@ -22,8 +20,8 @@ from primeslurm.base import files
 from primeslurm.wire.decoding import DamagedError, Size, decode_json
 
 _LENGTH = 8
+# Limit of the safetensors library
 _LONGEST_HEADER = 100_000_000
-"""Limit of the safetensors library."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

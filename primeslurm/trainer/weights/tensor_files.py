@@ -22,8 +22,8 @@ from primeslurm.trainer.weights.safetensors_header import TensorLocation, read_h
 from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
+# Number of headers that are read in parallel. Each mostly waits for the file system.
 _PARALLEL_HEADERS = 8
-"""Number of headers that are read in parallel. Each mostly waits for the file system."""
 
 
 class _Index(msgspec.Struct, frozen=True):

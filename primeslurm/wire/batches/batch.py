@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire.batches.array_checks import MAX_AXIS, mismatch
 from primeslurm.wire.batches.frames import (
+    MAX_AXIS,
     Arrays,
     ArraySpec,
     Bool,
@@ -20,6 +20,7 @@ from primeslurm.wire.batches.frames import (
     Int32,
     encode_header,
     from_frames,
+    mismatch,
     to_frames,
 )
 from primeslurm.wire.batches.inline_images import ImageSpan
@@ -53,7 +54,6 @@ class Row:
     images: tuple[ImageSpan, ...] = ()  # images of the whole row, in order
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays that are set, by name."""
         named = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "images"}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -65,10 +65,7 @@ class Row:
 
 
 def cp_range(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return start and end of a rank's shard of a row, with the token after it if there is one.
-
-    `ranks` must divide `length`.
-    """
+    """Return start and end of the shard of a rank, with the token after it if any. `ranks` divides `length`."""
     size = length // ranks
     return rank * size, min((rank + 1) * size + 1, length)
 
@@ -104,7 +101,6 @@ class BatchInfo(msgspec.Struct, frozen=True):
 
     @property
     def shard(self) -> RankShard:
-        """Return the rank that the rows are for."""
         return RankShard(self.dp_rank, self.dp_world, self.cp_rank, self.cp_world)
 
 
@@ -154,10 +150,7 @@ class Batch:
         return cls(info, rows)
 
     def cp_shard(self, rank: int, ranks: int) -> Batch:
-        """Return the shards of the rows for one of `ranks` context-parallel ranks, or the batch if it has them already.
-
-        Raise ValueError if the batch has the shards of another rank.
-        """
+        """Return the shards of the rows for a context-parallel rank. Raises ValueError if it has those of another."""
         if (self.info.cp_rank, self.info.cp_world) == (rank, ranks):
             return self
         if self.info.cp_world > 1:
@@ -188,7 +181,6 @@ def positions_of(documents: Sequence[int]) -> Int32:
 
 
 def _problem(header: _Header, arrays: Arrays) -> str:
-    """Return why arrays are not those of a batch, or ""."""
     info, tokens = header.info, arrays.get("token_ids")
     if not 0 <= info.dp_rank < info.dp_world:
         return f"data-parallel rank {info.dp_rank} of {info.dp_world}"

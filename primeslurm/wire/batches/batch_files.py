@@ -39,15 +39,10 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def write(path: Path, parts: Sequence[FrameSource]) -> None:
-    """Write a file and flush it to disk.
+    """Write the header of a message and the bytes of its arrays to a file, and flush it to disk.
 
-    Args:
-        parts: The message's header, and the bytes of the arrays in any division. Those on disk are read twice, in
-            blocks: for the digest and to be written.
-
-    Raises:
-        DamagedError: A part on disk cannot be read.
-        OSError: The file cannot be written. A previous file is unchanged.
+    Parts on disk are read twice, for the digest and to be written. Raises DamagedError if one cannot be read, and
+    OSError if the file cannot be written; a previous file is unchanged then.
     """
     state = hasher()
     for frame in loaded(parts):
@@ -61,10 +56,7 @@ def write(path: Path, parts: Sequence[FrameSource]) -> None:
 def read(
     path: Path, empty: Callable[[int], NDArray[np.uint8]], most: int, on_block: Callable[[], None] = lambda: None
 ) -> Batch:
-    """Read a file, each byte once and directly into its array.
-
-    Raise DamagedError if the content is damaged, and OSError if the file cannot be read.
-    """
+    """Read a file, each byte once and directly into its array. Raises DamagedError for damaged content, or OSError."""
     incoming = files.reading(path, lambda file: _incoming(file, empty, most, on_block))
     return Batch.decode(incoming.frames())
 

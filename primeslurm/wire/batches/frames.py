@@ -2,12 +2,16 @@
 
 The header is msgpack with metadata and the name, dtype and shape of each array, in the order of the buffers. Buffers
 are the raw bytes of the arrays. Neither sender nor receiver copies them.
+
+A trainer that gets a negative token or an array of another length does not refuse it: it crashes, or learns nonsense.
+Therefore names, dtypes and shapes are checked before anything computes with the arrays of a rollout or a batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -23,6 +27,14 @@ Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 MAX_AXES = 8  # Maximum number of axes of an array. The largest used is 3: [tokens, layers, top_k].
+MAX_AXIS = 1024  # maximum number of layers of a model and of choices per layer, because memory is allocated by them
+_DTYPES = {
+    **dict.fromkeys(("token_ids", "positions", "versions"), ("i4",)),
+    **dict.fromkeys(("mask", "on_policy", "observed"), ("b1",)),
+    **dict.fromkeys(("logprobs", "advantages", "temperatures", "echo_weights", "ref_logprobs"), ("f4",)),
+    "routed_experts": ("u1", "u2"),
+}
+_MINIMA = {"token_ids": 0, "positions": 0, "versions": -1}
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -130,3 +142,26 @@ def assembled(frames: Sequence[Any]) -> list[Any]:
     incoming = IncomingArrays(frames[0], lambda size: np.empty(size, np.uint8), sum(len(frame) for frame in frames[1:]))
     incoming.take(frames[1:])
     return incoming.frames()
+
+
+def mismatch(kind: type[Any], arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], without: str = "") -> str:
+    """Return the first difference between named arrays and the fields of a dataclass; empty if there is none.
+
+    `kind` has one field per array. Fields without a default are required, and `without` names a field whose array is
+    not expected. `shape` is that of each array; routed experts have two more axes.
+    """
+    names = _DTYPES.keys() - {without}
+    required = {spec.name: spec.default is MISSING for spec in fields(kind) if spec.name in names}
+    if unknown := arrays.keys() - required.keys():
+        return f"unknown arrays {sorted(name[:40] for name in unknown)[:4]}"
+    if missing := {name for name, needed in required.items() if needed} - arrays.keys():
+        return f"no {', '.join(sorted(missing))}"
+    for name, array in arrays.items():
+        axes = array.shape[len(shape) :]
+        fits = array.dtype.str[1:] in _DTYPES[name] and array.shape[: len(shape)] == shape
+        expected_axes = 2 if name == "routed_experts" else 0
+        if not fits or len(axes) != expected_axes or not all(0 < axis <= MAX_AXIS for axis in axes):
+            return f"{name} is {array.dtype}{list(array.shape)} instead of {_DTYPES[name][0]}{list(shape)}"
+        if name in _MINIMA and array.min() < _MINIMA[name]:
+            return f"{name} below {_MINIMA[name]}"
+    return ""

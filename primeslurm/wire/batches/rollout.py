@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from primeslurm.wire.batches.array_checks import mismatch
-from primeslurm.wire.batches.frames import Arrays, Bool, Float32, Frame, Int32, from_frames, to_frames
+from primeslurm.wire.batches.frames import Arrays, Bool, Float32, Frame, Int32, from_frames, mismatch, to_frames
 from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError
@@ -79,7 +78,6 @@ class Rollout:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays that are set, by name."""
         named = ((spec.name, getattr(self, spec.name)) for spec in fields(self) if spec.name != "info")
         return {name: array for name, array in named if array is not None}
 
@@ -111,7 +109,6 @@ class Rollout:
 
 
 def _problem(info: RolloutInfo, arrays: Arrays) -> str:
-    """Return why arrays are not those of a rollout, or ""."""
     if not (abs(info.reward) <= LARGEST_REWARD and abs(info.length_penalty) <= LARGEST_REWARD):
         return f"a reward of {info.reward} with a length penalty of {info.length_penalty}"
     length = len(arrays.get("token_ids", ()))

@@ -18,7 +18,7 @@ from itertools import chain, combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire.batches.array_checks import MAX_AXIS
+from primeslurm.wire.batches.frames import MAX_AXIS
 from primeslurm.wire.decoding import DamagedError
 
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
@@ -36,13 +36,9 @@ _CACHED_BYTES = 1 << 18  # bytes of experts that are compared at once, so few th
 
 
 def from_npy(text: bytes | memoryview, tokens: int, unknown: int = 0) -> RoutedExperts:
-    """Decode the experts of `tokens` tokens from a .npy file in base64, which is what engines send.
+    """Decode a .npy file in base64, which is what engines send, to [tokens + unknown, layers, top_k].
 
-    Returns:
-        [tokens + unknown, layers, top_k].
-
-    Raises:
-        DamagedError: The text is invalid, or has another shape.
+    Raises DamagedError if the text is invalid or has another shape.
     """
     data = memoryview(text)
     head = _decoded(data[:_HEADER_CHARS])
@@ -64,10 +60,7 @@ def from_npy(text: bytes | memoryview, tokens: int, unknown: int = 0) -> RoutedE
 
 
 def characters(text: memoryview) -> int:
-    """Return the length in base64 that a .npy file's header announces, or 0 if `text` does not begin with one.
-
-    Only the header is read. `from_npy` checks whether the length is true.
-    """
+    """Return the length in base64 that the header of a .npy file announces; 0 if `text` does not begin with one."""
     try:
         match = _NPY.match(_decoded(text[:_HEADER_CHARS]))
     except DamagedError:
@@ -79,13 +72,9 @@ def characters(text: memoryview) -> int:
 
 
 def without_repeats(routed: RoutedExperts, layers: Sequence[int], count: int) -> tuple[RoutedExperts, int]:
-    """Mark every token as unknown whose experts repeat in a layer.
+    """Mark every token as unknown whose experts repeat in a layer, and return how many tokens changed.
 
-    Returns:
-        The same array, or a copy if a token changed; and the number of tokens that changed.
-
-    Raises:
-        DamagedError: A known token has an expert that does not exist.
+    The array is copied if a token changes. Raises DamagedError if a known token has an expert that does not exist.
     """
     repeats, beyond = np.zeros(len(routed), np.bool_), np.zeros(len(routed), np.bool_)
     # 8 experts have 28 pairs to compare in each layer. With top_k as the first axis, each comparison reads contiguous
@@ -110,7 +99,6 @@ def without_repeats(routed: RoutedExperts, layers: Sequence[int], count: int) ->
 
 
 def _decode_into(buffer: memoryview, first: bytes, rest: memoryview) -> None:
-    """Fill a buffer with `first` and the bytes of the base64 text `rest`."""
     blocks = (_decoded(rest[start : start + _DECODE_CHARS]) for start in range(0, len(rest), _DECODE_CHARS))
     end = 0
     for block in chain([first], blocks):
@@ -132,16 +120,10 @@ def _decoded(text: memoryview) -> bytes:
 
 
 def join(parts: Sequence[RoutedExperts | None], lengths: Sequence[int], like: RoutedExperts) -> RoutedExperts:
-    """Concatenate the experts of a sequence's parts.
+    """Concatenate the experts of the parts of a sequence to [sum of lengths, layers, top_k].
 
-    Args:
-        parts: One array [length, layers, top_k] per part; None where the experts are unknown.
-
-    Returns:
-        [sum of lengths, layers, top_k].
-
-    Raises:
-        DamagedError: A part has another length, or is from another model.
+    A part is [length, layers, top_k], or None if its experts are unknown. Raises DamagedError if a part has another
+    length or is from another model.
     """
     experts = np.empty((sum(lengths), *like.shape[1:]), like.dtype)
     start = 0

@@ -94,10 +94,7 @@ class OrchestratorLink:
 
 
 def chunk(frames: Sequence[FrameSource], offset: int) -> list[FrameSource]:
-    """Return the part of a batch for one answer, without copying: at most CHUNK_BYTES of the arrays from `offset` on.
-
-    At offset 0, the header (the first frame) comes before them.
-    """
+    """Return at most CHUNK_BYTES of the arrays from `offset` on, without copying. At 0 the header precedes them."""
     taken: list[FrameSource] = [] if offset else [frames[0]]
     start, end = offset, offset + CHUNK_BYTES
     for frame in frames[1:]:

@@ -86,14 +86,10 @@ class TrainerLink:
         *,
         ahead: bool = False,
     ) -> Batch | None:
-        """Get a rank's shard of the batch of `step`.
+        """Get the shard of a rank of the batch of `step`; None at the end of the run, or if `interrupted()` is true.
 
-        Returns:
-            None if there are no more batches, or if `interrupted()` became true.
-
-        Raises:
-            LinkError: No batch was formed in time, or the answer is damaged.
-            TransferWanted: Engines must get the policy first; then ask again.
+        Raises LinkError if no batch was formed in time or the answer is damaged, and TransferWanted if engines must
+        get the policy first.
         """
         deadline = time.monotonic() + timeout_s
         request, pause_s, unreadable = GetBatch(step, shard, ahead), REREAD_S, ""
@@ -131,9 +127,8 @@ class TrainerLink:
     def announce(self, version: int, path: str) -> int:
         """Announce a policy that is complete under `path`, or (if empty) that the trainer can send.
 
-        Returns:
-            The newest policy of this attempt. It is newer than `version` if the trainer was restarted from a checkpoint
-            and repeats steps.
+        Returns the newest policy of this attempt. It is newer than `version` if the trainer repeats steps after a
+        restart.
         """
         answer, _ = self._ask(NewPolicy(version, path))
         return version if answer.version is None else answer.version
@@ -141,11 +136,10 @@ class TrainerLink:
     def offer_transfer(
         self, version: int, store: str, senders: int, done: str, deadline: float
     ) -> TransferSession | None:
-        """Offer a policy until engines join a session, and return it. Return None if no engine needs the policy.
+        """Offer a policy until engines join a session, and return it; None if no engine needs the policy.
 
-        Args:
-            done: The last session that the trainer has finished or given up.
-            deadline: time.monotonic() after which None is returned in any case.
+        `done` is the last session that the trainer has finished or given up. After `deadline` (time.monotonic()) the
+        answer is None in any case.
         """
         while True:
             answer, _ = self._ask(OfferTransfer(version, store, senders, done))
@@ -192,7 +186,6 @@ class TrainerLink:
         return min(2 * pause_s, MAX_REREAD_S)
 
     def _receive(self, request: GetBatch, frames: list[Any]) -> Batch:
-        """Receive the rest of a batch whose first chunk has arrived."""
         if not frames:
             raise DamagedError("a batch without a header")
         incoming = IncomingArrays(bytes(frames[0]), self._empty, LARGEST_BATCH)

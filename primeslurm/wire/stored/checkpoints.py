@@ -54,11 +54,8 @@ def step_dir(run_dir: Path, step: int) -> Path:
 def commit(directory: Path, step: int, attempt: int, described: Sequence[FileRecord] = ()) -> Commit:
     """Flush every file below `directory`, then write COMMITTED with a record of each.
 
-    Args:
-        described: Records of files that their writers have already flushed. Only the other files are read here.
-
-    Raises:
-        OSError: A file cannot be read or flushed, or a described file does not match its record.
+    Files in `described` were flushed by their writers and are not read. Raises OSError if one does not match its
+    record, or a file cannot be read or flushed.
     """
     if problems := manifest.missing_or_resized(directory, described):
         raise OSError("; ".join(problems))
@@ -73,7 +70,6 @@ def commit(directory: Path, step: int, attempt: int, described: Sequence[FileRec
 
 
 def clear(directory: Path) -> None:
-    """Replace a checkpoint's directory, which an earlier attempt may have filled, with an empty one."""
     if match := _NAME.match(directory.name):
         _forget_newest(directory.parents[1], int(match[1]))
     durable.remove(directory / COMMITTED)  # first: a half-deleted checkpoint must not look complete
@@ -116,12 +112,8 @@ def set_damaged_aside(
 ) -> int | None:
     """Set damaged checkpoints aside until the newest one is undamaged, and return its step.
 
-    Args:
-        on_set_aside: Called with step, reason and new path of each checkpoint that is set aside.
-
-    Raises:
-        NotVisibleError: See `newest_whole`.
-        OSError: A checkpoint cannot be renamed.
+    `on_set_aside` gets step, reason and new path of each. Raises NotVisibleError as `newest_whole` does, and OSError if
+    a checkpoint cannot be renamed.
     """
 
     def aside(step: int, why: Sequence[str]) -> None:
@@ -131,13 +123,9 @@ def set_damaged_aside(
 
 
 def set_aside(run_dir: Path, step: int, attempt: int, why: Sequence[str]) -> Path:
-    """Rename a damaged checkpoint to `*.damaged-<attempt>` and return its new path.
+    """Rename a damaged checkpoint to `*.damaged-<attempt>` and return its new path. Raises OSError.
 
-    Args:
-        why: Proofs of the damage, at least one. They are written beside the directory.
-
-    Raises:
-        OSError: The directory cannot be renamed, or the reason cannot be written.
+    `why` has at least one proof of the damage. It is written beside the directory.
     """
     if not why:
         raise ValueError(f"nothing proves that the checkpoint of step {step} is damaged")
@@ -187,13 +175,10 @@ def _all_committed(run_dir: Path) -> list[int]:
 
 
 def _proven_damage(directory: Path) -> list[str] | None:
-    """Check a committed checkpoint, a second time if the first check found something.
+    """Check a committed checkpoint twice if the first check found something, and return the problems of the second.
 
-    Returns:
-        The problems of the second check. None if another process has meanwhile set the checkpoint aside.
-
-    Raises:
-        NotVisibleError: A part is not visible, and no other part is damaged.
+    None if another process has meanwhile set the checkpoint aside. Raises NotVisibleError if a part is not visible, and
+    no other part is damaged.
     """
     wrong, unseen = _look(directory)
     if not wrong and not unseen:
@@ -279,25 +264,6 @@ def damage_at_sight(directory: Path) -> list[str]:
     return _differences_at_sight(directory, record.parts) if record else [f"{directory}: not committed"]
 
 
-def proven_differences(directory: Path, parts: Sequence[FileRecord]) -> list[str]:
-    """Read parts of a checkpoint, those that differ a second time, and return the texts of the differences.
-
-    Raise NotVisibleError if a part is not visible, and no other part differs.
-    """
-
-    def look() -> list[str] | None:
-        return None if manifest.differing(directory, parts) else []
-
-    paths = {path for part in parts for path in _with_parent(directory / part.name)}
-    if files.until_seen(look, *sorted(paths)) is not None:
-        return []
-    unseen = manifest.absent(directory, parts)
-    problems = manifest.differing(directory, [part for part in parts if part.name not in unseen])
-    if unseen and not problems:
-        raise NotVisibleError(directory, f"{len(unseen)} parts, such as {', '.join(unseen[:3])}")
-    return problems
-
-
 def is_shard(part: FileRecord) -> bool:
     return part.name.endswith(SHARD)
 
@@ -311,8 +277,7 @@ def shard_sizes(run_dir: Path, step: int) -> dict[str, int]:
 def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     """Delete committed checkpoints beyond the newest `keep`, and uncommitted ones older than the newest.
 
-    Returns:
-        The steps whose directories were deleted, ascending.
+    Returns the deleted steps, ascending.
     """
     steps = committed(run_dir)
     if not steps:

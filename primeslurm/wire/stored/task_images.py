@@ -35,9 +35,9 @@ class TaskImage:
     workdir: str | None  # Directory where programs start. None: the image does not set one.
 
 
-def image_directory(tasks: Path, said: Path | None = None) -> Path:
+def image_directory(tasks: Path, configured: Path | None = None) -> Path:
     """Return the configured image directory, or the default one of a directory of tasks."""
-    return (said or tasks / _DIRECTORY).absolute()
+    return (configured or tasks / _DIRECTORY).absolute()
 
 
 def task_directories(tasks: Path, names: Sequence[str] | None = None) -> list[Path]:
@@ -47,7 +47,6 @@ def task_directories(tasks: Path, names: Sequence[str] | None = None) -> list[Pa
 
 
 def read_task(directory: Path) -> dict[str, Any]:
-    """Read `task.toml`. Raise OSError if it cannot be read, ValueError if it is no TOML."""
     return tomllib.loads(files.read_text(directory / "task.toml"))
 
 
@@ -63,10 +62,7 @@ def environment_digest(environment: Path) -> str:
 
 
 def pulled_image(about: Mapping[str, Any], runtime: str) -> str | None:
-    """Return the registry's name of an image that `primeslurm images` downloads for a task, or None.
-
-    Only apptainer needs the download. Engines such as docker keep their own images.
-    """
+    """Return the registry's name of an image that `primeslurm images` downloads for apptainer; None for other tasks."""
     image = about.get("environment", {}).get("docker_image")
     is_file = isinstance(image, str) and (image.startswith(("/", ".")) or image.endswith(".sif"))
     return image if image and runtime == "apptainer" and not is_file else None
@@ -100,7 +96,6 @@ def image_name(images: Path, name: str, runtime: str) -> str:
 
 
 def built_image(images: Path, name: str, runtime: str) -> TaskImage | None:
-    """Return the image with the digest `name` that was built for a runtime, or None."""
     image = image_name(images, name, runtime)
     try:
         workdir = files.read_text(images / f"{name}.{runtime}").strip()
@@ -112,7 +107,6 @@ def built_image(images: Path, name: str, runtime: str) -> TaskImage | None:
 
 
 def note_built(images: Path, name: str, runtime: str, workdir: str) -> None:
-    """Mark an image as complete, so that `built_image` returns it."""
     files.unlink(images / f"{name}.{runtime}")
     write_atomic(images / f"{name}.{runtime}", f"{workdir}\n")
 

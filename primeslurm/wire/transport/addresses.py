@@ -40,10 +40,7 @@ class AddressBook:
         self._addresses: Addresses | None = None
 
     def url(self, name: str) -> str:
-        """Return the base URL of a process's `http` port.
-
-        Raise LookupError if the process has no such port, or no addresses were published yet.
-        """
+        """Return the base URL of the `http` port of a process. Raises LookupError if none is published."""
         addresses = self._read()
         return f"http://{addresses.hosts[name]}:{addresses.ports[name]['http']}"
 

@@ -26,7 +26,6 @@ MAX_REFUSALS = 20
 
 @functools.cache
 def _keys(run_secret: str) -> tuple[bytes, bytes]:
-    """Return the public and the private key of a run."""
     private = z85.encode(secret.key_for(b"zmq", run_secret))
     return zmq.curve_public(private), private
 

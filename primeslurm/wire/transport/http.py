@@ -46,9 +46,8 @@ def internal_client(
 ) -> httpx.AsyncClient:
     """Return a client for processes of this run: plain HTTP/1.1, no proxy, one connection per concurrent request.
 
-    Args:
-        keep: Idle connections to keep. Use 0 for servers that close idle connections before the next request.
-        largest: Maximum size of an answer [bytes]; a larger one raises httpx.ReadError.
+    `keep` is the number of idle connections to keep; 0 for servers that close them early. An answer of more than
+    `largest` bytes raises httpx.ReadError.
     """
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
@@ -122,10 +121,7 @@ async def post_while(
     body: dict[str, object],
     headers: dict[str, str] | None = None,
 ) -> httpx.Response:
-    """Post JSON, and stop waiting once `stays()` is false, because a server on a lost node never answers.
-
-    Raise MovedError if `stays()` became false, and httpx.HTTPError if there was no answer.
-    """
+    """Post JSON until `stays()` is false, because a server on a lost node never answers. Raises MovedError then."""
     content = msgspec.json.encode(body)  # ten times as fast as httpx's own encoder for a long prompt
     answer = asyncio.create_task(http.post(url, content=content, headers={**_JSON, **(headers or {})}))
     try:
@@ -138,7 +134,6 @@ async def post_while(
 
 
 def words(answer: httpx.Response) -> str:
-    """Return the beginning of an answer's text, for an error message."""
     return answer.content[:2000].decode(errors="replace")[:500]
 
 

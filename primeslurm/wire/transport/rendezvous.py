@@ -50,11 +50,7 @@ class RendezvousError(RuntimeError):
 
 
 def proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
-    """Return the proof of one end of a connection.
-
-    Args:
-        who: Name of the end, so that one end's proof is not valid for the other.
-    """
+    """Return the proof of one end of a connection. It contains `who`, so that it is not valid for the other end."""
     return hmac.new(key, who + b"".join(nonces), hashlib.sha256).digest()
 
 
@@ -64,14 +60,9 @@ def check(shown: bytes, expected: bytes) -> None:
 
 
 def tunnel(host: str, port: int, patience_s: float) -> int:
-    """Open a tunnel to a gate for this process, or return the one that is open.
+    """Return the port on 127.0.0.1 of the tunnel of this process to a gate, which need not exist yet.
 
-    Args:
-        host: Address of the gate, which need not exist yet.
-        patience_s: How long a connection through the tunnel waits for the gate.
-
-    Returns:
-        The tunnel's port at 127.0.0.1.
+    A connection through the tunnel waits `patience_s` for the gate.
     """
     with _lock:
         if (host, port) not in _tunnels:
@@ -89,12 +80,8 @@ def reserve() -> socket.socket:
 def open_gate(host: str, port: int, store: socket.socket, gate: socket.socket | None = None) -> None:
     """Open a gate in front of a store whose only client so far is its own process.
 
-    Args:
-        gate: A socket that already listens at the rendezvous port.
-
-    Raises:
-        OSError: The port is taken.
-        RendezvousError: Another process is connected to the store already.
+    `gate` is a socket that already listens at the rendezvous port. Raises OSError if the port is taken, and
+    RendezvousError if another process is connected to the store already.
     """
     signed = _sign(store, key := os.urandom(NONCE_BYTES))
     store_port = int(store.getsockname()[1])
@@ -218,8 +205,6 @@ Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 
 def _guarded(serve: Connected) -> Connected:
-    """Wrap a handler so that an error of a peer closes its connection and nothing else."""
-
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, EOFError, TimeoutError, PermissionError):
             await serve(reader, writer)
@@ -234,7 +219,6 @@ async def _join(
     far_reader: asyncio.StreamReader,
     far_writer: asyncio.StreamWriter,
 ) -> None:
-    """Forward in both directions until either end closes."""
     ways = [asyncio.create_task(_copy(reader, far_writer)), asyncio.create_task(_copy(far_reader, writer))]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

@@ -14,15 +14,10 @@ TRIES = 5
 
 
 def serve_store(host: str, port: int, gate: socket.socket | None = None) -> dist.TCPStore:
-    """Serve torch's store in this process.
+    """Serve torch's store in this process, and return a client. The store serves as long as the client exists.
 
-    Returns:
-        A client of the store, which serves as long as this object exists. It cannot be cloned, because new connections
-        must come through the gate.
-
-    Raises:
-        OSError: The port is taken.
-        RendezvousError: Each time, another process had connected to the store already.
+    The client cannot be cloned, because new connections must come through the gate. Raises OSError if the port is
+    taken, and RendezvousError if another process was first at every try.
     """
     for _ in range(TRIES - 1):
         with contextlib.suppress(rendezvous.RendezvousError):

@@ -33,13 +33,10 @@ def _jittered(state: RetryCallState) -> float:
 
 
 def retry_with_backoff(on: Errors, within_s: float | None = None) -> AsyncRetrying:
-    """Retry an awaitable call with growing pauses until it succeeds.
+    """Retry an awaitable call with growing pauses.
 
-    Example: `await retry_with_backoff(OSError)(function, argument)`.
-
-    Args:
-        on: Errors to retry. Any other error is raised at once.
-        within_s: Raise the last error if the next try would start after this time. None: retry for ever.
+    Call the result: `await retry_with_backoff(OSError)(function, argument)`. Errors other than `on` are raised at once,
+    and the last error once the next try would start after `within_s`.
     """
     stop = stop_never if within_s is None else stop_before_delay(within_s)
     return AsyncRetrying(retry=retry_if_exception_type(on), stop=stop, wait=_jittered, reraise=True)

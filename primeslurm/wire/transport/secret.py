@@ -79,11 +79,7 @@ def is_there() -> bool:
 
 @contextmanager
 def handing_over(value: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Hand a secret to a process that is started in the body.
-
-    Yields:
-        The descriptor that the process must inherit, and the variables that name it.
-    """
+    """Hand a secret to a process that is started in the body: yield the descriptor to inherit, and its variables."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(value.encode())

@@ -164,11 +164,9 @@ class Channel:
             raise TransferError(self._reason() or failure)
 
     def _failure(self, start: Callable[[], list[Any]]) -> str:
-        """Start torch's works and wait for them. Return the error, or "".
-
-        A local variable holds the works, and no exception leaves this function with its frame: works keep connections
-        open.
-        """
+        """Start the works of torch and wait for them. Return the error; empty if there is none."""
+        # A local variable holds the works, and no exception leaves this function with its frame: works keep connections
+        # open.
         try:
             works = start()
             if self._device.type != "cpu":
@@ -209,13 +207,9 @@ class Channel:
 def receive(
     channel: Channel, catalogue: Catalogue, senders: int, experts: Experts, device: torch.device
 ) -> Iterator[Named]:
-    """Receive all tensors for a receiver with `experts`, which the channel was opened with.
+    """Yield tensors and stacks of experts in order of arrival, layer by layer. Raises TransferError.
 
-    Yields:
-        Tensors and stacks in order of arrival, layer by layer.
-
-    Raises:
-        TransferError: The session failed.
+    `experts` are those that the channel was opened with.
     """
     for layer in catalogue:
         incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
@@ -227,7 +221,6 @@ def receive(
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Return a process group with fixed members, beside torch's default one."""
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

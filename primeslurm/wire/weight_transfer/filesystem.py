@@ -30,11 +30,7 @@ def version_dir(run_dir: Path, version: int) -> Path:
 
 
 def complete(directory: Path, version: int, dtype: str, described: Sequence[FileRecord] = ()) -> WeightManifest:
-    """Write the manifest of a directory, which makes the version valid.
-
-    Args:
-        described: Records of files from their writers. Only the other files are read.
-    """
+    """Write the manifest of a directory, which makes the version valid. Files in `described` are not read."""
     recorded = {MANIFEST, *(record.name for record in described)}
     others = [path for path in files.listing(directory) if path.name not in recorded and not path.name.startswith(".")]
     more = manifest.describe(directory, [path for path in others if files.is_file(path)])
@@ -74,10 +70,7 @@ def prune_behind(run_dir: Path, keep: int, version: int) -> list[int]:
 def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
     """Delete published versions beyond the newest `keep`, but none in `needed`, and incomplete versions.
 
-    Versions appear complete, so an incomplete one is left from a deletion that was interrupted.
-
-    Returns:
-        The deleted versions, ascending.
+    Versions appear complete, so an incomplete one is left from an interrupted deletion. Returns the deleted versions.
     """
     whole = published(run_dir)
     keep_versions = {*whole[-keep:], *needed}

@@ -24,20 +24,17 @@ def in_fp8(name: str) -> bool:
 
 
 def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
-    """Return a pattern of the tensor names of draft layers, which predict tokens further ahead.
+    """Return a pattern of the tensor names of draft layers, which only speculative decoding reads.
 
-    Only speculative decoding reads them.
-
-    Args:
-        ahead: Number of draft layers after them. A module `mtp` always matches.
+    `ahead` is the number of draft layers after the `layers` of the model. A module `mtp` always matches.
     """
     numbers = "|".join(str(layers + index) for index in range(ahead))
     return re.compile(rf"(model\.layers\.({numbers})|mtp)\..*")
 
 
-def absent(expected: Collection[str], found: Collection[str]) -> set[str]:
+def absent(expected: Collection[str], names: Collection[str]) -> set[str]:
     """Return the expected names that are missing. A stack of experts may also be present expert by expert."""
-    return {name for name in expected if name not in found and not _has_single_experts(name, found)}
+    return {name for name in expected if name not in names and not _has_single_experts(name, names)}
 
 
 def _has_single_experts(name: str, names: Collection[str]) -> bool:

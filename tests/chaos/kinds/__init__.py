@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tests.chaos.kinds.fault_effect import Kind
 from tests.chaos.kinds.files import FILES
-from tests.chaos.kinds.injury import Kind
 from tests.chaos.kinds.nodes import NODES
 from tests.chaos.kinds.processes import PROCESSES
 

@@ -13,50 +13,52 @@ from random import Random
 
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire.stored import checkpoints
-from tests.chaos.kinds.injury import GOAL_S, Injury, Kind, NobodyThereError, goal_of, one_of
-from tests.chaos.scene import Scene
+from tests.chaos.faulty_deployment import FaultyDeployment
+from tests.chaos.kinds.fault_effect import GOAL_S, FaultEffect, Kind, NoTargetError, goal_of, one_of
 
 SECONDS = (3.0, 15.0)
 LONG_S = (45.0, 60.0)
 """Longer than the timeout of an unresponsive head [s]."""
 
 
-def _fill(scene: Scene, dice: Random, *, long: bool = False) -> Injury:
-    seconds, filler = round(dice.uniform(*(LONG_S if long else SECONDS)), 1), scene.runs / "filler"
+def _fill(deployment: FaultyDeployment, rng: Random, *, long: bool = False) -> FaultEffect:
+    seconds, filler = round(rng.uniform(*(LONG_S if long else SECONDS)), 1), deployment.runs / "filler"
     if filler.exists():
-        raise NobodyThereError
+        raise NoTargetError
     try:
         with filler.open("wb", buffering=0) as handle:
             while True:
                 handle.write(b"x" * 65536)
     except OSError as error:
         if error.errno == errno.EROFS:
-            raise NobodyThereError from error
+            raise NoTargetError from error
         if error.errno != errno.ENOSPC:
             raise
     free = partial(filler.unlink, missing_ok=True)
-    return Injury(f"for {seconds} s", lasts_s=seconds, repair=free, goal_s=GOAL_S + (seconds if long else 0.0))
+    return FaultEffect(f"for {seconds} s", lasts_s=seconds, repair=free, goal_s=GOAL_S + (seconds if long else 0.0))
 
 
-def _make_read_only(scene: Scene, dice: Random) -> Injury:
+def _make_read_only(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
     """Mount the directory read-only over itself, which affects files that are opened from now on."""
-    seconds, runs = round(dice.uniform(*SECONDS), 1), str(scene.runs)
-    if (scene.runs / "filler").exists():  # it could not be removed meanwhile
-        raise NobodyThereError
+    seconds, runs = round(rng.uniform(*SECONDS), 1), str(deployment.runs)
+    if (deployment.runs / "filler").exists():  # it could not be removed meanwhile
+        raise NoTargetError
     subprocess.run(["mount", "--bind", runs, runs], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", runs], check=True)
     # lazily, because its files may be open for reading
-    return Injury(f"for {seconds} s", lasts_s=seconds, repair=lambda: _run(["umount", "-l", runs]))
+    return FaultEffect(f"for {seconds} s", lasts_s=seconds, repair=lambda: _run(["umount", "-l", runs]))
 
 
 def _run(argv: list[str]) -> None:
     subprocess.run(argv, check=True)
 
 
-def _slow_down(scene: Scene, dice: Random) -> Injury:
-    seconds = round(dice.uniform(*SECONDS), 1)
-    scene.slow_files.touch()
-    return Injury(f"for {seconds} s", lasts_s=seconds, repair=lambda: scene.slow_files.unlink(missing_ok=True))
+def _slow_down(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    seconds = round(rng.uniform(*SECONDS), 1)
+    deployment.slow_files.touch()
+    return FaultEffect(
+        f"for {seconds} s", lasts_s=seconds, repair=lambda: deployment.slow_files.unlink(missing_ok=True)
+    )
 
 
 def empty(path: Path) -> None:
@@ -73,40 +75,42 @@ def tear(path: Path) -> None:
         handle.truncate((last + len(data)) // 2)
 
 
-def _empty_records(scene: Scene, dice: Random) -> Injury:
+def _empty_records(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
     """Empty files that are rewritten frequently."""
-    attempt = scene.run.latest()
+    attempt = deployment.run.latest()
     files = [*(attempt.path / "agents").glob("*.json"), *(attempt.path / "state").glob("*.json"), attempt.fleet_file]
-    chosen = [path for path in sorted(files) if dice.random() < 0.5]
+    chosen = [path for path in sorted(files) if rng.random() < 0.5]
     for path in chosen:
         empty(path)
-    return Injury(f"{len(chosen)} of {len(files)}", lasts_s=3.0)
+    return FaultEffect(f"{len(chosen)} of {len(files)}", lasts_s=3.0)
 
 
-def _between_attempts(damage: Callable[[Scene, Random, Injury], str]) -> Callable[[Scene, Random], Injury]:
+def _between_attempts(
+    damage: Callable[[FaultyDeployment, Random, FaultEffect], str],
+) -> Callable[[FaultyDeployment, Random], FaultEffect]:
     """Kill a trainer rank, and damage files after the attempt has ended and before the next one begins."""
 
-    def inject(scene: Scene, dice: Random) -> Injury:
-        process, own = one_of(dice, scene.living("trainer"))
-        attempt = scene.run.latest()
-        injury = Injury(f"after {process.name} was killed", goal_s=goal_of("trainer"))
+    def inject(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+        process, os_process = one_of(rng, deployment.living("trainer"))
+        attempt = deployment.run.latest()
+        effect = FaultEffect(f"after {process.name} was killed", goal_s=goal_of("trainer"))
 
         def noticed(status: RunStatus) -> bool:
-            if not injury.repaired and attempt.end() is not None and scene.wait_for_no_processes(30.0):
-                injury.repaired = True
-                injury.target += f": {damage(scene, dice, injury)}"
+            if not effect.repaired and attempt.end() is not None and deployment.wait_for_no_processes(30.0):
+                effect.repaired = True
+                effect.target += f": {damage(deployment, rng, effect)}"
             return status.attempt > attempt.number
 
-        injury.noticed, injury.lasts_s = noticed, 3600.0  # the damage happens then, and is not repaired
-        own.send(signal.SIGKILL)
-        return injury
+        effect.noticed, effect.lasts_s = noticed, 3600.0  # the damage happens then, and is not repaired
+        os_process.send(signal.SIGKILL)
+        return effect
 
     return inject
 
 
-def _tear_lines(scene: Scene, dice: Random, injury: Injury) -> str:
-    attempt = scene.run.latest()
-    files = [*(attempt.path / "events").glob("*.jsonl"), scene.run.path / "metrics.jsonl"]
+def _tear_lines(deployment: FaultyDeployment, rng: Random, effect: FaultEffect) -> str:
+    attempt = deployment.run.latest()
+    files = [*(attempt.path / "events").glob("*.jsonl"), deployment.run.path / "metrics.jsonl"]
     for path in files:
         tear(path)
     heartbeats = list((attempt.path / "agents").glob("*.json"))
@@ -115,22 +119,22 @@ def _tear_lines(scene: Scene, dice: Random, injury: Injury) -> str:
     return f"{len(files)} last lines, {len(heartbeats)} heartbeats"
 
 
-def _empty_newest_checkpoint(scene: Scene, dice: Random) -> Injury:
+def _empty_newest_checkpoint(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
     """Only if it is newer than at the end of any attempt: three failed attempts at the same step end a run."""
-    ends = [end.committed_step or 0 for attempt in scene.run.attempts() if (end := attempt.end()) is not None]
-    if (checkpoints.newest(scene.run.path) or 0) <= max(ends, default=0):
-        raise NobodyThereError
-    return _between_attempts(_empty_checkpoint)(scene, dice)
+    ends = [end.committed_step or 0 for attempt in deployment.run.attempts() if (end := attempt.end()) is not None]
+    if (checkpoints.newest(deployment.run.path) or 0) <= max(ends, default=0):
+        raise NoTargetError
+    return _between_attempts(_empty_checkpoint)(deployment, rng)
 
 
-def _empty_checkpoint(scene: Scene, dice: Random, injury: Injury) -> str:
-    step = checkpoints.newest(scene.run.path)
+def _empty_checkpoint(deployment: FaultyDeployment, rng: Random, effect: FaultEffect) -> str:
+    step = checkpoints.newest(deployment.run.path)
     assert step is not None, "it was there before the attempt ended"
-    directory = checkpoints.step_dir(scene.run.path, step)
-    path = dice.choice(sorted(path for path in directory.rglob("*") if path.is_file()))
+    directory = checkpoints.step_dir(deployment.run.path, step)
+    path = rng.choice(sorted(path for path in directory.rglob("*") if path.is_file()))
     empty(path)
-    injury.damaged[scene.run.latest().number] = step
-    return str(path.relative_to(scene.run.path))
+    effect.damaged[deployment.run.latest().number] = step
+    return str(path.relative_to(deployment.run.path))
 
 
 FILES = (
@@ -158,8 +162,8 @@ FILES = (
     ),
     Kind(
         "disk full for long",
-        "not a byte is free for 45 to 60 s, which is longer than a silent head is waited for",
-        lambda scene, dice: _fill(scene, dice, long=True),
+        "not a byte is free for 45 to 60 s, which is longer than the timeout of an unresponsive head",
+        lambda deployment, rng: _fill(deployment, rng, long=True),
         long=True,
         loses_records=True,
     ),

@@ -8,69 +8,71 @@ import subprocess
 from collections.abc import Callable
 from random import Random
 
-from tests.chaos.kinds.injury import Injury, Kind, NobodyThereError, goal_of, one_of
+from tests.chaos.faulty_deployment import HEAD, Agent, FaultyDeployment
+from tests.chaos.kinds.fault_effect import FaultEffect, Kind, NoTargetError, goal_of, one_of
 from tests.chaos.kinds.processes import STOPPED_S, stopped
-from tests.chaos.scene import HEAD, Agent, Scene
 from tests.support.faults import kill_node, revive_controller, revive_node, set_down, warn
 
 DOWN_S = 60.0
 """Time until a node that is DOWN is returned to service [s]."""
 
 
-def _node(scene: Scene, dice: Random) -> Agent:
+def _node(deployment: FaultyDeployment, rng: Random) -> Agent:
     """Return a node of the job other than the head's."""
-    return one_of(dice, [agent for agent, _ in scene.agents() if agent.rank != HEAD and scene.daemon(agent.node)])
+    return one_of(
+        rng, [agent for agent, _ in deployment.agents() if agent.rank != HEAD and deployment.daemon(agent.node)]
+    )
 
 
-def _revive(scene: Scene, node: str) -> Callable[[], None]:
+def _revive(deployment: FaultyDeployment, node: str) -> Callable[[], None]:
     def repair() -> None:
-        if scene.daemon(node) is None:
-            revive_node(scene.cluster, node)
+        if deployment.daemon(node) is None:
+            revive_node(deployment.cluster, node)
 
     return repair
 
 
-def _resume(scene: Scene, node: str) -> None:
+def _resume(deployment: FaultyDeployment, node: str) -> None:
     with contextlib.suppress(subprocess.CalledProcessError):  # it has come back by itself
-        scene.slurm("scontrol", "update", f"nodename={node}", "state=resume")
+        deployment.slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
 
-def _lose_node(scene: Scene, dice: Random) -> Injury:
-    agent, attempt = _node(scene, dice), scene.run.latest().number
-    goal = goal_of(*scene.roles_on(agent))
-    kill_node(scene.cluster, agent.node)
-    scene.went_down(agent.node)
-    return Injury(
+def _lose_node(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    agent, attempt = _node(deployment, rng), deployment.run.latest().number
+    goal = goal_of(*deployment.roles_on(agent))
+    kill_node(deployment.cluster, agent.node)
+    deployment.went_down(agent.node)
+    return FaultEffect(
         f"{agent.node}, agent {agent.rank}",
-        lambda status: status.attempt > attempt or agent.node in scene.lost_nodes(),
+        lambda status: status.attempt > attempt or agent.node in deployment.lost_nodes(),
         lasts_s=DOWN_S,
-        repair=_revive(scene, agent.node),
+        repair=_revive(deployment, agent.node),
         nodes=frozenset({agent.node}),
         goal_s=goal,
         waits_for_repair=False,
     )
 
 
-def _drain_node(scene: Scene, dice: Random) -> Injury:
-    agent, seconds = _node(scene, dice), round(dice.uniform(*STOPPED_S), 1)
-    scene.slurm("scontrol", "update", f"nodename={agent.node}", "state=drain", "reason=chaos")
-    return Injury(
+def _drain_node(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    agent, seconds = _node(deployment, rng), round(rng.uniform(*STOPPED_S), 1)
+    deployment.slurm("scontrol", "update", f"nodename={agent.node}", "state=drain", "reason=chaos")
+    return FaultEffect(
         f"{agent.node} for {seconds} s",
         lasts_s=seconds,
-        repair=lambda: _resume(scene, agent.node),
+        repair=lambda: _resume(deployment, agent.node),
     )
 
 
-def _set_node_down(scene: Scene, dice: Random) -> Injury:
-    agent, attempt = _node(scene, dice), scene.run.latest().number
-    goal = goal_of(*scene.roles_on(agent))
-    set_down(scene.conf, agent.node, "chaos")
-    scene.went_down(agent.node)
-    return Injury(
+def _set_node_down(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    agent, attempt = _node(deployment, rng), deployment.run.latest().number
+    goal = goal_of(*deployment.roles_on(agent))
+    set_down(deployment.conf, agent.node, "chaos")
+    deployment.went_down(agent.node)
+    return FaultEffect(
         f"{agent.node}, agent {agent.rank}",
-        lambda status: status.attempt > attempt or agent.node in scene.lost_nodes(),
+        lambda status: status.attempt > attempt or agent.node in deployment.lost_nodes(),
         lasts_s=DOWN_S,
-        repair=lambda: _resume(scene, agent.node),
+        repair=lambda: _resume(deployment, agent.node),
         nodes=frozenset({agent.node}),
         # Slurm kills every process of the step on the node. The next step there removes their files.
         leaves=frozenset({f"-{attempt}-a{agent.rank}-"}),
@@ -79,45 +81,45 @@ def _set_node_down(scene: Scene, dice: Random) -> Injury:
     )
 
 
-def _kill_slurmd(scene: Scene, dice: Random) -> Injury:
-    agent, seconds = _node(scene, dice), round(dice.uniform(*STOPPED_S), 1)
-    daemon = scene.daemon(agent.node)
+def _kill_slurmd(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    agent, seconds = _node(deployment, rng), round(rng.uniform(*STOPPED_S), 1)
+    daemon = deployment.daemon(agent.node)
     assert daemon is not None
     daemon.send(signal.SIGKILL)
-    injury = Injury(f"{agent.node} for {seconds} s", lasts_s=seconds, repair=_revive(scene, agent.node))
-    return _may_be_down(injury, scene, agent)
+    effect = FaultEffect(f"{agent.node} for {seconds} s", lasts_s=seconds, repair=_revive(deployment, agent.node))
+    return _may_be_down(effect, deployment, agent)
 
 
-def _stop_slurmd(scene: Scene, dice: Random) -> Injury:
-    agent = _node(scene, dice)
-    daemon = scene.daemon(agent.node)
+def _stop_slurmd(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    agent = _node(deployment, rng)
+    daemon = deployment.daemon(agent.node)
     assert daemon is not None
-    return _may_be_down(stopped(daemon, agent.node, dice), scene, agent)
+    return _may_be_down(stopped(daemon, agent.node, rng), deployment, agent)
 
 
-def _may_be_down(injury: Injury, scene: Scene, agent: Agent) -> Injury:
+def _may_be_down(effect: FaultEffect, deployment: FaultyDeployment, agent: Agent) -> FaultEffect:
     """A restarted controller sets nodes that do not answer DOWN, and ends their jobs."""
-    scene.went_down(agent.node)
-    injury.nodes = frozenset({agent.node})
-    injury.leaves = frozenset({f"-{scene.run.latest().number}-a{agent.rank}-"})
-    return injury
+    deployment.went_down(agent.node)
+    effect.nodes = frozenset({agent.node})
+    effect.leaves = frozenset({f"-{deployment.run.latest().number}-a{agent.rank}-"})
+    return effect
 
 
-def _kill_slurmctld(scene: Scene, dice: Random) -> Injury:
-    daemon, seconds = scene.daemon("slurmctld"), round(dice.uniform(*STOPPED_S), 1)
+def _kill_slurmctld(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    daemon, seconds = deployment.daemon("slurmctld"), round(rng.uniform(*STOPPED_S), 1)
     if daemon is None:
-        raise NobodyThereError
+        raise NoTargetError
     # The controller restarts with these nodes DOWN, and ends their jobs.
-    lately, attempt = scene.down_lately, scene.run.latest().number
-    there = [agent for agent, _ in scene.agents() if agent.node in lately]
-    goal = goal_of(*(role for agent in there for role in scene.roles_on(agent)))
+    lately, attempt = deployment.down_lately, deployment.run.latest().number
+    there = [agent for agent, _ in deployment.agents() if agent.node in lately]
+    goal = goal_of(*(role for agent in there for role in deployment.roles_on(agent)))
     daemon.send(signal.SIGKILL)
 
     def repair() -> None:
-        if scene.daemon("slurmctld") is None:
-            revive_controller(scene.cluster)
+        if deployment.daemon("slurmctld") is None:
+            revive_controller(deployment.cluster)
 
-    return Injury(
+    return FaultEffect(
         f"slurmctld for {seconds} s",
         lasts_s=seconds,
         repair=repair,
@@ -127,19 +129,19 @@ def _kill_slurmctld(scene: Scene, dice: Random) -> Injury:
     )
 
 
-def _stop_slurmctld(scene: Scene, dice: Random) -> Injury:
-    daemon = scene.daemon("slurmctld")
+def _stop_slurmctld(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    daemon = deployment.daemon("slurmctld")
     if daemon is None:
-        raise NobodyThereError
-    return stopped(daemon, "slurmctld", dice)
+        raise NoTargetError
+    return stopped(daemon, "slurmctld", rng)
 
 
-def _preempt(scene: Scene, dice: Random) -> Injury:
-    job, attempt = scene.run.latest().job(), scene.run.latest().number
-    if job is None or scene.daemon("slurmctld") is None:
-        raise NobodyThereError
-    warn(scene.conf, job.job_id)
-    return Injury(f"job {job.job_id}", lambda status: status.attempt > attempt, goal_s=goal_of("trainer"))
+def _preempt(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+    job, attempt = deployment.run.latest().job(), deployment.run.latest().number
+    if job is None or deployment.daemon("slurmctld") is None:
+        raise NoTargetError
+    warn(deployment.conf, job.job_id)
+    return FaultEffect(f"job {job.job_id}", lambda status: status.attempt > attempt, goal_s=goal_of("trainer"))
 
 
 NODES = (

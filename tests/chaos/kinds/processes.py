@@ -8,68 +8,68 @@ from random import Random
 
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.testbed.embedded_slurm.daemons import OsProcess
-from tests.chaos.kinds.injury import Injury, Kind, goal_of, one_of
-from tests.chaos.scene import HEAD, Scene
+from tests.chaos.faulty_deployment import HEAD, FaultyDeployment
+from tests.chaos.kinds.fault_effect import FaultEffect, Kind, goal_of, one_of
 
 STOPPED_S = (3.0, 20.0)
 """Duration of a stop [s]."""
 
 
-def _kill(*roles: str) -> Callable[[Scene, Random], Injury]:
-    def inject(scene: Scene, dice: Random) -> Injury:
-        process, own = one_of(dice, scene.living(*roles))
-        attempt = scene.run.latest().number
+def _kill(*roles: str) -> Callable[[FaultyDeployment, Random], FaultEffect]:
+    def inject(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+        process, os_process = one_of(rng, deployment.living(*roles))
+        attempt = deployment.run.latest().number
 
         def noticed(status: RunStatus) -> bool:
             """Return whether it was restarted or given up, or a new attempt has begun."""
             now = next((p for p in status.processes if p.name == process.name), None)
-            return status.attempt > attempt or (now is not None and (now.pid != own.pid or now.state == "LOST"))
+            return status.attempt > attempt or (now is not None and (now.pid != os_process.pid or now.state == "LOST"))
 
-        own.send(signal.SIGKILL)
-        return Injury(f"{process.name} on {process.node}", noticed, goal_s=goal_of(process.role))
-
-    return inject
-
-
-def _stop(*roles: str) -> Callable[[Scene, Random], Injury]:
-    def inject(scene: Scene, dice: Random) -> Injury:
-        process, own = one_of(dice, scene.living(*roles))
-        injury = stopped(own, f"{process.name} on {process.node}", dice)
-        injury.goal_s = goal_of(process.role)
-        return injury
+        os_process.send(signal.SIGKILL)
+        return FaultEffect(f"{process.name} on {process.node}", noticed, goal_s=goal_of(process.role))
 
     return inject
 
 
-def stopped(own: OsProcess, who: str, dice: Random, *nodes: str) -> Injury:
+def _stop(*roles: str) -> Callable[[FaultyDeployment, Random], FaultEffect]:
+    def inject(deployment: FaultyDeployment, rng: Random) -> FaultEffect:
+        process, os_process = one_of(rng, deployment.living(*roles))
+        effect = stopped(os_process, f"{process.name} on {process.node}", rng)
+        effect.goal_s = goal_of(process.role)
+        return effect
+
+    return inject
+
+
+def stopped(os_process: OsProcess, who: str, rng: Random, *nodes: str) -> FaultEffect:
     """Stop a process for some seconds."""
-    seconds = round(dice.uniform(*STOPPED_S), 1)
-    own.send(signal.SIGSTOP)
-    return Injury(
+    seconds = round(rng.uniform(*STOPPED_S), 1)
+    os_process.send(signal.SIGSTOP)
+    return FaultEffect(
         f"{who} for {seconds} s",
         lasts_s=seconds,
-        repair=lambda: own.send(signal.SIGCONT),
+        repair=lambda: os_process.send(signal.SIGCONT),
         nodes=frozenset(nodes),
     )
 
 
-def _kill_agent(scene: Scene, dice: Random, *, head: bool) -> Injury:
-    agent, own = one_of(dice, [found for found in scene.agents() if (found[0].rank == HEAD) == head])
-    attempt = scene.run.latest().number
-    own.send(signal.SIGKILL)
-    return Injury(
+def _kill_agent(deployment: FaultyDeployment, rng: Random, *, head: bool) -> FaultEffect:
+    agent, os_process = one_of(rng, [pair for pair in deployment.agents() if (pair[0].rank == HEAD) == head])
+    attempt = deployment.run.latest().number
+    os_process.send(signal.SIGKILL)
+    return FaultEffect(
         f"agent {agent.rank} on {agent.node}",
-        lambda status: status.attempt > attempt or agent.node in scene.lost_nodes(),
+        lambda status: status.attempt > attempt or agent.node in deployment.lost_nodes(),
         nodes=frozenset({agent.node}),
-        goal_s=goal_of(*scene.roles_on(agent)),
+        goal_s=goal_of(*deployment.roles_on(agent)),
     )
 
 
-def _stop_agent(scene: Scene, dice: Random, *, head: bool) -> Injury:
-    agent, own = one_of(dice, [found for found in scene.agents() if (found[0].rank == HEAD) == head])
-    injury = stopped(own, f"agent {agent.rank} on {agent.node}", dice, agent.node)
-    injury.goal_s = goal_of(*scene.roles_on(agent))
-    return injury
+def _stop_agent(deployment: FaultyDeployment, rng: Random, *, head: bool) -> FaultEffect:
+    agent, os_process = one_of(rng, [pair for pair in deployment.agents() if (pair[0].rank == HEAD) == head])
+    effect = stopped(os_process, f"agent {agent.rank} on {agent.node}", rng, agent.node)
+    effect.goal_s = goal_of(*deployment.roles_on(agent))
+    return effect
 
 
 _STOP = f"SIGSTOP to {{}}, SIGCONT after {STOPPED_S[0]:.0f} to {STOPPED_S[1]:.0f} s"
@@ -89,23 +89,23 @@ PROCESSES = (
     Kind(
         "agent killed",
         "SIGKILL to a node's agent that is not the head",
-        lambda scene, dice: _kill_agent(scene, dice, head=False),
+        lambda deployment, rng: _kill_agent(deployment, rng, head=False),
         long=True,
     ),
     Kind(
         "agent stopped",
         _STOP.format("a node's agent that is not the head"),
-        lambda scene, dice: _stop_agent(scene, dice, head=False),
+        lambda deployment, rng: _stop_agent(deployment, rng, head=False),
     ),
     Kind(
         "head killed",
         "SIGKILL to the agent that is the head",
-        lambda scene, dice: _kill_agent(scene, dice, head=True),
+        lambda deployment, rng: _kill_agent(deployment, rng, head=True),
         long=True,
     ),
     Kind(
         "head stopped",
         _STOP.format("the agent that is the head"),
-        lambda scene, dice: _stop_agent(scene, dice, head=True),
+        lambda deployment, rng: _stop_agent(deployment, rng, head=True),
     ),
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -23,6 +22,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.testbed.embedded_slurm.daemons import end, job_processes
 from tests.cluster.accounting.namespace import UID, UserNamespace, python_directories
 from tests.support.unmeasured import unmeasured
+from tests.support.waiting import wait_until
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[2]
@@ -30,12 +30,6 @@ PROGRAMS = ("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld",
 NODES = {f"gpu-0{number}": f"127.0.1.10{number}" for number in (1, 2, 3)}
 GRACE_S = 40
 """GraceTime of the QOS that can be preempted [s]."""
-START_S = 60.0
-
-
-def missing_programs() -> list[str]:
-    """Return the names of missing programs."""
-    return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 class AccountingCluster:
@@ -77,7 +71,7 @@ class AccountingCluster:
         base = {name: value for name, value in unmeasured().items() if name in ("PATH", "LANG", "OMP_NUM_THREADS")}
         base |= {"SLURM_CONF": str(self.conf), "PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = self.namespace.as_user(argv, {**base, "COLUMNS": "160", **env}, cwd or self.namespace.home)
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False)
 
     def primeslurm(self, *args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run `primeslurm ARGS` as the ordinary user."""
@@ -154,7 +148,8 @@ class AccountingCluster:
         """End all jobs, then all daemons, by process id."""
         if self._is_up("slurmctld") and self.client.ping():
             self.client.cancel_all()
-            _wait(lambda: not job_processes(self.conf), "jobs have not ended", patience_s=10.0, fail=False)
+            with contextlib.suppress(AssertionError):  # those that are left are killed below
+                wait_until(lambda: not job_processes(self.conf), timeout_s=10.0)
         end(job_processes(self.conf), grace_s=2.0)
         for daemon in reversed(self._daemons.values()):
             daemon.send_signal(signal.SIGTERM)
@@ -188,12 +183,12 @@ class AccountingCluster:
         files = (f"--datadir={data}", f"--socket={database}", f"--pid-file={self.directory}/mariadbd.pid")
         small = ("--innodb-buffer-pool-size=32M", "--innodb-flush-log-at-trx-commit=0", "--performance-schema=OFF")
         self._start("mariadbd", "--no-defaults", "--user=root", "--skip-networking", *files, *small)
-        _wait(database.exists, "MariaDB does not start")
+        wait_until(database.exists, self._tail("mariadbd"))
         self._start("slurmdbd", "-D", env={"MYSQL_UNIX_PORT": str(database)})
-        _wait(lambda: self._try("sacctmgr", "--noheader", "list", "cluster"), self._tail("slurmdbd"))
+        wait_until(lambda: self._try("sacctmgr", "--noheader", "list", "cluster"), self._tail("slurmdbd"))
         self._slurm("sacctmgr", "--immediate", "--quiet", "add", "cluster", "lab")
         self._start("slurmctld", "-D")
-        _wait(self.client.ping, self._tail("slurmctld"))
+        wait_until(self.client.ping, self._tail("slurmctld"))
         # slurmdbd learns of gres/gpu only now
         for line in (HERE / "associations.txt").read_text().splitlines():
             if line and not line.startswith("#"):
@@ -201,7 +196,7 @@ class AccountingCluster:
                 self._slurm("sacctmgr", "--immediate", "--quiet", *words)
         for name in NODES:
             self._start("slurmd", "-D", "-N", name, daemon=name)
-        _wait(self._all_idle, self._tail("slurmctld"))
+        wait_until(self._all_idle, self._tail("slurmctld"))
 
     def _start_munged(self) -> None:
         directory = self.directory / "munge"
@@ -209,7 +204,7 @@ class AccountingCluster:
         files = (f"--socket={directory}/socket", f"--key-file={directory}/key", f"--seed-file={directory}/seed")
         more = (f"--pid-file={directory}/pid", f"--log-file={directory}/log")
         self._start("munged", "--foreground", "--force", *files, *more)
-        _wait((directory / "socket").exists, "munged does not start")
+        wait_until((directory / "socket").exists, self._tail("munged"))
 
     def _start(self, *argv: str, daemon: str = "", env: Mapping[str, str] = {}) -> None:
         name = daemon or argv[0]
@@ -243,19 +238,8 @@ class AccountingCluster:
     def _run(self, argv: Sequence[str], cwd: str) -> subprocess.CompletedProcess[str]:
         env = {**unmeasured(), "SLURM_CONF": str(self.conf)}
         command = self.namespace.as_root(argv)
-        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
 
     def _tail(self, name: str) -> Callable[[], str]:
         files = (self.directory / "log" / name, self.directory / f"{name}.log")
         return lambda: "\n".join(file.read_text(errors="replace")[-3000:] for file in files if file.is_file())
-
-
-def _wait(
-    condition: Callable[[], object], problem: str | Callable[[], str], *, patience_s: float = START_S, fail: bool = True
-) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        if time.monotonic() > deadline:
-            assert not fail, problem() if callable(problem) else problem
-            return
-        time.sleep(0.1)

@@ -47,8 +47,8 @@ class UserNamespace:
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != "ready\n":
-            _, said = self._holder.communicate()
-            raise OSError(f"no mount namespace can be made here: {said.strip()}")
+            _, error = self._holder.communicate()
+            raise OSError(f"no mount namespace can be made here: {error.strip()}")
 
     def as_root(self, argv: Sequence[str | Path]) -> list[str]:
         """Return the command line that runs a command in the namespace."""

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":  # before the import of verifiers, which takes seconds
-    said = os.environ["HOSTILE_PORT"]
+    port = os.environ["HOSTILE_PORT"]
     port_file = Path(os.environ["MCP_PORT_FILE"])
     written = port_file.with_suffix(".written")
     with written.open("wb") as handle:
-        handle.write(said.encode())
-        if said == "huge":
+        handle.write(port.encode())
+        if port == "huge":
             handle.truncate(1 << 30)
     written.rename(port_file)  # atomically, because the reader is polling for the file
     time.sleep(600)

@@ -52,14 +52,14 @@ def here(loaded: LoadedRecipe, **_: object) -> Iterator[LoadedRecipe]:
 
 
 def run_forked(
-    interpreter: environments.Interpreter, module: str, asked: str, limit_s: float, tmp: Path | None = None
+    interpreter: environments.Interpreter, module: str, request: str, limit_s: float, tmp: Path | None = None
 ) -> tuple[int, str, str]:
     """Run a probe as `run_module` does, but forked, because this process has most of its imports."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(dir=tmp) as directory:
         files = [Path(directory, name) for name in ("stdin", "stdout", "stderr")]
-        files[0].write_text(asked)
+        files[0].write_text(request)
         pid = os.fork()
         if not pid:
             code = 1

@@ -21,22 +21,22 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--repo-type", choices=["dataset", "model"], default="model")
     parser.add_argument("--local-dir", type=Path)
-    asked = parser.parse_args()
-    if asked.repo_type == "model":
-        if asked.local_dir is not None:
-            shutil.copytree(Path(os.environ["HOME"], "model"), asked.local_dir, dirs_exist_ok=True)
-            config = asked.local_dir / "config.json"
+    arguments = parser.parse_args()
+    if arguments.repo_type == "model":
+        if arguments.local_dir is not None:
+            shutil.copytree(Path(os.environ["HOME"], "model"), arguments.local_dir, dirs_exist_ok=True)
+            config = arguments.local_dir / "config.json"
             longest = {"max_position_embeddings": 1 << 20}  # long enough for the recipes of all pages
             config.write_text(json.dumps(json.loads(config.read_text()) | longest))
         return
     import pyarrow
     import pyarrow.parquet
 
-    files, row = ROWS[asked.name]
+    files, row = ROWS[arguments.name]
     table = pyarrow.table({name: [value] * 64 for name, value in row.items()})
     for file in files:
-        (asked.local_dir / file).parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(table, asked.local_dir / file)
+        (arguments.local_dir / file).parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, arguments.local_dir / file)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ CHECKOUT = (
     "pyproject.toml",
 )
 """Parts of the checkout that a reader sees."""
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 COMMAND = (
     "tests.support.pages.command",
     "primeslurm.api.runs.run",
@@ -187,14 +187,14 @@ class Reader:
         state = shlex.quote(str(self.home / "state"))
         keep = f'{{ declare -px; printf "cd %q\\n" "$PWD"; }} >{state}'
         text = f"set -euo pipefail\nsource {state}\ntrap '{keep}' EXIT\n{script}"
-        own = {
+        variables = {
             "HOME": str(self.home),
             "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
             "COLUMNS": "120",
             "HF_HUB_OFFLINE": "1",
         }
         # Hide a Slurm that this machine may have.
-        env = {name: value for name, value in unmeasured().items() if not name.startswith("SLURM")} | own
+        env = {name: value for name, value in unmeasured().items() if not name.startswith("SLURM")} | variables
         env.pop("PYTHONPATH", None)
         done = subprocess.run(
             ["bash", "-c", text],

@@ -16,25 +16,19 @@ from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints import export as checkpoint_export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
-from primeslurm.trainer.weights.export import Encoding, export, published
+from primeslurm.trainer.weights.export import Encoding, published
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
-from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, to_fp8
+from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer, tensors
+from tests.trainer.families import BY_NAME, CASES, Case, write
 
 RELEASED = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2")
 """Families that are released in FP8."""
-BY_NAME = {case.name: case for case in CASES}
-
-
-def exported(policy: PolicyModel) -> dict[str, torch.Tensor]:
-    return {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
 
 
 def loads_in_fp8(case: Case) -> bool:
@@ -108,7 +102,7 @@ def test_exported_checkpoint_matches_published_fp8_policy(world: World, tmp_path
     run, out = tmp_path / "run", tmp_path / "out"
     recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     timer = make_timer(run)
     train_step.train(make_batch(1), timer)
     path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
@@ -135,7 +129,7 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
         source, model=model, trainer={"fp8": True, "optimizer": {"lr": 1e-3}}, checkpoint={"interval": 1}
     )
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     publisher = Publisher(policy, tmp_path, published(recipe, policy.stored_fp8), 2, world)
 
     def of_engines(version: int) -> dict[str, torch.Tensor]:
@@ -261,6 +255,6 @@ def test_router_bias_is_published_exactly(family: str, impl: str, world: World, 
     path = write(BY_NAME[family], tmp_path)
     policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16", "impl": impl}), world)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    published = {key: tensor for layer in export(policy, torch.bfloat16) for key, tensor in layer.items()}
+    published = exported(policy, torch.bfloat16)
     assert torch.equal(published[name], load_file(path / "model.safetensors")[name])
     assert {tensor.dtype for key, tensor in published.items() if key != name} == {torch.bfloat16}

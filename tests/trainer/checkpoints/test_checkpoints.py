@@ -19,12 +19,10 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weights.export import export
 from primeslurm.wire.stored import checkpoints
-from tests.trainer.conftest import make_batch, make_recipe, make_timer
+from tests.trainer.conftest import exported, make_batch, make_recipe, make_timer
 
 
 class Disk:
@@ -57,11 +55,9 @@ class Run:
 
     def __init__(self, directory: Path, model: Path, world: World, attempt: int = 1) -> None:
         recipe = make_recipe(
-            model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 2, "asynchronous": True}
+            model, max_steps=9, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 2, "asynchronous": True}
         )
-        self.train_step = TrainStep(
-            build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
-        )
+        self.train_step = TrainStep(build(recipe, world), recipe, world)
         self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None, pause_s=0.01)
         self.timer: PhaseTimer = make_timer(directory)
 
@@ -71,8 +67,7 @@ class Run:
             self.saver.after(step, self.train_step, self.timer)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        layers = export(self.train_step.policy, torch.float32)
-        return {name: tensor.clone() for layer in layers for name, tensor in layer.items()}
+        return {name: tensor.clone() for name, tensor in exported(self.train_step.policy).items()}
 
 
 def test_training_continues_during_a_checkpoint(moe_model: Path, world: World, disk: Disk, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints import checkpoint, shards
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
@@ -28,8 +27,8 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 def trained(model: Path, directory: Path, world: World, steps: int, attempt: int = 1) -> tuple[TrainStep, Checkpoints]:
     """Train `steps` steps, each with a checkpoint."""
-    recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 1, "keep": 3})
-    train_step = TrainStep(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
+    recipe = make_recipe(model, max_steps=9, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 1, "keep": 3})
+    train_step = TrainStep(build(recipe, world), recipe, world)
     saver, timer = Checkpoints(directory, attempt, recipe.checkpoint, world, None), make_timer(directory)
     for step in range(1, steps + 1):
         train_step.train(make_batch(step), timer)
@@ -163,9 +162,7 @@ def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_pa
         )
         found = []
         for attempt in (1, 2):
-            train_step = TrainStep(
-                build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
-            )
+            train_step = TrainStep(build(recipe, world), recipe, world)
             saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
             if attempt == 1:
                 timer = make_timer(tmp_path)

@@ -13,12 +13,11 @@ from primeslurm.models.registry import bundled, model_types
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import make_recipe
-from tests.trainer.families import CASES, write
+from tests.trainer.families import BY_NAME, write
 from tests.trainer.gradients import Layout, gradients
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 
-BY_NAME = {case.name: case for case in CASES}
 ALIKE = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 """Model types that are built by another one's code, and the case that stands for them."""
 VARIED = ("deepseek_v3", "gpt_oss", "qwen3_moe")

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from primeslurm.recipe.sections.losses import DppoLoss
-from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.batch import Batch
-from tests.trainer.conftest import make_batch, make_recipe
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 def test_observed_tokens_are_trained(dense_model: Path, world: World, tmp_path: Path) -> None:
@@ -38,8 +36,8 @@ def test_observed_tokens_are_trained(dense_model: Path, world: World, tmp_path: 
         trained = row.positions[1:] > 0  # a document's first token never is
         expected += float((row.echo_weights[1:] * nll)[trained].sum())
 
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
-    metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
+    train_step = TrainStep(policy, recipe, world, loss=from_recipe(DppoLoss()))
+    metrics = train_step.train(Batch(plain.info, rows), make_timer(tmp_path))
     assert metrics["echo_loss"] == pytest.approx(expected / plain.info.loss_tokens, rel=1e-4)
     assert metrics["entropy"] > 1, "of sampled tokens alone"
 
@@ -59,7 +57,7 @@ def test_teacher_logprobs_are_aligned_with_their_tokens(dense_model: Path, world
         rows.append(replace(row, ref_logprobs=np.where(row.mask, own - np.float32(np.log(2)), 0).astype(np.float32)))
         ratios.append(np.exp(own - row.logprobs)[row.mask & (row.positions > 0)])
     loss = from_recipe(DppoLoss(ref_kl=0.5))
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world)
-    metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
+    train_step = TrainStep(policy, recipe, world, loss=loss)
+    metrics = train_step.train(Batch(plain.info, rows), make_timer(tmp_path))
     expected = np.concatenate(ratios).sum() * (0.5 - 1 + np.log(2)) / plain.info.loss_tokens
     assert metrics["ref_kl"] == pytest.approx(expected, rel=1e-3)

@@ -18,17 +18,16 @@ from torchtitan.models.common.moe import GroupedExperts
 from primeslurm.models import capabilities
 from primeslurm.nn.kernels.fp8.backend import Emulated
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantize, quantize_groups, quantize_groups_transposed
-from primeslurm.nn.kernels.fp8.quantized_cache import QuantizedCache
 from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.fp8 import adapt
+from primeslurm.trainer.components.matrix_products import adapt
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.families import BY_NAME, CASES, Case, write
 
 # Half a unit in the last place of e4m3's three mantissa bits; below its smallest normal number, of that number's.
 RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10
@@ -271,7 +270,7 @@ def test_absorbed_weight_is_rounded_with_straight_through_gradient() -> None:
 
 
 def test_only_weights_stored_in_fp8_compute_in_fp8(world: World, tmp_path: Path) -> None:
-    policy = build(make_recipe(write(next(case for case in CASES if case.name == "qwen3"), tmp_path)), world)
+    policy = build(make_recipe(write(BY_NAME["qwen3"], tmp_path)), world)
     adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
     names = [name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)]
     assert names == ["layers.0.feed_forward.w3"]
@@ -327,7 +326,7 @@ def test_shared_inputs_are_quantized_once(recomputed: bool, monkeypatch: pytest.
 
 
 def test_cache_recomputes_for_changed_values() -> None:
-    last, calls = QuantizedCache[float](), []
+    last, calls = fp8.QuantizedCache[float](), []
 
     def of(tensor: torch.Tensor, beside: object = None) -> float:
         return last.of(tensor, lambda t: calls.append(1) or float(t.sum()), beside)
@@ -345,7 +344,7 @@ def test_cache_recomputes_for_changed_values() -> None:
 
 
 def test_cache_does_not_keep_its_source_alive() -> None:
-    last, source = QuantizedCache[int](), torch.ones(4)
+    last, source = fp8.QuantizedCache[int](), torch.ones(4)
     storage = StorageWeakRef(source.untyped_storage())
     last.of(source, len)
     del source
@@ -353,7 +352,7 @@ def test_cache_does_not_keep_its_source_alive() -> None:
 
 
 def test_cached_result_is_freed_after_its_source() -> None:
-    last, other = QuantizedCache[torch.Tensor](), QuantizedCache[int]()
+    last, other = fp8.QuantizedCache[torch.Tensor](), fp8.QuantizedCache[int]()
     source, asked = torch.ones(4), torch.ones(5)
     result = StorageWeakRef(last.of(source, torch.neg).untyped_storage())
     other.of(asked, len)

@@ -9,29 +9,26 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from primeslurm.recipe.sections.trainer import Checkpoint
-from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints import export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
-from tests.trainer.conftest import make_batch, make_recipe
-from tests.trainer.families import CASES, write
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
+from tests.trainer.families import BY_NAME, write
 
 
 def test_glm5_training_keeps_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
-    path = write(next(case for case in CASES if case.name == "glm_moe_dsa"), tmp_path / "model")
+    path = write(BY_NAME["glm_moe_dsa"], tmp_path / "model")
     recipe = make_recipe(path)
 
     def train_step() -> TrainStep:
         policy = build(recipe, world)
-        return TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+        return TrainStep(policy, recipe, world)
 
     saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
-    timer = PhaseTimer(Journal(tmp_path, "trainer"), record=False)
+    timer = make_timer(tmp_path)
     mine = train_step()
     before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
     mine.train(make_batch(1), timer)

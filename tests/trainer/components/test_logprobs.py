@@ -9,11 +9,10 @@ import torch
 
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.logprobs import token_logprobs
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
-from tests.trainer.families import CASES, write
+from tests.trainer.families import BY_NAME, write
 
 ROWS, LENGTH, DIM, VOCABULARY = 2, 30, 8, 17
 
@@ -56,14 +55,12 @@ def test_no_trained_token_gives_no_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3_moe"])
 def test_step_with_chunks_matches_step_without(name: str, world: World, tmp_path: Path) -> None:
-    model = write(next(case for case in CASES if case.name == name), tmp_path / "model")
+    model = write(BY_NAME[name], tmp_path / "model")
     metrics = []
     for chunk in (None, 13):
         trainer = {"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}
         recipe = make_recipe(model, trainer=trainer)
-        train_step = TrainStep(
-            build(recipe, world), recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world
-        )
+        train_step = TrainStep(build(recipe, world), recipe, world)
         steps = [train_step.train(make_batch(step), make_timer(tmp_path)) for step in (1, 2)]
         metrics.append([step[name] for step in steps for name in ("loss", "entropy", "grad_norm")])
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)

@@ -17,20 +17,16 @@ from primeslurm.nn import compat
 from primeslurm.plan.memory.trainer import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Checkpoint
-from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe
-from tests.trainer.families import CASES, Case, reference_of, write
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer, published
+from tests.trainer.families import BY_NAME, CASES, Case, reference_of, write
 
 ADAPTED = [case for case in CASES if capabilities(case.config().model_type, "auto").lora]
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -42,13 +38,11 @@ def recipe_of(model: Path, **options: Any) -> Recipe:
 
 
 def learner_of(recipe: Recipe, world: World) -> TrainStep:
-    return TrainStep(
-        build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
-    )
+    return TrainStep(build(recipe, world), recipe, world)
 
 
 def train(train_step: TrainStep, directory: Path, *steps: int) -> list[float]:
-    timer = PhaseTimer(Journal(directory, "rank-0"), record=False)
+    timer = make_timer(directory)
     return [train_step.train(make_batch(step), timer)["loss"] for step in steps]
 
 
@@ -92,9 +86,9 @@ def test_published_weights_have_adapters_merged(case: Case, world: World, tmp_pa
     adapted = whole_logits(policy, tokens)
     assert (adapted - untrained).abs().max() > 0.1
     directory = Publisher(policy, tmp_path, Encoding(torch.float32), 1, world).publish(2)
-    published = reference_of(case).from_pretrained(directory, dtype=torch.float32)
+    merged = reference_of(case).from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
-        assert (published(tokens).logits - adapted).abs().max() < 2 * case.tolerance
+        assert (merged(tokens).logits - adapted).abs().max() < 2 * case.tolerance
     assert not (directory / "adapter").exists()
 
 
@@ -102,7 +96,7 @@ def test_checkpoint_holds_only_adapters_and_resumes(moe_model: Path, world: Worl
     recipe = recipe_of(moe_model)
     train_step = learner_of(recipe, world)
     train(train_step, tmp_path, 1)
-    timer = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
+    timer = make_timer(tmp_path)
     Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, train_step, timer)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
@@ -123,9 +117,7 @@ def test_adapter_is_saved_in_peft_format(moe_model: Path, world: World, tmp_path
     assert set(config["target_modules"]) == ATTENTION | {"gate_proj", "up_proj", "down_proj"}
     adapter = load_file(directory / "adapter" / "adapter_model.safetensors")
     base = load_file(moe_model / "model.safetensors")
-    merged: dict[str, torch.Tensor] = {}
-    for file in filesystem.version_dir(tmp_path, 1).glob("*.safetensors"):
-        merged |= load_file(file)
+    merged = published(tmp_path, 1)
     # 4 of attention, 3 of each of 8 experts, in 2 layers; each an A and a B
     assert len(adapter) == 2 * (4 + 3 * 8) * 2
     for name, weight in base.items():
@@ -140,7 +132,7 @@ def test_adapter_is_saved_in_peft_format(moe_model: Path, world: World, tmp_path
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
 def test_stacked_experts_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == name)
+    case = BY_NAME[name]
     model = write(case, tmp_path / "model")
     train_step = learner_of(recipe_of(model, save_adapter=True), world)
     train(train_step, tmp_path, 1)

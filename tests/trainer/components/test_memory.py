@@ -10,11 +10,9 @@ import torch
 
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import activation_offload
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weights.export import export
-from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
+from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer
 
 Result = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -23,10 +21,9 @@ def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
     """Return losses, gradient norms and final weights of two steps of two micro batches."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 2 * SEQ_LEN, **trainer})
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     metrics = [train_step.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
-    tensors = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
-    return [m[name] for m in metrics for name in ("loss", "grad_norm")], tensors
+    return [m[name] for m in metrics for name in ("loss", "grad_norm")], exported(policy)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -21,9 +20,8 @@ from primeslurm.trainer.assembly.build import assemble
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.optimizers.muon import Muon, orthogonalize
-from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case
+from tests.trainer.conftest import finish, make_recipe, published, start_ranks
+from tests.trainer.families import BY_NAME, CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case
 from tests.trainer.optimizer_ranks import TYPES, resume, train
 
 STEPS = 3
@@ -133,7 +131,7 @@ def test_muon_trains_exactly_the_matrices_of_layers(world: World) -> None:
 
 
 def test_muon_trains_adapters(world: World) -> None:
-    case = next(case for case in CASES if case.name == "qwen3_moe")
+    case = BY_NAME["qwen3_moe"]
     ours, others = muons(case, world, lora={"rank": 8})
     assert not others and all(name.endswith(("_lora_a", "_lora_b")) for name in ours)
     assert {name.split(".")[2] for name in ours} == {"attention", "moe"}
@@ -168,12 +166,8 @@ def test_schedules() -> None:
     assert cosine[2:] == pytest.approx([2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi * p)) / 2) for p in progress])
 
 
-Weights = dict[str, torch.Tensor]
-
-
-def trained(directory: Path) -> Weights:
-    files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+def trained(directory: Path) -> dict[str, torch.Tensor]:
+    return published(directory, STEPS)
 
 
 @pytest.fixture(scope="module")

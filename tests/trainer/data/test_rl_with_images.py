@@ -19,21 +19,20 @@ from transformers import AutoImageProcessor
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.worker.image_files import stored
+from primeslurm.orchestrator.worker.trace_sequences import stored
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weights.export import export
 from primeslurm.wire.batches.batch import Batch
 from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import batch_of
-from tests.trainer.conftest import SEQ_LEN, make_recipe, make_timer
-from tests.trainer.families import IMAGES, reference_of
-from tests.trainer.image_rows import MERGE, case_of, write_vision_model
+from tests.trainer.conftest import SEQ_LEN, exported, make_recipe, make_timer
+from tests.trainer.families import BY_NAME, IMAGES, reference_of
+from tests.trainer.image_rows import MERGE, write_vision_model
 
 LR, TEMPERATURE, TRUST = 0.5, 0.8, 2e-3
 Size = tuple[int, int]
@@ -168,14 +167,14 @@ def recipe_of(model: Path) -> Recipe:
 def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> TrainStep:
     policy = build(recipe, world)
     reader = ImageReader(policy.source, IMAGES["image_token_id"])
-    return TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, reader)
+    return TrainStep(policy, recipe, world, reader, loss=loss)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
     model = write_vision_model(name, tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(model)
-    reference = reference_of(case_of(name)).from_pretrained(model, dtype=torch.float32)
+    reference = reference_of(BY_NAME[name]).from_pretrained(model, dtype=torch.float32)
     seen = [make(number, parts, processor) for number, parts in enumerate(ROLLOUTS)]
     logprobs = [reference_logprobs(reference, one) for one in seen]
     seen = as_engines_sampled(seen, logprobs)
@@ -210,9 +209,7 @@ def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tm
     assert (found[by_engine] - own.detach()[engine.argsort()]).abs().max() < 5e-6
     assert torch.equal(targets.logprobs[by_engine], engine.sort().values)
 
-    before, after = load_file(model / "model.safetensors"), {}
-    for tensors in export(train_step.policy, torch.float32):
-        after |= tensors
+    before, after = load_file(model / "model.safetensors"), exported(train_step.policy)
     gradients = released(reference)
     assert set(after) == set(before)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())

@@ -23,10 +23,10 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.batches.batch import Batch
 from tests.support.conversations_read import loaded
-from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.conftest import SEQ_LEN, make_recipe, published
 from tests.trainer.families import IMAGES
 from tests.trainer.image_rows import END, IMAGE, START, write_vision_model
-from tests.trainer.loops.test_sft import final_weights, sft_recipe, train
+from tests.trainer.loops.test_sft import sft_recipe, train
 
 COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
 
@@ -152,7 +152,7 @@ def test_frozen_encoder_stays_unchanged(
     resumed = train(colours_recipe(model, colours, max_steps=12), tmp_path / "parts", world, 2, reader)
     assert resumed[-1]["loss"] == metrics[-1]["loss"]
 
-    before, after = load_file(model / "model.safetensors"), final_weights(tmp_path / "parts", 12)
+    before, after = load_file(model / "model.safetensors"), published(tmp_path / "parts", 12)
     assert set(after) == set(before)
     for name, tensor in after.items():
         assert torch.equal(tensor, before[name]) == name.startswith("model.visual."), name
@@ -165,7 +165,7 @@ def test_generic_model_trains_on_images(freeze: bool, colours: Path, world: Worl
     reader = ImageReader(model, IMAGES["image_token_id"])
     (metrics,) = train(colours_recipe(model, colours, freeze, max_steps=1), tmp_path, world, reader=reader)
     assert metrics["grad_norm"] > 0
-    before, after = load_file(model / "model.safetensors"), final_weights(tmp_path, 1)
+    before, after = load_file(model / "model.safetensors"), published(tmp_path, 1)
     same = {name for name in after if torch.equal(after[name], before[name])}
     assert set(after) == set(before)
     assert same == ({name for name in after if name.startswith("visual.")} if freeze else set())
@@ -175,7 +175,7 @@ def test_unfrozen_encoder_is_trained(
     model: Path, reader: ImageReader, colours: Path, world: World, tmp_path: Path
 ) -> None:
     train(colours_recipe(model, colours, freeze=False, max_steps=1), tmp_path, world, reader=reader)
-    before, after = load_file(model / "model.safetensors"), final_weights(tmp_path, 1)
+    before, after = load_file(model / "model.safetensors"), published(tmp_path, 1)
     # Additions to images after the last layer do not reach the logits.
     assert {name.split(".")[3] for name in after if torch.equal(after[name], before[name])} == {"0"}
     assert all("deepstack_merger_list" in name for name in after if torch.equal(after[name], before[name]))

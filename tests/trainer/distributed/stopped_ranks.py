@@ -10,17 +10,14 @@ import torch
 
 from primeslurm.recipe import Recipe
 from primeslurm.records import heartbeats
-from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
-from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from tests.trainer.conftest import make_batch
+from tests.trainer.conftest import make_batch, make_timer
 
 
 def main() -> None:
@@ -32,8 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)
     world = join(Interrupt(), timeout_s=1800)
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
-    timer = PhaseTimer(Journal(run, f"rank-{world.rank}"), record=False)
+    train_step = TrainStep(policy, recipe, world)
+    timer = make_timer(run)
     saver = Checkpoints(run, 1, recipe.checkpoint, world, None)
     publisher = Publisher(policy, run, Encoding(torch.float32), 1, world)
     for step in range(1, recipe.max_steps + 1):

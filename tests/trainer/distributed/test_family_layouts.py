@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from primeslurm.models import capabilities
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import stack_experts
-from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
+from tests.trainer.conftest import SEQ_LEN, make_recipe, tensors
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
-from tests.trainer.ranks import train
+from tests.trainer.ranks import train, train_on_ranks
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 
@@ -42,17 +40,13 @@ def recipe(path: Path, case: Case, size: int) -> Recipe:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, float], Path]]:
     """Return by case: metrics of the step, model directory and published directory."""
     root = tmp_path_factory.mktemp("families")
-    arguments = []
+    runs = {}
     for case in SPLIT:
         path = write(case, root / case.name / "model")
         if case.name == "qwen3_5_moe":
             stack_experts(path)  # as it is released in bfloat16
-        (root / case.name / "recipe.json").write_text(recipe(path, case, 2).model_dump_json(by_alias=True))
-        arguments += [str(root / case.name / "recipe.json"), str(root / case.name)]
-    first, second = finish(start_ranks(2, "tests.trainer.ranks", *arguments))
-    metrics = [json.loads(line[8:]) for line in first.splitlines() if line.startswith("METRICS ")]
-    assert len(metrics) == second.count("METRICS ") == len(SPLIT)
-    return {case.name: (found, root / case.name) for case, found in zip(SPLIT, metrics, strict=True)}
+        runs[root / case.name] = recipe(path, case, 2)
+    return {out.name: (first[0], out) for out, (first, _) in zip(runs, train_on_ranks(2, runs), strict=True)}
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
@@ -63,11 +57,7 @@ def test_two_ranks_match_one(
     expected = train(recipe(directory / "model", case, 1), tmp_path, world)[0]
     for name in COMPARED:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    theirs, ours = (_tensors(filesystem.version_dir(run, 1)) for run in (directory, tmp_path))
+    theirs, ours = (tensors(filesystem.version_dir(run, 1)) for run in (directory, tmp_path))
     assert set(theirs) == set(ours)
     for name, tensor in theirs.items():
         torch.testing.assert_close(tensor, ours[name], atol=5e-4, rtol=1e-3, msg=name)
-
-
-def _tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model
 from tests.trainer import families
-from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.conftest import make_recipe, published
 from tests.trainer.families import write
-from tests.trainer.ranks import train
+from tests.trainer.ranks import train, train_on_ranks
 
 STEPS = 2
 # trainer settings, and parallel layout
@@ -30,37 +27,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def published(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in filesystem.version_dir(directory, STEPS).glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
-
-
 def test_two_ranks_match_one(world: World, tmp_path: Path) -> None:
     qwen, glm = tmp_path / "qwen", tmp_path / "glm"
     tiny_model.write_model(qwen, "qwen3_moe", hidden=128)
-    write(next(case for case in families.CASES if case.name == "glm_moe_dsa-short"), glm)
-    arguments, expected = [], []
+    write(families.BY_NAME["glm_moe_dsa-short"], glm)
+    runs, expected = {}, []
     for name, (options, layout) in CASES.items():
         model = glm if name == "glm5" else qwen
-        for out in (tmp_path / name, tmp_path / f"{name}-one"):
-            out.mkdir()
+        (tmp_path / f"{name}-one").mkdir()
         trainer = {"optimizer": {"lr": 1e-3}, **options}
         recipe = make_recipe(model, max_steps=STEPS, trainer=trainer)
-        expected += train(recipe, tmp_path / f"{name}-one", world)
-        recipe = make_recipe(model, max_steps=STEPS, trainer={**trainer, "parallelism": layout})
-        path = tmp_path / f"{name}.json"
-        path.write_text(recipe.model_dump_json(by_alias=True))
-        arguments += [str(path), str(tmp_path / name)]
-    outputs = finish(start_ranks(2, "tests.trainer.ranks", *arguments))
-    metrics = [json.loads(line[8:]) for line in outputs[0].splitlines() if line.startswith("METRICS ")]
-    pairs = list(zip(metrics, expected, strict=True))
-    fp8, adapters, glm5 = (pairs[i : i + STEPS] for i in range(0, len(pairs), STEPS))
+        expected.append(train(recipe, tmp_path / f"{name}-one", world))
+        runs[tmp_path / name] = make_recipe(model, max_steps=STEPS, trainer={**trainer, "parallelism": layout})
+    fp8, adapters, glm5 = (
+        list(zip(metrics[0], one, strict=True)) for metrics, one in zip(train_on_ranks(2, runs), expected, strict=True)
+    )
     for mine, one in adapters:
         for name in ("loss", "entropy", "grad_norm"):
             assert mine[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-    tensors, ones = published(tmp_path / "lora"), published(tmp_path / "lora-one")
+    tensors, ones = published(tmp_path / "lora", STEPS), published(tmp_path / "lora-one", STEPS)
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, ones[name], atol=5e-4, rtol=1e-3, msg=name)
     # Rows are scaled one by one, so they do not care who computes them. Weight gradients sum over blocks of 128 tokens,

@@ -5,19 +5,16 @@ Three of four tokens have replayed experts, the others choose their own.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.ranks import train
+from tests.trainer.conftest import finish, make_recipe, printed, published, start_ranks
+from tests.trainer.ranks import train, train_on_ranks
 from tests.trainer.reduced_bytes import MICRO_BATCHES, WAYS
 
 STEPS = 2
@@ -39,17 +36,12 @@ def recipe_for(model: Path, loss: dict[str, Any] | None = None, **parallelism: A
     return make_recipe(model, max_steps=STEPS, trainer=trainer)
 
 
-def published(directory: Path) -> dict[str, torch.Tensor]:
-    files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 @pytest.fixture(scope="module")
 def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     found = []
     for loss in (None, SEQUENCES):
         directory = tmp_path_factory.mktemp("one")
-        found.append((train(recipe_for(moe_model, loss), directory, world), published(directory)))
+        found.append((train(recipe_for(moe_model, loss), directory, world), published(directory, STEPS)))
     assert all(0 < metrics["masked_fraction"] < 1 for metrics in found[1][0])
     return found
 
@@ -65,17 +57,11 @@ def test_two_ranks_match_one(
     parallelism: dict[str, Any], moe_model: Path, one_rank: list[Result], tmp_path: Path
 ) -> None:
     """With ratios of tokens, and of sequences that context-parallel ranks share."""
-    arguments = []
-    for number, loss in enumerate((None, SEQUENCES)):
-        path = tmp_path / f"{number}.json"
-        path.write_text(recipe_for(moe_model, loss, **parallelism).model_dump_json(by_alias=True))
-        arguments += [str(path), str(tmp_path / str(number))]
-    outputs = finish(start_ranks(2, "tests.trainer.ranks", *arguments))
-    lines = [[json.loads(line[8:]) for line in out.splitlines() if line.startswith("METRICS ")] for out in outputs]
-    for number, (expected, weights) in enumerate(one_rank):
-        metrics = [mine[number * STEPS : (number + 1) * STEPS] for mine in lines]
+    losses = {"tokens": None, "sequences": SEQUENCES}
+    runs = {tmp_path / name: recipe_for(moe_model, loss, **parallelism) for name, loss in losses.items()}
+    for metrics, out, (expected, weights) in zip(train_on_ranks(2, runs), runs, one_rank, strict=True):
         compare(metrics, expected)
-        tensors = published(tmp_path / str(number))
+        tensors = published(out, STEPS)
         assert set(tensors) == set(weights)
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, weights[name], atol=5e-4, rtol=1e-3, msg=name)
@@ -91,21 +77,16 @@ def test_reducing_gradients_once_per_step_saves_collectives(
         {"reshard_after_forward": False},
         {"reshard_after_forward": False, "reduce_gradients": "step"},
     ]
-    arguments = []
+    runs = {}
     for number, parallelism in enumerate(ways):
         recipe = recipe_for(moe_model, **parallelism)
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": recipe.seq_len})
-        path = tmp_path / f"{number}.json"
-        path.write_text(recipe.model_copy(update={"trainer": trainer}).model_dump_json(by_alias=True))
-        arguments += [str(path), str(tmp_path / str(number))]
-    outputs = finish(start_ranks(2, "tests.trainer.ranks", *arguments))
-    lines = [[json.loads(line[8:]) for line in out.splitlines() if line.startswith("METRICS ")] for out in outputs]
+        runs[tmp_path / str(number)] = recipe.model_copy(update={"trainer": trainer})
     begun = []
-    for number in range(len(ways)):
-        metrics = [mine[number * STEPS : (number + 1) * STEPS] for mine in lines]
+    for metrics, out in zip(train_on_ranks(2, runs), runs, strict=True):
         compare(metrics, one_rank[0][0])
         begun.append(metrics[0][-1]["collectives"])
-        for name, tensor in published(tmp_path / str(number)).items():
+        for name, tensor in published(out, STEPS).items():
             torch.testing.assert_close(tensor, one_rank[0][1][name], atol=5e-4, rtol=1e-3, msg=name)
     parts = 4
     assert begun[0] - begun[1] == parts, "reduced once instead of twice"
@@ -122,9 +103,7 @@ def compare(metrics: list[list[dict[str, float]]], expected: list[dict[str, floa
 def test_bytes_of_eight_micro_batches(moe_model: Path) -> None:
     """FSDP reduces gradients once per micro batch or step, in the selected dtype."""
     outputs = finish(start_ranks(2, "tests.trainer.reduced_bytes", str(moe_model)))
-    first, second = (
-        [json.loads(line[8:]) for line in out.splitlines() if line.startswith("COUNTED ")] for out in outputs
-    )
+    first, second = (printed(out, "COUNTED") for out in outputs)
     assert first == second and len(first) == len(WAYS)
     each, rounded, once, once_rounded, stays = first
     size = each["parameters"]

@@ -13,7 +13,6 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
@@ -44,7 +43,7 @@ def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World,
     )
     torch.set_num_threads(1)  # the model is far too small for more
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, STEPS, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     batches, timer = Batches(recipe, algorithms.from_recipe(recipe)), make_timer(tmp_path)
     rng = np.random.default_rng(0)
     torch.manual_seed(0)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.batch import Batch, Row
@@ -28,9 +27,7 @@ def test_short_rows_train_like_padded_rows(moe_model: Path, world: World, tmp_pa
     found = []
     for shortened in (False, True):
         policy = build(recipe, world)
-        train_step = TrainStep(
-            policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
-        )
+        train_step = TrainStep(policy, recipe, world)
         plain = make_batch(1, routed=True)
         info = msgspec.structs.replace(plain.info, rows_at_once=1)
         rows = [without_padding(row) if shortened and i % 2 else row for i, row in enumerate(plain.rows)]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
@@ -17,7 +16,6 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import cross_entropy
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
@@ -29,7 +27,7 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model
 from tests.support.conversations_read import loaded
-from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_fresh_ranks, trainer_command
+from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, published, start_fresh_ranks, trainer_command
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def train(
     """Run SFT in this process. Return metrics.jsonl."""
     assert recipe.sft is not None
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
+    train_step = TrainStep(policy, recipe, world, reader)
     publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
@@ -77,13 +75,6 @@ def test_superseded_trainer_writes_no_metrics(
             train(sft_recipe(moe_model, demonstrations), tmp_path, world)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1]
-
-
-def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in filesystem.version_dir(run_dir, version).glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def test_only_the_completion_is_trained(moe_model: Path, demonstrations: Path) -> None:
@@ -159,8 +150,8 @@ def test_resumed_run_matches_uninterrupted_run(
     assert [(m["step"], m["loss"], m["grad_norm"]) for m in resumed] == [
         (m["step"], m["loss"], m["grad_norm"]) for m in whole
     ]
-    expected = final_weights(tmp_path / "whole", 4)
-    for name, tensor in final_weights(parts, 4).items():
+    expected = published(tmp_path / "whole", 4)
+    for name, tensor in published(parts, 4).items():
         assert torch.equal(tensor, expected[name]), name
 
 

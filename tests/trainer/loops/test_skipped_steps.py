@@ -34,8 +34,8 @@ def poisoned(batch: Batch) -> Batch:
 
 
 def train_step(model: Path, world: World, loss: LossFunction) -> TrainStep:
-    recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3, "schedule": "linear"}})
-    return TrainStep(build(recipe, world), recipe.trainer.optimizer, 8, loss, world)
+    recipe = make_recipe(model, max_steps=8, trainer={"optimizer": {"lr": 1e-3, "schedule": "linear"}})
+    return TrainStep(build(recipe, world), recipe, world, loss=loss)
 
 
 def weights(made: TrainStep) -> dict[str, torch.Tensor]:

@@ -10,13 +10,21 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3NextConfig
 
 from primeslurm.models import model_types
-from primeslurm.plan.checks import model_files
+from primeslurm.plan.checks.files import model_files
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weights.export import export
-from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write
+from tests.trainer.conftest import SEQ_LEN, exported, make_recipe, tensors
+from tests.trainer.families import (
+    BY_NAME,
+    CASES,
+    GENERIC_CASES,
+    OTHER_VISION_CASE,
+    VISION_CASES,
+    Case,
+    reference_of,
+    write,
+)
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -42,17 +50,17 @@ def test_logits_and_checkpoint_round_trip(case: Case, world: World, tmp_path: Pa
     assert alone.abs().max() > 0.5
     assert (packed - alone).abs().max() < case.tolerance
 
-    original = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    exported = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
-    assert set(exported) == set(original)
-    for name, tensor in exported.items():
+    original = tensors(path)
+    found = exported(policy)
+    assert set(found) == set(original)
+    for name, tensor in found.items():
         assert torch.equal(tensor, original[name]), name
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
 @pytest.mark.parametrize("name", ["glm4_moe", "mixtral"])
 def test_missing_and_unknown_tensors_are_refused(name: str, change: str, world: World, tmp_path: Path) -> None:
-    path = write(next(case for case in (*CASES, *GENERIC_CASES) if case.name == name), tmp_path)
+    path = write(BY_NAME[name], tmp_path)
     tensors = load_file(path / "model.safetensors")
     expert = next(tensor for tensor in sorted(tensors) if ".experts.3." in tensor)
     if change == "missing":

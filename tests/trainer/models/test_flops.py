@@ -25,7 +25,6 @@ from primeslurm.nn.layers import scan, sparse_attention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Model
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.data.image_positions import vision_input
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
@@ -140,7 +139,7 @@ def ratio(step: TrainStep, batch: Batch, directory: Path) -> float:
 def step_of(recipe: Recipe, world: World) -> TrainStep:
     policy = build(recipe, world)
     meter = FlopsMeter.of(policy, model_directory.load_config(policy.source), recipe, world)
-    return TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world, meter=meter)
+    return TrainStep(policy, recipe, world, meter=meter)
 
 
 @pytest.mark.usefixtures("definitions")

@@ -19,8 +19,8 @@ from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
-from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, MLA_YARN, YARN
+from tests.trainer.conftest import SEQ_LEN, make_recipe, tensors
+from tests.trainer.families import BY_NAME, MLA_YARN, YARN
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -62,9 +62,8 @@ def test_bfloat16_is_published_as_such(moe_model: Path, world: World, tmp_path: 
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.float32}, "masters stay float32"
     path = Publisher(policy, tmp_path, Encoding(torch.bfloat16), 3, world).publish(1)
     original = load_file(moe_model / "model.safetensors")
-    for file in path.glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            assert torch.equal(tensor, original[name].bfloat16()), name
+    for name, tensor in tensors(path).items():
+        assert torch.equal(tensor, original[name].bfloat16()), name
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -106,7 +105,7 @@ def test_missing_model_is_named(world: World) -> None:
     ],
 )
 def test_unsupported_features_are_named(family: str, change: dict[str, Any], message: str) -> None:
-    config = next(case for case in CASES if case.name == family).config()
+    config = BY_NAME[family].config()
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(ValueError, match=f"{message}.*is not supported for {family}"):
@@ -114,7 +113,7 @@ def test_unsupported_features_are_named(family: str, change: dict[str, Any], mes
 
 
 def test_sinks_always_use_flex_attention() -> None:
-    config = next(case for case in CASES if case.name == "gpt_oss").config()
+    config = BY_NAME["gpt_oss"].config()
     for layer in model_builder.spec(config, SEQ_LEN, "varlen").model.layers:
         assert isinstance(layer.attention.inner_attention, compat.titan_attention.FlexAttention.Config)
 

@@ -15,7 +15,7 @@ from primeslurm.models import model_builder
 from primeslurm.nn.kernels import elementwise
 from primeslurm.nn.layers import scan
 from primeslurm.trainer.components.activation_checkpointing import POLICIES
-from tests.trainer.families import CASES
+from tests.trainer.families import BY_NAME
 
 LENGTH = 250
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((1, 40, 209), (64, 186))])
@@ -34,7 +34,7 @@ class Pass:
 
 def layer(case_name: str, part: str) -> nn.Module:
     """Return the recurrent layer of a tiny model with random weights."""
-    config = next(case for case in CASES if case.name == case_name).config()
+    config = BY_NAME[case_name].config()
     torch.manual_seed(0)
     built: nn.Module = getattr(model_builder.spec(config, 64, "flex").model.layers[0], part).build()
     for parameter in built.parameters():

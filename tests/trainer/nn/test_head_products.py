@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primeslurm.nn.kernels.head_products import head_products
+from primeslurm.nn.kernels.sparse_mla import head_products
 
 
 @pytest.mark.parametrize("appending", [False, True])

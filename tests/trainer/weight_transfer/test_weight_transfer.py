@@ -21,8 +21,8 @@ from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 from primeslurm.wire.weight_transfer import collective, filesystem, messages
 from primeslurm.wire.weight_transfer.catalogue import Experts
-from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
-from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.as_released import assert_stored_alike, to_fp8
+from tests.trainer.conftest import finish, make_recipe, start_ranks, tensors
 from tests.trainer.families import COMMON, EXPERTS, Case, write
 
 RANKS = 4

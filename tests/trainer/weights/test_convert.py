@@ -16,11 +16,11 @@ from primeslurm.base.errors import RunError, UsageError
 from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.weights import convert
 from tests.support.cli import primeslurm
-from tests.trainer.as_released import tensors, to_fp8
-from tests.trainer.families import CASES, write
+from tests.trainer.as_released import to_fp8
+from tests.trainer.conftest import tensors
+from tests.trainer.families import BY_NAME, write
 from tests.trainer.four_bits import to_int4, to_mxfp4
 
-BY_NAME = {case.name: case for case in CASES}
 RELEASED: list[tuple[str, Callable[[Path], dict[str, torch.Tensor]]]] = [
     ("gpt_oss", to_mxfp4),
     ("deepseek_v3", to_int4),
@@ -116,7 +116,7 @@ def test_command_reports_errors(tmp_path: Path) -> None:
         export.convert(str(plain), tmp_path / "out")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(UsageError, match="is stored in int4, in a format that is not read"):
+    with pytest.raises(UsageError, match="is stored in int4, which cannot be converted"):
         export.convert(str(plain), tmp_path / "out")
 
 

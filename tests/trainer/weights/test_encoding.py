@@ -17,7 +17,7 @@ from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, published
 from primeslurm.wire.weight_transfer import tensor_names
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8
-from tests.trainer.conftest import make_recipe
+from tests.trainer.conftest import make_recipe, tensors
 from tests.trainer.families import COMMON, EXPERTS, Case, write
 
 WIDE = COMMON | {"hidden_size": 192, "intermediate_size": 256}
@@ -41,7 +41,7 @@ def test_policy_is_published_in_fp8(world: World, tmp_path: Path) -> None:
         1
     )
     original = load_file(source / "model.safetensors")
-    found = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    found = tensors(path)
     halved = {name for name in found if name + tensor_names.FP8_SCALE in found}
     assert {name.rsplit(".", 2)[-2] for name in halved} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"

@@ -6,30 +6,24 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.cli import primeslurm
-from tests.trainer.conftest import make_batch, make_recipe, make_timer
-
-
-def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+from tests.trainer.conftest import make_batch, make_recipe, make_timer, tensors
 
 
 def test_export_matches_published_weights(moe_model: Path, world: World, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "not" / "there" / "model"
     recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
-    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe, world)
     saver, timer = Checkpoints(run, 1, recipe.checkpoint, world, None), make_timer(run)
     publisher = Publisher(policy, run, Encoding(torch.bfloat16), 3, world)
     for step in (1, 2):
@@ -41,8 +35,8 @@ def test_export_matches_published_weights(moe_model: Path, world: World, tmp_pat
 
     wrong = primeslurm("export", run, moe_model, "--step", "7", cwd=tmp_path)
     assert wrong.code == 2
-    assert "--step = 7: is no committed step (nearest: 2)" in wrong.err
-    assert f"DIR = {moe_model}: exists already" in wrong.err
+    assert "--step = 7: is not a committed step (nearest: 2)" in wrong.err
+    assert f"DIR = {moe_model}: already exists" in wrong.err
 
     done = primeslurm("export", run, out, "--step", "1", cwd=tmp_path)
     assert (done.code, done.out) == (0, f"{out}\n"), done.err

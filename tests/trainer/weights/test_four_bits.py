@@ -20,13 +20,11 @@ from primeslurm.trainer.weights.export import Encoding
 from primeslurm.trainer.weights.four_bits import dequantize
 from primeslurm.trainer.weights.loading import Loader
 from primeslurm.trainer.weights.tensor_files import TensorFiles
-from tests.trainer.as_released import change_config, tensors
+from tests.trainer.as_released import change_config
 from tests.trainer.checkpoints.test_as_released import exported
-from tests.trainer.conftest import make_recipe
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.conftest import make_recipe, tensors
+from tests.trainer.families import BY_NAME, Case, write
 from tests.trainer.four_bits import INT4, int4, mxfp4, to_int4, to_mxfp4
-
-BY_NAME = {case.name: case for case in CASES}
 
 
 def test_mxfp4_matches_transformers() -> None:

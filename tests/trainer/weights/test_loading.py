@@ -18,8 +18,8 @@ from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 from tests.trainer.as_released import quantize
-from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.families import CASES, write
+from tests.trainer.conftest import finish, make_recipe, printed, start_ranks
+from tests.trainer.families import BY_NAME, write
 from tests.trainer.four_bits import int4, mxfp4
 
 
@@ -49,7 +49,7 @@ def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
         assert set(found) == set(meant | four_bits)
         for name, tensor in (meant | four_bits).items():
             assert torch.equal(found[name], tensor.float()), name
-    counts = [json.loads(line[5:]) for out in outputs for line in out.splitlines() if line.startswith("READ ")]
+    counts = [counts for output in outputs for counts in printed(output, "READ")]
     # Runs of a few bytes are read with what lies between them: here stacks, split within each of their matrices.
     twice = ("stack.1", "mx.2", "mx.2's scales")
     elements = {name: tensor.numel() for name, tensor in meant.items()}
@@ -97,7 +97,7 @@ def test_row_slices_cover_the_region_once(whole_rows: bool, monkeypatch: pytest.
 
 
 def test_loaded_weights_are_not_initialized(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in CASES if case.name == "qwen3_moe")
+    case = BY_NAME["qwen3_moe"]
     path = write(case, tmp_path)
 
     def refuse(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

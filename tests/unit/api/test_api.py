@@ -1,4 +1,4 @@
-"""The package's face: recipes and runs from Python, without a cluster."""
+"""Recipes and runs from Python, without a cluster."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write(place: Path, **changes: Any) -> None:
     (place / "r.yaml").write_text(yaml.safe_dump(recipe_data(**{"model": {"path": "org/none"}, **changes})))
 
 
-def test_all_names_are_there_and_no_others() -> None:
+def test_package_exports_exactly_the_documented_names() -> None:
     for name in primeslurm.__all__:
         assert getattr(primeslurm, name) is not None
     assert set(primeslurm.__all__) <= set(dir(primeslurm))
@@ -56,7 +56,7 @@ def test_all_names_are_there_and_no_others() -> None:
     assert (ROOT / "primeslurm" / "py.typed").is_file()
 
 
-def test_what_only_looks_needs_neither_slurm_nor_the_model(place: Path) -> None:
+def test_plan_render_and_dry_run_need_neither_slurm_nor_model(place: Path) -> None:
     loaded = primeslurm.load("r.yaml", overrides={"max_steps": 7, "trainer.optimizer.lr": 1e-6}, name="x")
     assert (loaded.recipe.max_steps, loaded.recipe.trainer.optimizer.lr, loaded.recipe.name) == (7, 1e-6, "x")
     plan = loaded.plan()
@@ -71,7 +71,7 @@ def test_what_only_looks_needs_neither_slurm_nor_the_model(place: Path) -> None:
     assert not (place / "runs").exists()
 
 
-def test_check_says_everything_and_submit_refuses_it(place: Path) -> None:
+def test_check_reports_everything_and_submit_refuses_it(place: Path) -> None:
     loaded = primeslurm.load("r.yaml", overrides=["deployment.train.gpus_per_node=9"])
     check = loaded.check()
     assert not check.ok and check.plan is None
@@ -88,12 +88,12 @@ def test_check_says_everything_and_submit_refuses_it(place: Path) -> None:
     assert not (place / "runs").exists()
 
 
-def test_a_sound_recipe_may_be_blocked(place: Path) -> None:
+def test_valid_recipe_may_be_blocked(place: Path) -> None:
     check = primeslurm.load("r.yaml", overrides={"model.path": "Qwen/Qwen3-8B", "model.dtype": "bfloat16"}).check()
     assert check.ok and check.blocked and check.plan is not None
 
 
-def test_recipe_and_site_are_read_before_anything_is_said(place: Path) -> None:
+def test_errors_of_recipe_and_site_are_raised_together(place: Path) -> None:
     with pytest.raises(primeslurm.UsageError) as refused:
         primeslurm.load("r.yaml", site="nowhere.yaml", overrides={"max_steps": 0})
     assert [violation.field for violation in refused.value.violations] == ["max_steps", "nowhere.yaml"]
@@ -101,7 +101,7 @@ def test_recipe_and_site_are_read_before_anything_is_said(place: Path) -> None:
 
 @pytest.fixture
 def placements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was asked each time that the needs of a recipe were worked out."""
+    """Arguments of each call that requests resources."""
     calls: list[Any] = []
     work_out = planner.resource_requests
     monkeypatch.setattr(planner, "resource_requests", lambda *given: calls.append(given) or work_out(*given))
@@ -109,7 +109,7 @@ def placements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("emulate", [False, True])
-def test_a_submission_is_worked_out_once(place: Path, placements: list[Any], emulate: bool) -> None:
+def test_submission_plans_once(place: Path, placements: list[Any], emulate: bool) -> None:
     write(place, model={"path": str(model_dir(place))})
     loaded = primeslurm.load("r.yaml", site="site.yaml", emulate=emulate)
     assert loaded.dry_run().plan.emulated == emulate
@@ -119,7 +119,7 @@ def test_a_submission_is_worked_out_once(place: Path, placements: list[Any], emu
     assert len(placements) == 2
 
 
-def test_an_emulated_run_is_worked_out_once_and_listens_where_its_cluster_is(
+def test_emulated_run_plans_once_and_uses_the_cluster_addresses(
     place: Path, placements: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, elsewhere = primeslurm.load("r.yaml", emulate=True), LoopbackPlace(3)
@@ -136,7 +136,7 @@ def test_an_emulated_run_is_worked_out_once_and_listens_where_its_cluster_is(
     assert found.addresses == up.network.addresses != loaded.site.network.addresses
 
 
-def test_commands_that_only_look_end_well_without_slurm_and_model(place: Path) -> None:
+def test_read_only_commands_succeed_without_slurm_and_model(place: Path) -> None:
     shown = command("submit", "r.yaml", "--dry-run", cwd=place, path=place)
     assert shown.code == 0, shown.err
     assert "blocked: model.path = org/none: is not in the Hugging Face cache" in shown.err
@@ -152,7 +152,7 @@ def test_commands_that_only_look_end_well_without_slurm_and_model(place: Path) -
     assert not (place / "runs").exists()
 
 
-def test_the_example_checks_and_shows_without_slurm_and_model(place: Path) -> None:
+def test_example_script_runs_without_slurm_and_model(place: Path) -> None:
     done = run_python(EXAMPLE, "r.yaml", "--dry-run", cwd=place)
     assert done.code == 0, done.err
     assert done.out.startswith("test-run: 3 nodes, 16 GPUs, 8 engines\n")
@@ -165,7 +165,7 @@ def test_the_example_checks_and_shows_without_slurm_and_model(place: Path) -> No
 
 @pytest.fixture
 def finished(place: Path) -> RunDirectory:
-    """A run that is over."""
+    """A run that has ended."""
     process = plan_of(place / "runs" / "done", (_process(),))
     run = RunDirectory(place / "runs" / "done")
     attempt = run.attempt(1)
@@ -182,7 +182,7 @@ def _process() -> Any:
     return Process(name="trainer-rank-0", role="trainer", node=0, argv=python("pass"), log="x")
 
 
-def test_a_run_is_found_and_read(finished: RunDirectory) -> None:
+def test_run_is_found_and_read(finished: RunDirectory) -> None:
     run = primeslurm.find_run("done")
     assert [each.name for each in primeslurm.all_runs()] == ["done"]
     assert run == primeslurm.Run(finished.path)
@@ -197,7 +197,7 @@ def test_a_run_is_found_and_read(finished: RunDirectory) -> None:
         primeslurm.find_run("don")
 
 
-def test_waiting_has_an_end(finished: RunDirectory) -> None:
+def test_wait_times_out(finished: RunDirectory) -> None:
     (finished.attempt(1).path / "end.json").unlink()
     write_json(finished.attempt(1).fleet_file, {"time": time.time(), "states": {}})
     with pytest.raises(TimeoutError, match=r"^done is running after 0\.02 s$"):

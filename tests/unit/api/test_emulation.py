@@ -31,7 +31,7 @@ def test_no_two_runs_share_a_cluster() -> None:
     assert names[0] == "emulate-try-1"
 
 
-def test_the_command_line_alone_cannot_emulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_needs_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "r.yaml").write_text(json.dumps({"name": "r", **FIELDS}))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "safetensors" else find_spec(name))
@@ -40,14 +40,14 @@ def test_the_command_line_alone_cannot_emulate(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("home", ["/root", "/home/alice", "/home/a-long-user-name"])
-def test_a_run_of_any_name_has_a_cluster_below_an_ordinary_home(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_of_any_run_name_has_a_short_path(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", home)
     for run in ("r", "qwen3-30b-a3b-one-node", "smollm2-arithmetic-one-gpu", f"{CUT}-{CUT}"):
         emulation.cluster_for(Recipe.model_validate({"name": run, **FIELDS})).check()
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_only_a_cluster_that_was_started_here_is_ended(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_cluster_started_here_is_stopped(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ClusterSpec("emulate-r", Path("/c"), Path("/runs"))
     ended: list[str] = []
     monkeypatch.setattr(emulation, "up", lambda asked: (Cluster(asked, LoopbackPlace(0)), started))

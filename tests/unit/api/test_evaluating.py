@@ -1,4 +1,4 @@
-"""`primeslurm eval`: which model it takes, and what it would start."""
+"""`primeslurm eval`: the evaluated model, and the plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(tmp_path: Path, recipe: Path) -> Path:
     return directory
 
 
-def test_a_recipe_s_model_is_evaluated_by_engines_and_environments_alone(recipe: Path) -> None:
+def test_model_of_a_recipe_is_evaluated_without_a_trainer(recipe: Path) -> None:
     loaded = load_evaluation(str(recipe), local=True)
     assert (loaded.recipe.name, loaded.recipe.task, loaded.recipe.teacher) == ("test-run-eval", "eval", None)
     plan = loaded.plan()
@@ -58,21 +58,21 @@ def test_a_recipe_s_model_is_evaluated_by_engines_and_environments_alone(recipe:
 
 
 @pytest.mark.parametrize(("step", "found"), [(None, 20), (20, 20), (10, 10)])
-def test_a_run_s_published_policy_is_evaluated(run: Path, step: int | None, found: int) -> None:
+def test_published_policy_of_a_run_is_evaluated(run: Path, step: int | None, found: int) -> None:
     loaded = load_evaluation(str(run), step=step, local=True)
     assert loaded.recipe.name == f"trained-eval-{found}"
     assert loaded.recipe.model.path == str(run / "weights" / f"v{found:06d}")
     assert all(loaded.recipe.model.path in " ".join(p.argv) for p in loaded.plan().processes() if p.role == "engine")
 
 
-def test_a_policy_that_is_not_there_is_refused_with_the_way_to_get_it(run: Path) -> None:
+def test_missing_policy_is_refused_with_a_fix(run: Path) -> None:
     text = r"--step = 17: is not among the published policies .*nearest: 20; or `primeslurm export"
     with pytest.raises(UsageError, match=text):
         load_evaluation(str(run), step=17, local=True)
 
 
-def test_what_is_wrong_is_said(tmp_path: Path, recipe: Path) -> None:
-    with pytest.raises(UsageError, match="--step = 3: is of runs"):
+def test_wrong_arguments_are_usage_errors(tmp_path: Path, recipe: Path) -> None:
+    with pytest.raises(UsageError, match="--step = 3: applies to runs only"):
         load_evaluation(str(recipe), step=3, local=True)
     with pytest.raises(RunError, match="there is no run"):
         load_evaluation(str(tmp_path / "nothing"), local=True)
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, recipe: Path) -> None:
         load_evaluation(str(recipe), overrides=["evaluation=null"], local=True)
 
 
-def test_other_environments_may_be_named(recipe: Path) -> None:
+def test_evaluation_environments_can_be_overridden(recipe: Path) -> None:
     words = ["evaluation={environments: [{id: reverse-text, examples: 3}]}"]
     loaded = load_evaluation(str(recipe), overrides=words, name="other", local=True)
     assert loaded.recipe.name == "other"

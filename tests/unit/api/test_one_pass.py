@@ -1,4 +1,4 @@
-"""A check finds every fault of a recipe in one pass, each once, and no consequences of them."""
+"""A check reports every fault of a recipe once and in one pass, without its consequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SITE = ROOT / "sites" / "h200.yaml"
 HELD_OUT = "{id: math-problems, name: held-out, args: {path: /data/x.jsonl}}"
 EVALUATED = f"evaluation={{interval: 20, environments: [{HELD_OUT}]}}"
 FAULTS = {
-    # What is no field, or has a value of a wrong kind
+    # Unknown fields, and values of a wrong type
     "max_step=3": "max_step",
     "foo.bar=1": "foo.bar",
     "learning_rate=1e-6": "learning_rate",
@@ -45,19 +45,19 @@ FAULTS = {
     "monitor.tensorboard=perhaps": "monitor.tensorboard",
     "slurm.time=soon": "slurm.time",
     "pass_env=[A-B]": "pass_env.0",
-    # What contradicts another field
+    # Contradictions between fields
     "orchestrator.batch_size=250": "orchestrator.batch_size",
     "orchestrator.sampling.max_tokens=16384": "orchestrator.sampling.max_tokens",
     "model.max_len=64": "model.max_len",
     "model.renderer=qwen33": "model.renderer",
     "evaluation.keep_best=held-out/pass@7": "evaluation.keep_best",
-    # What contradicts the model or the site
+    # Contradictions to the model or the site
     "trainer.parallelism.ep=7": "trainer.parallelism.ep",
     "inference.parallel.tp=5": "inference.parallel.tp",
     "inference.prefill.vllm_extra={port: 1}": "inference.vllm_extra",
     "deployment.spares.environments=1": "deployment.spares.environments",
 }
-"""Overrides of the recipe, and the field that each should be reported for."""
+"""Overrides of the recipe, and the field of the finding of each."""
 
 
 def found(*overrides: str, site: Path = SITE) -> Examined:
@@ -69,12 +69,12 @@ def fields(examined: Examined) -> list[str]:
     return sorted(error.field for error in examined.errors)
 
 
-def test_the_recipe_is_sound_without_faults() -> None:
+def test_recipe_without_faults_has_no_findings() -> None:
     assert found().errors == () and found().planned is not None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_fault_is_one_finding(fault: str) -> None:
+def test_one_fault_gives_one_finding(fault: str) -> None:
     examined = found(fault)
     assert fields(examined) == [FAULTS[fault]], examined.errors
 
@@ -85,7 +85,7 @@ def samples() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("faults", samples(), ids=lambda faults: " ".join(fault.partition("=")[0] for fault in faults))
-def test_several_faults_are_as_many_findings(faults: tuple[str, ...]) -> None:
+def test_each_of_several_faults_gives_one_finding(faults: tuple[str, ...]) -> None:
     examined = found(*faults)
     assert fields(examined) == sorted(FAULTS[fault] for fault in faults), examined.errors
 
@@ -96,25 +96,25 @@ def site_file(place: Path, **changes: Any) -> Path:
     return place / "site.yaml"
 
 
-def test_faults_of_the_site_hide_none_of_the_recipe(tmp_path: Path) -> None:
+def test_faults_of_the_site_hide_no_faults_of_the_recipe(tmp_path: Path) -> None:
     faulty = site_file(tmp_path, device="tpu", partitions=["a"], node_silent_s="long")
     examined = found("trainer.parallelism.ep=7", "seed=many", site=faulty)
     assert fields(examined) == ["device", "node_silent_s", "partitions", "seed", "trainer.parallelism.ep"]
 
 
-def test_a_missing_site_file_hides_nothing_of_the_recipe(tmp_path: Path) -> None:
+def test_missing_site_file_hides_no_faults_of_the_recipe(tmp_path: Path) -> None:
     examined = found("trainer.parallelism.ep=7", "seed=many", site=tmp_path / "none.yaml")
     assert fields(examined) == sorted([str(tmp_path / "none.yaml"), "seed", "trainer.parallelism.ep"])
 
 
-def test_a_recipe_that_cannot_be_read_is_the_only_finding(tmp_path: Path) -> None:
+def test_unreadable_recipe_is_the_only_finding(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("a: [1,")
     examined = examine(read_recipe(tmp_path / "r.yaml"), draft_site(SITE), local=False)
     (error,) = examined.errors
     assert "not valid YAML" in error.why
 
 
-def test_memory_that_follows_from_a_fault_is_no_second_finding() -> None:
+def test_memory_error_caused_by_a_fault_is_not_reported() -> None:
     tight = "trainer.parallelism.activation_checkpointing=none"
     alone = found(tight)
     assert fields(alone) == ["deployment.train"]
@@ -123,7 +123,7 @@ def test_memory_that_follows_from_a_fault_is_no_second_finding() -> None:
 
 
 def test_findings_of_all_stages_are_printed_together(tmp_path: Path) -> None:
-    """A misspelt key, an environment that nobody has, a batch of no whole groups, and a model without a template."""
+    """A misspelt key, an unknown environment, a batch with a partial group, and a model without a chat template."""
     write_recipe(
         tmp_path / "r.yaml",
         model={"path": str(model_dir(tmp_path))},
@@ -145,15 +145,15 @@ def test_findings_of_all_stages_are_printed_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["model.path=[1]", "model=7"])
-def test_nothing_is_said_about_the_placeholder_of_a_faulty_model(fault: str) -> None:
+def test_placeholder_of_a_faulty_model_gives_no_findings(fault: str) -> None:
     examined = found(fault, "trainer.parallelism.cp=many")
     assert fields(examined) == sorted([fault.partition("=")[0], "trainer.parallelism.cp"])
     assert not [each for each in examined.others if "model" in each.field or "unknown" in str(each)]
 
 
 @pytest.mark.parametrize("share", ["null", "0", "-0.1", "1", "40"])
-def test_an_impossible_share_of_colocated_engines_is_one_finding(share: str) -> None:
-    """No trainer is said not to fit into what an impossible share leaves of a GPU."""
+def test_impossible_memory_share_of_colocated_engines_is_one_finding(share: str) -> None:
+    """The impossible share is not also reported as a trainer that does not fit."""
     shape = "deployment={layout: one_node, colocated: true}"
     examined = found(
         *(shape, "trainer.parallelism.ep=1", "inference={}", "trainer.memory.optimizer_state_offload=true"),
@@ -162,7 +162,7 @@ def test_an_impossible_share_of_colocated_engines_is_one_finding(share: str) -> 
     assert fields(examined) == ["inference.gpu_memory_utilization"], examined.errors
 
 
-def test_everything_that_one_node_cannot_hold_is_found() -> None:
+def test_all_roles_that_exceed_one_node_are_reported() -> None:
     shape = "{layout: one_node, train: {nodes: 2, gpus_per_node: 4}, spares: {train: 1}, environments: {nodes: 1}"
     engines = "inference: {type: multi_node, num_replicas: 2}}"
     examined = found(f"deployment={shape}, {engines}", "slurm.inference={partition: other}")
@@ -171,12 +171,12 @@ def test_everything_that_one_node_cannot_hold_is_found() -> None:
 
 
 @pytest.mark.parametrize("verb", ["check", "plan"])
-def test_a_recipe_and_a_site_that_are_both_missing_are_both_named(verb: str, tmp_path: Path) -> None:
+def test_missing_recipe_and_missing_site_are_both_reported(verb: str, tmp_path: Path) -> None:
     answer = primeslurm(verb, "none.yaml", "--site", "nowhere.yaml", cwd=tmp_path)
     assert answer.code == 2 and "RECIPE = none.yaml: " in answer.err and "nowhere.yaml: cannot be read" in answer.err
 
 
-def test_both_sides_of_a_comparison_are_read_in_one_pass(tmp_path: Path) -> None:
+def test_errors_of_both_sides_of_a_comparison_are_reported(tmp_path: Path) -> None:
     site_file(tmp_path, device="tpu")
     write_recipe(tmp_path / "a.yaml", max_step=1)
     write_recipe(tmp_path / "b.yaml", seeds=1)

@@ -1,4 +1,4 @@
-"""What a first site file says: which partition, account and QOS are chosen of what Slurm shows."""
+"""Choice of partition, account and QOS for a first site file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ H100 = Partition("h100", "UP", nodes(4, "gpu:h100:8(S:0-1)"))
 CPU = Partition("cpu", "UP", nodes(20, mib=256_000))
 
 
-def test_the_partition_with_most_gpus_is_taken_and_cpu_nodes_control() -> None:
+def test_partition_with_most_gpus_is_chosen_and_cpu_nodes_are_control() -> None:
     small = Partition("a100", "UP", nodes(9, "gpu:a100:2"))
     found = propose(facts(small, H100, CPU))
     assert found.gpu is not None and found.cpu is not None
@@ -38,7 +38,7 @@ def test_the_partition_with_most_gpus_is_taken_and_cpu_nodes_control() -> None:
     assert [offer.partition for offer in found.offers] == ["h100", "a100", "cpu"]
 
 
-def test_of_equal_partitions_the_one_with_longer_jobs_is_taken() -> None:
+def test_equal_partition_with_longer_jobs_is_chosen() -> None:
     short, long = (replace(H100, name=name, max_minutes=limit) for name, limit in (("short", 10), ("long", 2880)))
     for order in ((short, long), (long, short)):
         found = propose(facts(*order)).gpu
@@ -60,12 +60,12 @@ def test_of_equal_partitions_the_one_with_longer_jobs_is_taken() -> None:
     ],
     ids=str,
 )
-def test_a_partition_that_takes_no_jobs_of_the_user_is_named_and_not_taken(closed: dict[str, object]) -> None:
+def test_partition_that_refuses_the_user_is_listed_but_not_chosen(closed: dict[str, object]) -> None:
     found = propose(facts(replace(H100, **closed), CPU))  # type: ignore[arg-type]
     assert found.gpu is None and found.refused == ("h100",)
 
 
-def test_nodes_of_one_kind_are_described_and_the_weakest_of_them_counts() -> None:
+def test_smallest_node_of_the_most_frequent_kind_counts() -> None:
     mixed = (
         *nodes(3, "gpu:h100:8", cpus=64),
         *nodes(1, "gpu:h100:8", cpus=32, mib=100_000),
@@ -79,7 +79,7 @@ def test_nodes_of_one_kind_are_described_and_the_weakest_of_them_counts() -> Non
     assert (found.gpu, found.cpu) == (gpu, None), "the job would have nodes with GPUs for control, too"
 
 
-def test_memory_that_slurm_does_not_know_is_left_out() -> None:
+def test_unset_memory_is_left_out() -> None:
     found = propose(facts(Partition("gpu", "UP", nodes(1, "gpu:4", mib=1)))).gpu
     assert found is not None and found.memory_gib is None and found.gres == "gpu"
 
@@ -123,20 +123,20 @@ ENFORCED = frozenset({"associations", "limits", "qos"})
         ),
     ],
 )
-def test_account_qos_and_time_are_those_that_the_partition_takes(
+def test_account_qos_and_time_fit_the_partition(
     partition: dict[str, object], accounting: Accounting, choice: tuple[str, str, int | None]
 ) -> None:
     found = propose(facts(replace(H100, **partition), accounting=accounting)).gpu  # type: ignore[arg-type]
     assert found is not None and (found.account, found.qos, found.max_minutes) == choice
 
 
-def test_a_user_whose_accounts_are_all_refused_gets_no_partition() -> None:
+def test_user_without_an_accepted_account_gets_no_partition() -> None:
     accounting = Accounting(ENFORCED, "b", (association("b"),))
     assert propose(facts(replace(H100, accounts=frozenset({"a"})), accounting=accounting)).gpu is None
     assert propose(facts(H100, accounting=Accounting(ENFORCED, "", ()))).gpu is None
 
 
-def test_control_is_in_a_partition_that_takes_the_account_of_the_gpus() -> None:
+def test_control_partition_accepts_the_account_of_the_gpu_partition() -> None:
     accounting = Accounting(ENFORCED, "b", (association("a"), association("b")))
     only_a = replace(CPU, name="cpu-a", accounts=frozenset({"a"}), nodes=nodes(99))
     found = propose(facts(H100, only_a, CPU, accounting=accounting))

@@ -1,4 +1,4 @@
-"""Ready recipes: listed, copied, and named wherever a recipe is taken."""
+"""Ready recipes are listed, copied, and accepted by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from primeslurm.recipe.reading.recipe_files import find_recipe, load_recipe, rea
 from tests.support.cli import primeslurm
 
 
-def test_every_shipped_recipe_is_listed_with_a_purpose_that_is_one_statement() -> None:
+def test_every_ready_recipe_has_a_purpose_of_one_sentence() -> None:
     listed = {recipe.name: recipe for recipe in list_recipes()}
     assert set(listed) == {path.stem for path in shipped("recipes").glob("*.yaml")}
     assert all(5 < len(recipe.purpose) < 160 for recipe in listed.values())
@@ -33,17 +33,17 @@ def test_every_shipped_recipe_is_listed_with_a_purpose_that_is_one_statement() -
         ("schema: 1\n# RL\n", ""),
     ],
 )
-def test_the_purpose_is_the_first_statement_of_the_comment_at_the_top(text: str, purpose: str) -> None:
+def test_purpose_is_the_first_sentence_of_the_top_comment(text: str, purpose: str) -> None:
     assert purpose_of(text) == purpose
 
 
 @pytest.mark.parametrize("name", sorted(ready_recipes()))
-def test_a_copy_alone_in_a_directory_is_the_same_recipe(name: str, tmp_path: Path) -> None:
+def test_copy_in_another_directory_is_the_same_recipe(name: str, tmp_path: Path) -> None:
     copy = copy_recipe(name, tmp_path / "mine.yaml")
     assert load_recipe(copy) == load_recipe(ready_recipes()[name])
 
 
-def test_a_base_beside_a_copy_counts_before_the_ready_one(tmp_path: Path) -> None:
+def test_base_next_to_a_copy_comes_before_the_ready_one(tmp_path: Path) -> None:
     copy = copy_recipe("glm5_r3", tmp_path)
     assert load_recipe(copy).seq_len == 131072
     base = copy_recipe("glm5_pd", tmp_path)
@@ -51,9 +51,7 @@ def test_a_base_beside_a_copy_counts_before_the_ready_one(tmp_path: Path) -> Non
     assert load_recipe(copy).seq_len == 65536
 
 
-def test_a_bare_name_is_a_ready_recipe_unless_the_user_has_such_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bare_name_is_a_ready_recipe_unless_a_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ready = shipped("recipes") / "tool_use.yaml"
     assert find_recipe(Path("tool_use")) == find_recipe(Path("tool_use.yaml")) == ready
@@ -71,7 +69,7 @@ def test_hostile_names_are_usage_errors(name: str, tmp_path: Path, monkeypatch: 
         load_recipe(find_recipe(Path(name)))
 
 
-def test_copying_overwrites_nothing_and_names_every_reason(tmp_path: Path) -> None:
+def test_copy_overwrites_nothing_and_reports_every_reason(tmp_path: Path) -> None:
     (tmp_path / "tool_use.yaml").write_text("mine")
     again = primeslurm("recipes", "copy", "tool_use", cwd=tmp_path)
     assert (again.code, (tmp_path / "tool_use.yaml").read_text()) == (2, "mine")
@@ -80,7 +78,7 @@ def test_copying_overwrites_nothing_and_names_every_reason(tmp_path: Path) -> No
     assert lost.code == 2 and "there is no directory no/such" in lost.err
 
 
-def test_an_unknown_name_gets_one_error_with_the_closest_names(tmp_path: Path) -> None:
+def test_unknown_name_is_one_error_with_the_nearest_names(tmp_path: Path) -> None:
     for words in (("recipes", "show", "glm5_dp"), ("recipes", "copy", "glm5_dp"), ("plan", "glm5_dp", "--local")):
         refused = primeslurm(*words, cwd=tmp_path)
         assert refused.code == 2 and len(refused.err.splitlines()) == 1, refused
@@ -88,7 +86,7 @@ def test_an_unknown_name_gets_one_error_with_the_closest_names(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_verbs_take_bare_names(tmp_path: Path) -> None:
+def test_verbs_accept_ready_recipe_names(tmp_path: Path) -> None:
     site = ("--site", shipped("sites") / "h200.yaml")
     for words in (("plan", "glm5_serve", *site), ("check", "glm5_serve", *site), ("render", "glm5_serve", *site)):
         assert primeslurm(*words, cwd=tmp_path).code == 0, words

@@ -1,4 +1,4 @@
-"""The site of a machine without a site file: its GPUs, or what Slurm gives a shell of them."""
+"""The site of this machine: its GPUs, or those that Slurm gives to a shell."""
 
 from __future__ import annotations
 
@@ -42,14 +42,12 @@ def kind(devices: Path, driver: Path = Path("/none"), **environ: str) -> tuple[s
     ],
     ids=str,
 )
-def test_a_machine_has_the_gpus_that_the_shell_may_use(
-    environ: dict[str, str], device: str, gpus: int, devices: Path
-) -> None:
+def test_local_site_has_the_gpus_of_the_shell(environ: dict[str, str], device: str, gpus: int, devices: Path) -> None:
     found, nodes = kind(devices, **environ)
     assert (found, nodes.gpus) == (device, gpus)
 
 
-def test_without_devices_processes_compute_on_cpus_with_as_many_pretended_gpus_as_slurm_gives(tmp_path: Path) -> None:
+def test_without_devices_the_site_has_fake_gpus(tmp_path: Path) -> None:
     assert kind(tmp_path)[0] == "cpu"
     assert kind(tmp_path)[1].gpus == 8
     found, nodes = kind(tmp_path, CUDA_VISIBLE_DEVICES="0,1")
@@ -66,7 +64,7 @@ def test_without_devices_processes_compute_on_cpus_with_as_many_pretended_gpus_a
     ],
     ids=str,
 )
-def test_cores_and_memory_are_those_of_the_allocation(
+def test_local_site_has_cores_and_memory_of_the_allocation(
     environ: dict[str, str], memory_gib: float | None, tmp_path: Path
 ) -> None:
     _, nodes = kind(tmp_path, **environ)
@@ -88,15 +86,15 @@ def test_cores_and_memory_are_those_of_the_allocation(
     ],
     ids=str,
 )
-def test_the_type_of_the_gpus_is_that_of_the_driver(models: list[str], expected: str | None, devices: Path) -> None:
+def test_gpu_type_comes_from_the_driver(models: list[str], expected: str | None, devices: Path) -> None:
     for number, model in enumerate(models):
         (devices / f"0000:{number}b:00.0").mkdir()
         (devices / f"0000:{number}b:00.0" / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\n")
     assert kind(devices, devices)[1].gpu == expected
 
 
-def test_a_shell_outside_of_the_node_that_slurm_gave_it_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`salloc` leaves the shell where it is, on many clusters."""
+def test_local_run_outside_of_the_allocated_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On many clusters, the shell of `salloc` stays on the login node."""
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
@@ -114,7 +112,7 @@ def test_a_shell_outside_of_the_node_that_slurm_gave_it_starts_nothing(monkeypat
 
 
 @pytest.mark.parametrize("more", ["", "foo: 1\n", "device: tpu\n"])
-def test_runs_are_where_the_site_file_says_whatever_else_is_wrong_in_it(
+def test_runs_directory_ignores_other_errors_of_the_site_file(
     more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -124,7 +122,7 @@ def test_runs_are_where_the_site_file_says_whatever_else_is_wrong_in_it(
 
 
 @pytest.mark.parametrize("text", ["\t", "runs: [a]\n"])
-def test_a_site_file_that_does_not_say_where_runs_are_is_an_error(
+def test_unreadable_runs_of_a_site_file_are_an_error(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

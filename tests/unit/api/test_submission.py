@@ -1,4 +1,4 @@
-"""Submissions that are interrupted, or whose answer is lost: the job is found, and there is never a second one."""
+"""Interrupted submissions and lost answers: the job is found, and never submitted twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(tmp_path: Path, slurm: FakeSlurm) -> Run:
 
 @pytest.fixture
 def resume(run: Run) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Start `resume` as a process of its own, in a session of its own, as a terminal has."""
+    """Start `resume` in a new process and session, as a terminal does."""
     started: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:
@@ -73,7 +73,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_job_is_submitted_with_a_word_that_is_on_record_before(run: Run, slurm: FakeSlurm) -> None:
+def test_submission_token_is_recorded_before_sbatch(run: Run, slurm: FakeSlurm) -> None:
     submitted = run.start_again()
     job = run.directory.attempt(2).job()
     assert job is not None and submitted.job_id == job.job_id == "1"
@@ -82,7 +82,7 @@ def test_a_job_is_submitted_with_a_word_that_is_on_record_before(run: Run, slurm
     assert run.status().phase == "pending" and run.status().job_id == "1"
 
 
-def test_a_recipes_own_comment_stays(run: Run, slurm: FakeSlurm) -> None:
+def test_comment_of_the_recipe_is_kept(run: Run, slurm: FakeSlurm) -> None:
     run.directory.attempt(1).prepare(plan(run.path, group(0, "all"), comment="project x"))
     run.start_again()
     assert "--comment" not in slurm.words("1")
@@ -90,7 +90,7 @@ def test_a_recipes_own_comment_stays(run: Run, slurm: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_waits_until_the_job_is_on_record(
+def test_signal_waits_until_the_job_is_recorded(
     number: signal.Signals, run: Run, slurm: FakeSlurm, resume: Callable[[], subprocess.Popen[str]]
 ) -> None:
     slurm.set("hold")
@@ -109,7 +109,7 @@ def test_a_signal_waits_until_the_job_is_on_record(
 
 @pytest.fixture
 def orphan(run: Run, slurm: FakeSlurm, resume: Callable[[], subprocess.Popen[str]]) -> str:
-    """The id of a job whose submitter was killed before sbatch had answered."""
+    """Submit a job, kill the submitter before sbatch answers, and return the id of the job."""
     slurm.set("hold")
     process = resume()
     until(lambda: slurm.jobs)
@@ -121,25 +121,25 @@ def orphan(run: Run, slurm: FakeSlurm, resume: Callable[[], subprocess.Popen[str
     return "1"
 
 
-def test_status_finds_the_job_of_a_submission_that_was_killed(run: Run, orphan: str, slurm: FakeSlurm) -> None:
+def test_status_finds_the_job_of_a_killed_submission(run: Run, orphan: str, slurm: FakeSlurm) -> None:
     status = run.status()
     assert (status.phase, status.job_id, status.reason) == ("pending", orphan, "PENDING")
     slurm.set("down")
     assert (job := run.directory.attempt(2).job()) is not None and job.job_id == orphan, "it is on record"
 
 
-def test_cancel_finds_it(run: Run, orphan: str, slurm: FakeSlurm) -> None:
+def test_cancel_finds_the_job_of_a_killed_submission(run: Run, orphan: str, slurm: FakeSlurm) -> None:
     assert run.cancel()
     assert slurm.jobs == {orphan: "CANCELLED"}
 
 
-def test_resume_finds_it_and_makes_no_second_one(run: Run, orphan: str, slurm: FakeSlurm) -> None:
+def test_resume_finds_the_job_of_a_killed_submission_and_submits_none(run: Run, orphan: str, slurm: FakeSlurm) -> None:
     with pytest.raises(UsageError, match=rf"is pending: there is nothing to resume, slurm job {orphan} \(attempt 2"):
         run.start_again()
     assert slurm.jobs == {orphan: "PENDING"}
 
 
-def test_a_submission_that_was_killed_before_slurm_had_the_job_is_told_and_resumed(run: Run, slurm: FakeSlurm) -> None:
+def test_submission_killed_before_sbatch_can_be_resumed(run: Run, slurm: FakeSlurm) -> None:
     intent = JobRecord("", "slurm", time.time(), None, "gone", "", 0)
     assert claim_attempt(run.directory, 2, run.plan(), intent) is not None
     status = run.status()
@@ -148,7 +148,7 @@ def test_a_submission_that_was_killed_before_slurm_had_the_job_is_told_and_resum
     assert run.start_again().attempt == 3 and slurm.jobs == {"1": "PENDING"}
 
 
-def test_nobody_resumes_while_slurm_cannot_say_whether_there_is_a_job(run: Run, orphan: str, slurm: FakeSlurm) -> None:
+def test_resume_is_refused_while_slurm_does_not_answer(run: Run, orphan: str, slurm: FakeSlurm) -> None:
     slurm.set("down")
     with pytest.raises(ClusterError, match="Unable to contact"):
         run.start_again()
@@ -167,21 +167,21 @@ def test_nobody_resumes_while_slurm_cannot_say_whether_there_is_a_job(run: Run, 
         "",
     ],
 )
-def test_a_job_that_slurm_has_taken_is_found_whatever_sbatch_says(said: str, run: Run, slurm: FakeSlurm) -> None:
+def test_accepted_job_is_found_although_sbatch_failed(said: str, run: Run, slurm: FakeSlurm) -> None:
     slurm.set("lost", said)
     assert run.start_again().job_id == "1"
     assert run.status().phase == "pending" and slurm.jobs == {"1": "PENDING"}
 
 
 @pytest.mark.parametrize("said", ["Invalid account", "Socket timed out on send/recv operation"])
-def test_a_job_that_slurm_has_not_leaves_nothing(said: str, run: Run, slurm: FakeSlurm) -> None:
+def test_refused_job_leaves_no_run_directory(said: str, run: Run, slurm: FakeSlurm) -> None:
     slurm.set("refuse", f"sbatch: error: {said}")
     with pytest.raises(ClusterError, match=said):
         run.start_again()
     assert [path.name for path in (run.path / "attempts").iterdir()] == ["1"] and slurm.jobs == {}
 
 
-def test_cancelled_components_of_a_refused_job_are_no_job(run: Run, slurm: FakeSlurm) -> None:
+def test_cancelled_components_of_a_refused_job_do_not_count(run: Run, slurm: FakeSlurm) -> None:
     said = "Batch job submission failed: Job violates accounting/QOS policy"
     slurm.set("broken", f"sbatch: error: {said}")
     with pytest.raises(ClusterError, match=said):
@@ -192,7 +192,7 @@ def test_cancelled_components_of_a_refused_job_are_no_job(run: Run, slurm: FakeS
     assert run.start_again().job_id == "2"
 
 
-def test_an_attempt_stays_as_long_as_nobody_knows_whether_there_is_a_job(run: Run, slurm: FakeSlurm) -> None:
+def test_attempt_stays_while_the_job_is_unknown(run: Run, slurm: FakeSlurm) -> None:
     slurm.set("lost", "sbatch: error: Socket timed out on send/recv operation")
     slurm.set("down")
     with pytest.raises(ClusterError, match="it is unknown whether Slurm has the job"):
@@ -202,10 +202,8 @@ def test_an_attempt_stays_as_long_as_nobody_knows_whether_there_is_a_job(run: Ru
     assert run.status().job_id == "1" and slurm.jobs == {"1": "PENDING"}
 
 
-def test_of_two_that_resume_at_once_one_succeeds_and_the_other_says_who_has_it(
-    run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one has seen that the run is over before the first one claims it."""
+def test_one_of_two_simultaneous_resumes_succeeds(run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process has read the end of the run before the first one claims the attempt."""
     seen = run.status()
     assert run.start_again().job_id == "1"
     monkeypatch.setattr(primeslurm.api.runs.run.Run, "status", lambda *_: seen)
@@ -215,10 +213,10 @@ def test_of_two_that_resume_at_once_one_succeeds_and_the_other_says_who_has_it(
     assert refused.value.exit_code == 2 and slurm.jobs == {"1": "PENDING"}
 
 
-def test_a_submission_under_way_is_seen_and_left_alone(
+def test_submission_in_progress_is_shown_and_not_changed(
     run: Run, slurm: FakeSlurm, resume: Callable[[], subprocess.Popen[str]]
 ) -> None:
-    """sbatch has not reached Slurm yet: there is no job that could be found."""
+    """sbatch has not reached Slurm yet, so Slurm does not know the job."""
     slurm.set("early")
     process = resume()
     until((slurm.directory / "called").exists)
@@ -233,7 +231,7 @@ def test_a_submission_under_way_is_seen_and_left_alone(
     until(lambda: slurm.jobs and run.status().job_id == "1")
 
 
-def test_a_copy_of_a_run_neither_resumes_nor_cancels_the_original(run: Run, slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_copied_run_cannot_be_resumed_or_cancelled(run: Run, slurm: FakeSlurm, tmp_path: Path) -> None:
     run.start_again()
     shutil.copytree(run.path, tmp_path / "runs" / "copy")
     copy = Run(tmp_path / "runs" / "copy")
@@ -243,24 +241,21 @@ def test_a_copy_of_a_run_neither_resumes_nor_cancels_the_original(run: Run, slur
     assert slurm.jobs == {"1": "PENDING"} and not (run.path / "attempts/2/cancel").exists()
 
 
-def test_a_run_directory_that_was_left_half_made_is_told(run: Run, tmp_path: Path) -> None:
+def test_unfinished_run_directory_is_reported(run: Run, tmp_path: Path) -> None:
     half = RunDirectory(tmp_path / "runs" / "half")
     half.attempt(1).record_job(JobRecord("", "slurm", 1.0, submission="w"))
     words = "its submission was interrupted before there was a job"
     with pytest.raises(primeslurm.RunError, match=f"has no lock.json; {words}: remove it"):
         primeslurm.find_run(half.path)
     (violation,) = name_in_use(half.path)
-    assert violation.fix == f"`--name` another, or remove it: {words}"
+    assert words in violation.fix
     half.attempt(1).prepare(run.plan())
     half.attempt(1).record_job(JobRecord("5", "slurm", 1.0, submission="w"))
     with pytest.raises(primeslurm.RunError, match=r"has no lock\.json$"):
         primeslurm.find_run(half.path)
 
 
-def test_a_local_run_of_another_host_is_resumed_only_once_it_was_given_up(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its processes cannot be seen from here."""
+def test_local_run_of_another_host_is_resumed_only_after_cancel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = run.directory.attempt(1)
     local = run.plan().model_copy(update={"executor": "local"})
     (attempt.path / "end.json").unlink()

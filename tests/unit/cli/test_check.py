@@ -1,4 +1,4 @@
-"""What `check` prints, and that it asks Slurm what `submit` asks."""
+"""Output of `check`, and its queries of Slurm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLURM = {
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A directory with a sound recipe, its model, a site file, and a Slurm with partitions cpu and gpu."""
+    """A directory with a valid recipe, its model, a site file, and a Slurm with partitions cpu and gpu."""
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(model={"path": str(model_dir(tmp_path))})))
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site(runs="runs").model_dump(mode="json", by_alias=True)))
     commands(tmp_path, **SLURM)
@@ -47,7 +47,7 @@ ELSEWHERE = ("--set", "slurm.train.partition=h100")
 
 
 @pytest.mark.parametrize("verb", [("check",), ("submit", "--dry-run"), ("submit",)], ids=" ".join)
-def test_slurm_is_asked_the_same_by_all_that_lead_to_a_job(place: Path, verb: tuple[str, ...]) -> None:
+def test_check_dry_run_and_submit_ask_slurm_the_same(place: Path, verb: tuple[str, ...]) -> None:
     result = run(place, verb[0], "r.yaml", *verb[1:], *ELSEWHERE)
     assert result.code == 2
     assert "error: slurm.train.partition = h100: no such partition (valid: cpu, gpu)\n" in result.err
@@ -55,7 +55,7 @@ def test_slurm_is_asked_the_same_by_all_that_lead_to_a_job(place: Path, verb: tu
 
 
 @pytest.mark.parametrize("verb", [("check",), ("submit", "--dry-run")], ids=" ".join)
-def test_slurm_is_not_asked_if_nobody_wants_that(place: Path, verb: tuple[str, ...]) -> None:
+def test_no_slurm_does_not_ask_slurm(place: Path, verb: tuple[str, ...]) -> None:
     commands(place, sinfo="touch asked", scontrol="touch asked")
     result = run(place, verb[0], "r.yaml", *verb[1:], *ELSEWHERE, "--no-slurm")
     assert result.code == 0, result.err
@@ -63,18 +63,18 @@ def test_slurm_is_not_asked_if_nobody_wants_that(place: Path, verb: tuple[str, .
     assert not (place / "asked").exists()
 
 
-def test_a_submission_cannot_do_without_slurm(place: Path) -> None:
+def test_submit_refuses_no_slurm(place: Path) -> None:
     result = run(place, "submit", "r.yaml", "--no-slurm")
     assert (result.code, result.err[:19]) == (2, "error: --no-slurm: ")
 
 
-def test_faults_of_a_recipe_do_not_keep_slurm_from_being_asked(place: Path) -> None:
+def test_faulty_recipe_is_still_checked_with_slurm(place: Path) -> None:
     result = run(place, "check", "r.yaml", *ELSEWHERE, "--set", "seed=many")
     errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert [line.split()[1] for line in errors] == ["seed", "slurm.train.partition"]
 
 
-def test_a_slurm_that_does_not_answer_is_one_line(place: Path) -> None:
+def test_unreachable_slurm_is_one_note(place: Path) -> None:
     commands(place, sinfo="echo 'sinfo: error: no controller' >&2; echo more >&2; exit 1")
     short = run(place, "check", "r.yaml")
     assert short.code == 0
@@ -84,7 +84,7 @@ def test_a_slurm_that_does_not_answer_is_one_line(place: Path) -> None:
     assert "no controller" in run(place, "check", "r.yaml", "--verbose").err
 
 
-def test_the_last_line_says_what_the_job_takes(place: Path) -> None:
+def test_last_line_has_the_nodes_of_the_job(place: Path) -> None:
     spare = ("--set", "deployment.spares.train=1")
     assert run(place, "check", "r.yaml", *spare).err.splitlines()[-1] == (
         "test-run: recipe is valid. 5 nodes: 1 train, 1 inference, 1 control, 2 spares."
@@ -97,7 +97,7 @@ def test_the_last_line_says_what_the_job_takes(place: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["org/none", "/nowhere/none", "./none", ".primeslurm/reverse-text/model"])
-def test_a_model_that_is_not_here_blocks_however_it_is_named(place: Path, path: str) -> None:
+def test_missing_model_is_a_blocker(place: Path, path: str) -> None:
     result = run(place, "check", "r.yaml", "--set", f"model.path={path}")
     assert result.code == 0
     assert f"blocked: model.path = {path}: " in result.err
@@ -117,16 +117,14 @@ def test_a_model_that_is_not_here_blocks_however_it_is_named(place: Path, path: 
         ("/models/reverse-text/model", ""),
     ],
 )
-def test_a_model_of_the_demos_names_the_command_that_makes_it(
-    monkeypatch: pytest.MonkeyPatch, path: str, command: str
-) -> None:
+def test_missing_demo_model_names_its_command(monkeypatch: pytest.MonkeyPatch, path: str, command: str) -> None:
     assert files.made_by(path) == command
     monkeypatch.setattr(files, "in_checkout", lambda: False)
     installed = files.made_by(path)
     assert installed == (f"a checkout of {files.REPOSITORY} makes it" if "./just" in command else command)
 
 
-def test_the_most_severe_comes_first_and_nothing_twice() -> None:
+def test_findings_are_sorted_by_severity_without_duplicates() -> None:
     levels = ("note", "warning", "blocked", "error", "warning")
     findings = [Finding(level=level, field=str(i), text="x") for i, level in enumerate(levels)]  # type: ignore[arg-type]
     shown = by_severity([*findings, findings[0]])
@@ -140,7 +138,7 @@ def test_the_most_severe_comes_first_and_nothing_twice() -> None:
 
 
 def on_a_terminal(place: Path, **variables: str) -> str:
-    """What `check` writes to a terminal."""
+    """Return the output of `check` on a terminal."""
     master, slave = os.openpty()
     env = {**os.environ, "PYTHONPATH": ROOT, "TERM": "xterm-256color", "HOME": str(place), **variables}
     argv = [sys.executable, "-m", "primeslurm", "check", "r.yaml", "--no-slurm", "--set", "foo.bar=1"]
@@ -152,7 +150,7 @@ def on_a_terminal(place: Path, **variables: str) -> str:
     return written
 
 
-def test_colours_are_for_terminals_of_people_who_want_them(place: Path) -> None:
+def test_colours_need_a_terminal_and_no_NO_COLOR(place: Path) -> None:
     coloured, plain = on_a_terminal(place), on_a_terminal(place, NO_COLOR="1")
     assert "\x1b[1;31merror\x1b[0m: \x1b[1mfoo.bar\x1b[0m: there is no section foo" in coloured
     assert "\x1b" not in plain
@@ -166,7 +164,7 @@ def test_colours_are_for_terminals_of_people_who_want_them(place: Path) -> None:
         ("foo.bar=1", "foo.bar: there is no section foo (valid: checkpoint, "),
         ("trainer.foo={a: 1, b: 2}", "trainer.foo.a, trainer.foo.b: there is no section foo in trainer ("),
         ("chekpoint.interval=5", "chekpoint.interval: there is no section chekpoint (did you mean checkpoint?)"),
-        ("slurm.partition=x", "slurm.partition = 'x': no such key (use slurm.train.partition: one for each role "),
+        ("slurm.partition=x", "slurm.partition = 'x': no such key (use slurm.train.partition: one per role "),
         ("optim={lr: 1, foo: 2}", "optim.lr = 1: no such key (use trainer.optimizer.lr: learning rate)"),
         ("optim={lr: 1, foo: 2}", "optim.foo: there is no section optim"),
         ("trainer.loss.type=PPO", "trainer.loss.type = 'PPO': is not a valid choice (use grpo_clip: "),
@@ -178,13 +176,13 @@ def test_colours_are_for_terminals_of_people_who_want_them(place: Path) -> None:
         ("python=/usr/bin/python3", "python: belongs in the site file (move it to the site file)"),
     ],
 )
-def test_a_key_that_does_not_exist_is_named_as_it_was_typed(place: Path, given: str, expected: str) -> None:
+def test_unknown_key_is_named_as_typed(place: Path, given: str, expected: str) -> None:
     result = run(place, "check", "r.yaml", "--no-slurm", "--set", given)
     assert f"error: {expected}" in result.err
     assert "{" not in result.err.partition("error: ")[2].partition(" (")[0]
 
 
-def test_a_site_file_is_told_what_belongs_in_a_recipe(place: Path) -> None:
+def test_recipe_key_in_a_site_file_is_reported(place: Path) -> None:
     data = yaml.safe_load((place / "site.yaml").read_text())
     data |= {"trainer": {"fp8": True}}
     data["nodes"]["default"]["cpus-per-task"] = 3

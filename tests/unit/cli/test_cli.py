@@ -1,4 +1,4 @@
-"""Whole commands without a cluster: exit code, stdout, stderr, and what is left on disk."""
+"""Whole commands without a cluster: exit code, stdout, stderr, and files."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def files(directory: Path) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("words", [(), ("cluster",)])
-def test_without_a_word_the_help_is_shown_as_if_it_were_asked_for(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_help_is_shown_without_a_verb(words: tuple[str, ...], tmp_path: Path) -> None:
     shown = primeslurm(*words, cwd=tmp_path)
     assert (shown.code, shown.err) == (0, "") and "Usage: primeslurm" in shown.out
     assert shown.out == primeslurm(*words, "--help", cwd=tmp_path).out
 
 
-def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) -> None:
+def test_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) -> None:
     before = files(place)
     result = primeslurm("submit", "r.yaml", "--local", "--dry-run", cwd=place)
     assert result.code == 0, result.err
@@ -67,17 +67,17 @@ def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) ->
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A directory with a short path: clusters below it have Unix sockets."""
+    """A directory whose path is short enough for Unix sockets of a cluster."""
     with tempfile.TemporaryDirectory(prefix="e") as directory:
         yield Path(directory)
 
 
-def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job(short: Path) -> None:
+def test_emulated_dry_run_needs_neither_site_nor_model(short: Path) -> None:
     slurm = {"account": "lab", "train": {"partition": "h200", "mem": "2000G"}, "time": "02:00:00"}
     write(short, slurm=slurm, model={"path": "zai-org/GLM-5.1"})
     result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", "--dry-run", "--json", cwd=short)
     assert result.code == 0, result.err
-    assert "Stand-ins load no model, data and environments" in result.err
+    assert "Stand-ins load no model, data or environments" in result.err
     answer = json.loads(result.out)
     assert answer["plan"]["totals"]["nodes"] == 3 and answer["plan"]["run_dir"] == str(short / "runs" / "e")
     assert "--time=02:00:00" in answer["script"]
@@ -95,7 +95,7 @@ def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job
         (
             {},
             ["--local"],
-            "error: --local: an emulated run is a real Slurm job, on an embedded cluster (leave it out)\n",
+            "error: --local: an emulated run is a Slurm job on an embedded cluster (leave it out)\n",
         ),
         (
             {"deployment": {"train": {"gpus_per_node": 9}}},
@@ -104,7 +104,7 @@ def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job
         ),
     ],
 )
-def test_what_cannot_be_emulated_is_refused(
+def test_unsupported_emulation_is_refused(
     short: Path, changes: dict[str, Any], options: list[str], message: str
 ) -> None:
     write(short, **changes)
@@ -120,7 +120,7 @@ def test_plan_as_json_is_the_plan(place: Path) -> None:
     assert (plan.run, plan.totals.nodes, plan.totals.engines) == ("test-run", 3, 8)
 
 
-def test_render_prints_the_script_alone(place: Path) -> None:
+def test_render_prints_only_the_script(place: Path) -> None:
     result = primeslurm("render", "r.yaml", cwd=place)
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("#!/bin/bash\n")
@@ -177,7 +177,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "args", "message"), BAD, ids=[b[2][:50] for b in BAD])
-def test_bad_input_is_one_message_exit_code_2_and_writes_nothing(
+def test_bad_input_exits_with_2_and_writes_nothing(
     place: Path, changes: dict[str, Any], args: tuple[str, ...], message: str
 ) -> None:
     write(place, **changes)
@@ -188,7 +188,7 @@ def test_bad_input_is_one_message_exit_code_2_and_writes_nothing(
     assert files(place) == before
 
 
-def test_a_run_name_in_use_is_refused(place: Path) -> None:
+def test_run_name_in_use_is_refused(place: Path) -> None:
     (place / "runs" / "test-run").mkdir(parents=True)
     (place / "runs" / "test-run" / "lock.json").write_text("{}")
     result = primeslurm("submit", "r.yaml", "--local", cwd=place)
@@ -197,7 +197,7 @@ def test_a_run_name_in_use_is_refused(place: Path) -> None:
     assert "(choose another name with `--name`, or `primeslurm resume test-run` to continue the run)" in result.err
 
 
-def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+def test_partly_written_run_is_removed(tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml"))
     plan = derive(recipe, site(), tmp_path / "runs" / "half")
     with pytest.raises(FileNotFoundError):
@@ -205,7 +205,7 @@ def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
+def test_job_refused_by_sbatch_leaves_nothing(place: Path) -> None:
     commands = {
         "sinfo": 'for n in 1 2 3 4; do echo "c$n|cpu|idle|96|9999|(null)|"; echo "g$n|gpu|idle|96|9999|gpu:8|"; done',
         "scontrol": 'case "$*" in *partition) echo PartitionName=cpu; echo PartitionName=gpu;; esac',
@@ -219,7 +219,7 @@ def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
     assert list((place / "runs").iterdir()) == []
 
 
-def test_check_as_json_is_a_list_of_findings_in_any_case(place: Path) -> None:
+def test_check_as_json_is_always_a_list_of_findings(place: Path) -> None:
     result = primeslurm("check", "r.yaml", "--json", "--set", "max_steps=0", cwd=place)
     assert (result.code, result.err) == (2, "")
     first, *others = json.loads(result.out)
@@ -229,21 +229,21 @@ def test_check_as_json_is_a_list_of_findings_in_any_case(place: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
-def test_a_path_that_cannot_be_looked_at_is_not_there(tmp_path: Path, path: str) -> None:
+def test_unreadable_path_counts_as_missing(tmp_path: Path, path: str) -> None:
     assert model_directory(path) is None
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", model={"path": path}))
     absent = model_files(recipe).absent
     assert absent is not None and (absent.level, absent.field, absent.value) == ("blocked", "model.path", path)
 
 
-def test_the_directory_of_runs_has_to_be_one_that_can_be_found(place: Path) -> None:
+def test_runs_directory_must_be_resolvable(place: Path) -> None:
     data = site(runs="~nosuchuser/runs").model_dump(mode="json", by_alias=True)
     (place / "site.yaml").write_text(yaml.safe_dump(data))
     with pytest.raises(UsageError, match=r"^runs = ~nosuchuser/runs: .*absolute path"):
         find_site(place / "site.yaml")
 
 
-def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
+def test_missing_site_file_names_the_alternatives(place: Path) -> None:
     (place / "site.yaml").unlink()
     result = primeslurm("plan", "r.yaml", cwd=place)
     assert (result.code, result.err) == (
@@ -256,7 +256,7 @@ def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
 @pytest.mark.parametrize(
     "words", [["plan", "--json"], ["check", "r.yaml", "--jsno", "--json"], ["plna", "r.yaml", "--json"]]
 )
-def test_wrong_words_are_json_for_who_asked_for_json(place: Path, words: list[str]) -> None:
+def test_usage_error_is_json_with_json(place: Path, words: list[str]) -> None:
     result = primeslurm(*words, cwd=place)
     assert result.code == 2
     error = json.loads(result.out)
@@ -264,7 +264,7 @@ def test_wrong_words_are_json_for_who_asked_for_json(place: Path, words: list[st
     assert error["error"].removeprefix("command: ")[:12] in result.err
 
 
-def test_an_error_of_the_file_system_is_json_for_who_asked_for_json(place: Path) -> None:
+def test_file_system_error_is_json_with_json(place: Path) -> None:
     (place / "runs").write_text("no directory")
     result = primeslurm("submit", "r.yaml", "--local", "--json", cwd=place)
     assert result.code == 1
@@ -274,7 +274,7 @@ def test_an_error_of_the_file_system_is_json_for_who_asked_for_json(place: Path)
 
 @pytest.mark.parametrize("closing", [">&-", "2>&-", "> /dev/full", "2> /dev/full"])
 @pytest.mark.parametrize("words", ["plan r.yaml", "check nope.yaml --json"])
-def test_output_that_goes_nowhere_is_no_traceback(place: Path, words: str, closing: str) -> None:
+def test_closed_output_gives_no_traceback(place: Path, words: str, closing: str) -> None:
     command = f"{sys.executable} -m primeslurm {words} {closing}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(place)}
     done = subprocess.run(["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True)
@@ -284,24 +284,24 @@ def test_output_that_goes_nowhere_is_no_traceback(place: Path, words: str, closi
         assert done.stdout.startswith("test-run: ") and "warning" not in done.stdout
 
 
-def test_a_stdout_without_unicode_gets_question_marks(tmp_path: Path) -> None:
+def test_stdout_without_unicode_gets_question_marks(tmp_path: Path) -> None:
     code = "import primeslurm.cli as cli; cli.prepare_streams(); print('reward ▁█')"
     done = run_python("-c", code, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.code, done.out, done.err) == (0, "reward ??\n", "")
 
 
-def test_runs_says_where_it_found_none(place: Path) -> None:
+def test_runs_names_the_directory_without_runs(place: Path) -> None:
     result = primeslurm("runs", "--runs", "rnus", cwd=place)
     assert (result.code, result.out, result.err) == (0, "", "no runs in rnus\n")
 
 
 @pytest.mark.parametrize("words", [("--node", "gpu-1"), ("--all",)])
-def test_doctor_looks_at_a_run_or_at_nodes(place: Path, words: tuple[str, ...]) -> None:
+def test_doctor_refuses_a_run_together_with_nodes(place: Path, words: tuple[str, ...]) -> None:
     result = primeslurm("doctor", "some-run", *words, cwd=place)
     assert result.code == 2 and result.err.startswith(f"error: {words[0]}") and "keep one" in result.err
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "inf"])
-def test_doctor_takes_only_bounds_of_a_kl(place: Path, value: str) -> None:
+def test_doctor_refuses_invalid_max_kl(place: Path, value: str) -> None:
     result = primeslurm("doctor", "some-run", f"--max-kl={value}", cwd=place)
-    assert result.code == 2 and result.err.startswith("error: --max-kl") and "nearest: 0" in result.err
+    assert result.code == 2 and result.err.startswith("error: --max-kl") and "default: 0.1" in result.err

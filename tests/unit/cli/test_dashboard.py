@@ -1,4 +1,4 @@
-"""The picture of a run: readable for one node and for 128."""
+"""The dashboard of runs with one node and with 128."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ HOSTILE = "\x1b]0;gone\x07\x1b[2J\x9b31mX\x08\rY\u202eZ [red]a[/red] [/nothing] 
 HARMLESS = "]0;gone[2J31mXYZ [red]a[/red] [/nothing] :smile:"
 
 
-def test_what_rollouts_and_nodes_say_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither by escapes nor by rich's own markup, wherever it is shown."""
+def test_texts_of_rollouts_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     failures = {"swe": FailedRollouts(1, 1, HOSTILE)}
     status = msgspec.structs.replace(
         status_of(1, 1), progress=RlProgress(failures=failures), reason=HOSTILE, run=HOSTILE, waits_for=HOSTILE
@@ -104,7 +103,7 @@ def test_what_rollouts_and_nodes_say_controls_no_terminal(capsys: pytest.Capture
     assert capsys.readouterr().out.isascii()
 
 
-def test_an_sft_run_shows_its_loss_and_pace() -> None:
+def test_sft_run_shows_loss_and_speed() -> None:
     newest = {"step": 12, "trainer/loss": 1.5, "trainer/tokens_per_s": 900.0, "throughput/step_seconds": 2.0}
     status = msgspec.structs.replace(
         status_of(0, 0), task="sft", metrics=newest, history={"trainer/loss": [3.0, 2.0, 1.5]}, progress={}
@@ -114,7 +113,7 @@ def test_an_sft_run_shows_its_loss_and_pace() -> None:
     assert numbers_of(status) == [("loss", "1.5000"), ("tokens/s", "900"), ("s/step", "2.0")]
 
 
-def test_a_small_run_shows_every_replica_on_one_line() -> None:
+def test_small_run_shows_one_line_per_replica() -> None:
     lines = picture(status_of(replicas=2, ill=1))
     (line,) = [line for line in lines if line.startswith("1  ")]
     assert line.split() == ["1", "HEALTHY", "32/32", "30/0", "24/200", "40%/60%", "50%/-", "1,000"]
@@ -125,7 +124,7 @@ def test_a_small_run_shows_every_replica_on_one_line() -> None:
     assert "deployment.inference.prefill.num_replicas: 4" in text
 
 
-def test_rollouts_on_nodes_for_environments_are_told_apart() -> None:
+def test_rollouts_are_counted_per_environment_node() -> None:
     status = status_of(2, 0)
     assert isinstance(status.progress, RlProgress)
     spread = msgspec.structs.replace(status.progress, rollouts_by_node={"29": 90, "30": 110, "31": 100})
@@ -133,7 +132,7 @@ def test_rollouts_on_nodes_for_environments_are_told_apart() -> None:
     assert "queue 5 groups ready, 9 open, 300 rollouts in flight, 90 to 110 on each of 3 environment nodes" in lines
 
 
-def test_a_large_run_sums_up_what_is_well_and_fits_a_terminal() -> None:
+def test_large_run_sums_up_healthy_replicas_and_fits_a_terminal() -> None:
     lines = picture(status_of(replicas=128, ill=200))
     assert len(lines) <= 45 and max(map(len, lines)) <= 100
     text = "\n".join(lines)
@@ -157,11 +156,11 @@ def test_evaluation_is_one_line() -> None:
     assert not any("evaluation" in line for line in picture(status_of(1, 0)))
 
 
-def test_eighty_columns_lose_nothing() -> None:
+def test_nothing_is_cut_at_80_columns() -> None:
     assert not any("…" in line for line in picture(status_of(replicas=128, ill=9), width=80))
 
 
-def test_sparklines_and_lines_for_logs() -> None:
+def test_sparkline_and_one_line_status() -> None:
     assert sparkline([0.0, 1.0, float("nan"), 2.0]) == "▁▄█" and sparkline([3.0]) == "▁" and sparkline([]) == ""
     assert len(sparkline(list(range(100)))) == 24
     status = status_of(1, 0)
@@ -169,7 +168,7 @@ def test_sparklines_and_lines_for_logs() -> None:
     assert one_line(status) == "glm5 running  step 12/400  reward 0.500  staleness 1.25"
 
 
-def test_silence_is_shown_as_unresponsive() -> None:
+def test_silent_phase_is_shown_as_unresponsive() -> None:
     rank = ProcessStatus("trainer-rank-0", "trainer", "n1", "SILENT", 4, 0, silent="silent for 12 s, phase loop")
     silent = {"trainer": {"SILENT": 1, "HEALTHY": 7}}
     status = msgspec.structs.replace(status_of(1, 0), phase="silent", roles=silent, unhealthy=[rank])

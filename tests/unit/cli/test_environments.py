@@ -1,4 +1,4 @@
-"""`check` and `submit` of recipes whose environments do not load: the message, exit code 2, and nothing written."""
+"""`check` and `submit` of recipes whose environments do not load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SITE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with all programs that this machine has, but for podman."""
+    """A directory with all programs of this machine except podman."""
     directory = tmp_path_factory.mktemp("bin")
     for place in map(Path, os.environ["PATH"].split(":")):
         for path in place.iterdir() if place.is_dir() else ():
@@ -42,7 +42,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a site file and a model, where the packages of `support/environments` are installed."""
+    """A directory with a site file and a model. The packages of `support/environments` are importable."""
     monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{PACKAGES}")
     monkeypatch.setenv("PATH", str(programs))
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(SITE))
@@ -95,7 +95,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_every_environment_that_does_not_load_is_named_at_once(place: Path) -> None:
+def test_all_environments_that_do_not_load_are_reported(place: Path) -> None:
     wrong = [environment for environment, _ in WRONG]
     result = run(place, "check", [{"id": "reverse-text"}, *wrong, {"id": "fine-words"}], "--local")
     assert (result.code, result.out) == (2, "")
@@ -116,7 +116,7 @@ def test_submit_refuses_an_environment_that_is_not_installed(place: Path) -> Non
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
 
 
-def test_what_only_nodes_can_tell_is_a_warning(place: Path) -> None:
+def test_software_missing_on_this_host_is_a_warning(place: Path) -> None:
     result = run(place, "check", [{"id": "fine-words", "harness": {"id": "bash"}, "runtime": {"type": "podman"}}])
     assert result.code == 0, result.err
     warning = "warning: environments.0.runtime = podman: `podman` is not installed here; the nodes are checked when "
@@ -124,33 +124,33 @@ def test_what_only_nodes_can_tell_is_a_warning(place: Path) -> None:
     assert "note: environments.0.runtime = podman: each rollout installs harness bash in its container" in result.err
 
 
-def test_what_cannot_be_tried_here_is_said(place: Path) -> None:
+def test_environments_that_cannot_be_loaded_here_are_a_note(place: Path) -> None:
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/elsewhere/bin/python"}))
     result = run(place, "check", [{"id": "not-here"}])
     assert result.code == 0, result.err
-    assert "note: environments: not tried here: /elsewhere/bin/python is not on this host" in result.err
+    assert "note: environments: not loaded here: /elsewhere/bin/python is not on this host" in result.err
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "slurm": {"container": {"type": "pyxis", "image": "i"}}}))
-    assert "not tried here: jobs run in an image" in run(place, "check", [{"id": "not-here"}]).err
+    assert "not loaded here: jobs run in a container image" in run(place, "check", [{"id": "not-here"}]).err
 
 
-def test_a_python_without_verifiers_is_refused(place: Path) -> None:
+def test_python_without_verifiers_is_refused(place: Path) -> None:
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/usr/bin/python3"}))
     result = run(place, "check", [{"id": "fine-words"}])
     assert (result.code, result.out) == (2, "")
-    assert "python = /usr/bin/python3: this Python has no verifiers, and jobs run it" in result.err
+    assert "python = /usr/bin/python3: this Python, which jobs use, has no verifiers" in result.err
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/usr/bin/python3", "prologue": ["source x"]}))
     result = run(place, "check", [{"id": "fine-words"}])
     assert result.code == 0, result.err
-    assert "note: environments: not tried here: /usr/bin/python3 has no verifiers without the site's mod" in result.err
+    assert "note: environments: not loaded here: /usr/bin/python3 has no verifiers without the site's mod" in result.err
 
 
 @pytest.mark.parametrize(("verb", "args"), [("plan", ["--json"]), ("render", []), ("submit", ["--dry-run", "--json"])])
-def test_what_stays_offline_tries_none(place: Path, verb: str, args: list[str]) -> None:
+def test_plan_render_and_dry_run_load_no_environment(place: Path, verb: str, args: list[str]) -> None:
     result = run(place, verb, [{"id": "never-loads"}], *args)
     assert result.code == 0, result.err
 
 
-def test_a_python_that_is_broken_is_named() -> None:
+def test_broken_python_is_reported() -> None:
     tried = probe_environments(
         {"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/false", {})
     )
@@ -163,8 +163,8 @@ def test_a_python_that_is_broken_is_named() -> None:
     assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]
 
 
-def test_what_environments_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are ended before they could do so: on nodes their agent's directory is the place for it."""
+def test_files_of_environments_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments are killed before they could remove their files."""
     agents, other = tmp_path / "agents", tmp_path / "other"
     agents.mkdir()
     other.mkdir()
@@ -181,8 +181,8 @@ def test_what_environments_leave_is_removed(tmp_path: Path, monkeypatch: pytest.
     assert not any(agents.iterdir()) and not any(other.iterdir())
 
 
-def test_a_model_that_cannot_be_shown_an_environments_tools_is_refused(place: Path) -> None:
-    """Its chat template is another than its family's, which only the nodes' Python can tell."""
+def test_model_without_tool_rendering_is_refused(place: Path) -> None:
+    """The chat template differs from that of the model family, and only the jobs' Python can render it."""
     tokenizer = tiny_model.tokenizer()
     tokenizer.chat_template = tiny_model.CHAT_TEMPLATE.replace("# Tools", "# What you may call")
     tokenizer.save_pretrained(place / "model")
@@ -203,7 +203,7 @@ def test_a_model_that_cannot_be_shown_an_environments_tools_is_refused(place: Pa
     assert run(place, "check", [*silent, *tools], "--local", "--set", "model.renderer=qwen3").code == 0
 
 
-def test_a_family_that_cannot_be_shown_tools_is_refused_offline_and_once(place: Path) -> None:
+def test_missing_renderer_is_reported_once(place: Path) -> None:
     (place / "model" / "config.json").write_text(json.dumps({"model_type": "afmoe", "max_position_embeddings": 8192}))
     tiny_model.tokenizer().save_pretrained(place / "model")
     for verb, args in (("submit", ("--dry-run",)), ("check", ("--local",)), ("submit", ("--local",))):
@@ -213,7 +213,7 @@ def test_a_family_that_cannot_be_shown_tools_is_refused_offline_and_once(place: 
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
 
 
-def test_options_that_its_renderer_does_not_take_are_refused(place: Path) -> None:
+def test_unknown_renderer_options_are_refused(place: Path) -> None:
     (place / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 8192}))
     tiny_model.tokenizer().save_pretrained(place / "model")
     result = run(place, "check", [{"id": "reverse-text"}], "--local", "--set", "model.renderer_options={thinks: true}")
@@ -232,7 +232,7 @@ def test_options_that_its_renderer_does_not_take_are_refused(place: Path) -> Non
     ],
     ids=["not set", "relative"],
 )
-def test_a_module_of_ones_own_that_is_not_found_is_said_how_to_find(
+def test_module_that_is_not_importable_gets_a_fix(
     place: Path, monkeypatch: pytest.MonkeyPatch, python_path: str, expected: str
 ) -> None:
     (place / "mine").mkdir()
@@ -244,7 +244,7 @@ def test_a_module_of_ones_own_that_is_not_found_is_said_how_to_find(
     assert expected in result.err
 
 
-def test_every_line_of_a_data_file_is_read(place: Path) -> None:
+def test_all_lines_of_a_data_file_are_read(place: Path) -> None:
     lines = [json.dumps({"question": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(20)]
     (place / "good.jsonl").write_text("\n".join(lines))
     (place / "bad.jsonl").write_text("\n".join([*lines[:6], "no JSON", *lines[7:]]))
@@ -257,9 +257,7 @@ def test_every_line_of_a_data_file_is_read(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("examples", "warned"), [({"examples": 256}, True), ({"examples": 20}, False), ({}, False)])
-def test_fewer_tasks_than_an_evaluation_asks_for_are_a_warning(
-    examples: dict[str, int], warned: bool, place: Path
-) -> None:
+def test_evaluation_with_too_few_tasks_is_a_warning(examples: dict[str, int], warned: bool, place: Path) -> None:
     (place / "test.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n' * 20)
     environment = {"id": "math-problems", "name": "held-out", "args": {"path": str(place / "test.jsonl")}}
     recipe = recipe_data(

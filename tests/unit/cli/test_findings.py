@@ -1,4 +1,4 @@
-"""What check, plan, render and submit do with findings of each level."""
+"""Findings of each level in check, plan, render and submit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FITS |= {"trainer": {"parallelism": {"ep": 8, "activation_checkpointing": "full"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a site of H200 nodes, and a Hugging Face cache that is empty."""
+    """A directory with a site of H200 nodes, and an empty Hugging Face cache."""
     where = site(runs="runs", nodes={"default": {"gres": "gpu:h200"}})
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(where.model_dump(mode="json", by_alias=True)))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -34,7 +34,7 @@ def write(place: Path, *parts: dict[str, Any]) -> None:
     (place / "r.yaml").write_text(yaml.safe_dump(data))
 
 
-def test_a_known_model_that_is_not_here_is_blocked_but_checks(place: Path) -> None:
+def test_missing_catalogued_model_is_blocked_but_valid(place: Path) -> None:
     write(place, FITS)
     result = primeslurm("check", "r.yaml", cwd=place)
     assert (result.code, result.out) == (0, ""), result.err
@@ -47,10 +47,10 @@ def test_a_known_model_that_is_not_here_is_blocked_but_checks(place: Path) -> No
     assert result.err.endswith(". 26 nodes: 24 train, 1 inference, 1 control.\n")
 
 
-def test_submit_refuses_what_is_blocked_and_a_dry_run_shows_it(place: Path) -> None:
+def test_submit_refuses_blockers_and_dry_run_shows_them(place: Path) -> None:
     write(place, FITS)
     shown = primeslurm("submit", "r.yaml", "--dry-run", "--local", cwd=place)
-    assert shown.code == 2  # one machine has not as many GPUs: nothing to do with what is blocked
+    assert shown.code == 2  # this machine has too few GPUs, which is an error and no blocker
     shown = primeslurm("plan", "r.yaml", cwd=place)
     assert shown.code == 0
     refused = primeslurm("submit", "r.yaml", cwd=place)
@@ -59,7 +59,7 @@ def test_submit_refuses_what_is_blocked_and_a_dry_run_shows_it(place: Path) -> N
     assert not (place / "runs").exists()
 
 
-def test_a_served_model_needs_no_trainer(place: Path) -> None:
+def test_served_model_needs_no_trainer(place: Path) -> None:
     write(place, FITS)
     data = yaml.safe_load((place / "r.yaml").read_text()) | {"task": "serve", "environments": []}
     (place / "r.yaml").write_text(yaml.safe_dump(data))
@@ -68,7 +68,7 @@ def test_a_served_model_needs_no_trainer(place: Path) -> None:
     assert [f["value"] for f in json.loads(result.out) if f["level"] == "blocked"] == ["zai-org/GLM-5.1"]
 
 
-def test_a_model_of_unknown_shape_and_groups_of_one_are_noted(place: Path) -> None:
+def test_unknown_model_shape_and_groups_of_one_are_notes(place: Path) -> None:
     write(place, FITS, {"model": {"path": "some/model"}, "orchestrator": {"group_size": 1}})
     result = primeslurm("check", "r.yaml", cwd=place)
     assert "note: model.path = some/model: memory is not estimated" in result.err
@@ -77,8 +77,8 @@ def test_a_model_of_unknown_shape_and_groups_of_one_are_noted(place: Path) -> No
     assert "not estimated" not in primeslurm("check", "r.yaml", cwd=place).err
 
 
-def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(place: Path) -> None:
-    even = {"deployment": {"train": {"nodes": 32}}}  # then adapters of experts come out even, too
+def test_contradiction_fails_check_and_render_and_is_shown_by_plan(place: Path) -> None:
+    even = {"deployment": {"train": {"nodes": 32}}}  # adapters of experts are divisible, too
     write(place, FITS, even, {"weights": {"transport": "nccl"}, "trainer": {"lora": {"save_adapter": True}}})
     checked = primeslurm("check", "r.yaml", cwd=place)
     assert checked.code == 2

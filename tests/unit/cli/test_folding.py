@@ -1,4 +1,4 @@
-"""Rows that are alike are told as one, and none is lost."""
+"""Similar rows are folded without loss."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ LARGE = ROOT / "recipes" / "glm5_pd.yaml"
         (["env.07"], ["env.07"]),
     ],
 )
-def test_texts_that_differ_in_numbers_are_one(texts: list[str], told: list[str]) -> None:
+def test_texts_that_differ_in_numbers_are_folded(texts: list[str], told: list[str]) -> None:
     assert fold(texts) == told
 
 
-def test_many_ranges_are_the_first_and_the_last() -> None:
+def test_many_ranges_become_first_last_and_count() -> None:
     assert ranges([5, 0, 1, 2, 9]) == "0..2, 5, 9"
     assert ranges(range(0, 20, 2)) == "0..18 (10)"
 
 
-def test_the_placement_of_28_nodes_fits_a_screen() -> None:
+def test_placement_of_28_nodes_fits_a_screen() -> None:
     plan = derive(load_recipe(LARGE), load_site(SITE), Path("/shared/run"))
     folded, every = folded_rows(plan.nodes), every_row(plan.nodes)
     assert len(every) == len(plan.processes()) > 250
@@ -60,7 +60,7 @@ def test_plan_shows_the_verdict_first_and_every_process_if_asked() -> None:
     assert "trainer-rank-95 " in every.out and "trainer-rank-8.." not in every.out
 
 
-def test_differences_of_like_processes_are_one() -> None:
+def test_differences_of_similar_processes_are_folded() -> None:
     found = [
         Difference("train", "on", "train[0]", "train[1]", members=["trainer-rank-0", "trainer-rank-1"]),
         Difference("train", "on", "train[1]", "train[2]", members=["trainer-rank-2", "trainer-rank-3"]),
@@ -79,7 +79,7 @@ def test_differences_of_like_processes_are_one() -> None:
     ]
 
 
-def test_the_difference_of_two_large_recipes_fits_a_screen_or_two() -> None:
+def test_difference_of_two_large_recipes_fits_two_screens() -> None:
     site = load_site(SITE)
     plans = [derive(load_recipe(ROOT / "recipes" / f"{n}.yaml"), site, Path("/runs/x")) for n in ("glm5_pd", "glm5_r3")]
     found = diff(*plans)

@@ -1,4 +1,4 @@
-"""What help says, as a person sees it on a terminal of 80 columns."""
+"""Help texts on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.golden import assert_golden
 
 
 @pytest.mark.parametrize("words", [(), ("submit",), ("cluster",)], ids=lambda words: "-".join(("help", *words)))
-def test_help_is_what_the_golden_file_has(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_help_matches_the_golden_file(words: tuple[str, ...], tmp_path: Path) -> None:
     shown = primeslurm(*words, "--help", cwd=tmp_path, columns=80)
     assert (shown.code, shown.err) == (0, "")
     assert_golden(f"cli/{'-'.join(('help', *words))}.txt", shown.out)
@@ -25,13 +25,13 @@ def test_groups_follow_the_work() -> None:
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_a_verb_has_one_line_that_fits_a_terminal(name: str) -> None:
+def test_help_line_of_a_verb_fits_a_terminal(name: str) -> None:
     text = VERBS[name].help
     assert len(text) <= 66 and text.endswith(".") and text[0].isupper()
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_no_option_of_a_verb_is_without_help(name: str) -> None:
+def test_every_option_has_help(name: str) -> None:
     def commands(command: object) -> list[object]:
         inner = getattr(command, "commands", {})
         return [command, *(each for child in inner.values() for each in commands(child))]
@@ -41,7 +41,7 @@ def test_no_option_of_a_verb_is_without_help(name: str) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("check",), ("cluster", "down")])
-def test_a_flag_is_not_shown_with_a_value(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_flag_has_no_value_in_help(words: tuple[str, ...], tmp_path: Path) -> None:
     assert "bool" not in primeslurm(*words, "--help", cwd=tmp_path).out
 
 
@@ -51,7 +51,7 @@ def test_examples_are_split_from_the_text() -> None:
     assert split_examples("Do it.") == ("Do it.", "")
 
 
-def test_a_verb_with_commands_of_its_own_shows_its_flags_alike() -> None:
+def test_verb_with_subcommands_shows_flags_without_values() -> None:
     app = typer.Typer()
 
     @app.callback()

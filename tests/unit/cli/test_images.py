@@ -1,4 +1,4 @@
-"""`primeslurm images`: each image is built once, what fails is named, and what was interrupted is no image."""
+"""`primeslurm images`: each image is built once, and interrupted builds do not count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tools(tmp_path: Path) -> Path:
 
 
 def task(directory: Path, name: str, *lines: str, toml: str = "") -> Path:
-    """A task whose environment is a Dockerfile."""
+    """Write a task with a Dockerfile."""
     (directory / name / "environment").mkdir(parents=True)
     (directory / name / "tests").mkdir()
     for file in ("instruction.md", "tests/test.sh"):
@@ -38,7 +38,7 @@ def images(tools: Path, *words: str | Path) -> Result:
 
 
 def built(tools: Path) -> int:
-    """How many builds there were."""
+    """Return the number of builds."""
     asked = tools / "asked"
     return asked.read_text().count(" build --tag") if asked.exists() else 0
 
@@ -47,7 +47,7 @@ def listed(result: Result) -> list[tuple[str, ...]]:
     return [tuple(line.split()[1:]) for line in result.out.splitlines()]
 
 
-def test_an_image_is_built_once_and_again_when_its_environment_changes(tools: Path, tmp_path: Path) -> None:
+def test_image_is_built_again_only_if_its_dockerfile_changes(tools: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     one, other = task(tasks, "one", "WORKDIR /testbed"), task(tasks, "deep/other", "WORKDIR /testbed")
     first = images(tools, "tasks")
@@ -63,7 +63,7 @@ def test_an_image_is_built_once_and_again_when_its_environment_changes(tools: Pa
     assert not list((tools / "store").glob("localhost*")), "builders keep what no one runs"
 
 
-def test_all_that_failed_is_named_and_the_rest_is_built(tools: Path, tmp_path: Path) -> None:
+def test_failed_builds_are_named_and_others_are_built(tools: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     for name in ("one", "two"):
         task(tasks, name, "RUN false", f"LABEL name={name}")
@@ -79,7 +79,7 @@ def test_all_that_failed_is_named_and_the_rest_is_built(tools: Path, tmp_path: P
     assert again["exit_code"] == ExitCode.FAILED and "2 of 2 images" in again["error"]
 
 
-def test_of_a_long_log_the_error_has_the_end_and_names_the_rest(tools: Path, tmp_path: Path) -> None:
+def test_error_has_the_end_of_a_long_log_and_its_path(tools: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     one = task(tasks, "one", "RUN false", "LABEL lines=30")
     found = images(tools, "tasks")
@@ -93,7 +93,7 @@ def test_of_a_long_log_the_error_has_the_end_and_names_the_rest(tools: Path, tmp
     assert images(tools, "tasks").code == 0 and not list(tasks.glob(".images/*.log"))
 
 
-def test_what_was_killed_half_way_counts_as_nothing(tools: Path, tmp_path: Path) -> None:
+def test_interrupted_build_does_not_count(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one", "LABEL killed")
     place = tmp_path / "tasks" / ".images"
     assert images(tools, "tasks").code == -9
@@ -103,14 +103,14 @@ def test_what_was_killed_half_way_counts_as_nothing(tools: Path, tmp_path: Path)
     assert {path.suffix for path in place.iterdir()} == {".sif", ".apptainer"}
 
 
-def test_several_are_built_at_once(tools: Path, tmp_path: Path) -> None:
+def test_images_are_built_in_parallel(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one", "LABEL name=one", "LABEL beside=two")
     task(tmp_path / "tasks", "two", "LABEL name=two", "LABEL beside=one")
     found = images(tools, "tasks", "--jobs", "2")
     assert found.code == 0, found.err
 
 
-def test_a_dry_run_shows_the_commands_and_writes_nothing(tools: Path, tmp_path: Path) -> None:
+def test_dry_run_shows_commands_and_writes_nothing(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one")
     found = images(tools, "tasks", "--dry-run")
     assert found.code == 0 and listed(found) == [("one",)]
@@ -121,17 +121,17 @@ def test_a_dry_run_shows_the_commands_and_writes_nothing(tools: Path, tmp_path: 
     assert (row["tasks"], row["built"], row["runtime"]) == (["one"], False, "apptainer")
 
 
-def test_a_dry_run_prints_commands_without_the_programs(tools: Path, tmp_path: Path) -> None:
+def test_dry_run_works_without_build_programs(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one")
     for name in ("buildah", "docker", "apptainer"):
         (tools / name).unlink()
     found = images(tools, "tasks", "--dry-run")
     assert found.code == 0 and "podman build --tag localhost/primeslurm-tasks:" in found.err
-    assert "this machine cannot run these commands: nothing builds a Dockerfile: none of podman" in found.err
-    assert "this machine cannot run these commands: apptainer writes the images" in found.err
+    assert "this machine cannot run these commands: no program can build a Dockerfile: none of podman" in found.err
+    assert "this machine cannot run these commands: apptainer, which writes the images" in found.err
 
 
-def test_an_image_of_a_registry_becomes_a_file_for_apptainer_alone(tools: Path, tmp_path: Path) -> None:
+def test_registry_image_becomes_a_sif_only_for_apptainer(tools: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     for name, image in (("one", "python:3.12"), ("two", "python:3.12"), ("file", "/shared/own.sif")):
         task(tasks, name, toml=f"[environment]\ndocker_image = '{image}'")
@@ -147,7 +147,7 @@ def test_an_image_of_a_registry_becomes_a_file_for_apptainer_alone(tools: Path, 
     assert (podman.code, listed(podman)) == (0, []), podman.err
 
 
-def test_docker_keeps_images_itself(tools: Path, tmp_path: Path) -> None:
+def test_docker_images_have_no_file(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one", "WORKDIR /")
     found = images(tools, "tasks", "--runtime", "docker", "--images", "elsewhere")
     assert found.code == 0 and found.out.startswith("localhost/primeslurm-tasks:")
@@ -162,7 +162,7 @@ def test_docker_keeps_images_itself(tools: Path, tmp_path: Path) -> None:
     assert built(tools) == 2
 
 
-def test_a_recipe_says_which_tasks_and_what_for(tools: Path, tmp_path: Path) -> None:
+def test_recipe_names_tasks_and_runtime(tools: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         task(tmp_path / "tasks", name, f"LABEL name={name}")
     environments: list[dict[str, Any]] = [
@@ -175,7 +175,7 @@ def test_a_recipe_says_which_tasks_and_what_for(tools: Path, tmp_path: Path) -> 
     assert (found.code, listed(found)) == (0, [("two",)]), found.err
     assert found.out.startswith("localhost/")
     contrary = images(tools, "r.yaml", "--runtime", "podman")
-    assert contrary.code == ExitCode.BAD_INPUT and "a recipe says that itself" in contrary.err
+    assert contrary.code == ExitCode.BAD_INPUT and "a recipe sets this in" in contrary.err
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(environments=environments[1:])))
     none = images(tools, "r.yaml")
     assert none.code == ExitCode.BAD_INPUT and "has no environment harbor-local" in none.err
@@ -186,14 +186,22 @@ def test_a_recipe_says_which_tasks_and_what_for(tools: Path, tmp_path: Path) -> 
     [
         (("nowhere",), (), "TASKS = nowhere: is neither a directory of tasks nor a recipe"),
         (("empty",), (), "TASKS = empty: has no task (a directory with task.toml)"),
-        (("tasks", "--runtime", "modal"), (), "--runtime = modal: runs no image that is built here (one of apptainer"),
+        (
+            ("tasks", "--runtime", "modal"),
+            (),
+            "--runtime = modal: is not a container runtime that images can be built for (one of apptainer",
+        ),
         (("tasks",), ("buildah", "docker"), "none of podman, buildah, docker is installed here"),
-        (("tasks",), ("apptainer",), "--runtime = apptainer: apptainer writes the images, and is not installed here"),
+        (
+            ("tasks",),
+            ("apptainer",),
+            "--runtime = apptainer: apptainer, which writes the images, is not installed here",
+        ),
         (("tasks", "--runtime", "podman"), (), "none of podman is installed here"),
         (("broken",), (), "broken/one/task.toml: cannot be read: "),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is(
+def test_impossible_builds_are_refused_before_any_build(
     words: tuple[str, ...], lacking: tuple[str, ...], expected: str, tools: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()

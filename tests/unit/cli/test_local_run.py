@@ -1,4 +1,4 @@
-"""What `submit --local` says of a run that Slurm will end."""
+"""The warning of `submit --local` in a Slurm step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARNING = "Slurm ends this run together with the step or script that started it.
 @pytest.mark.parametrize(
     ("executor", "in_step", "warned"), [("local", True, 1), ("local", False, 0), ("slurm", True, 0)]
 )
-def test_a_local_run_that_slurm_ends_with_its_step_is_announced_with_a_warning(
+def test_local_run_in_a_slurm_step_gets_a_warning(
     executor: str,
     in_step: bool,
     warned: int,

@@ -1,4 +1,4 @@
-"""What `plan` says first, as a person sees it on a terminal of 80 columns."""
+"""The first lines of `plan` on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ READY = ["glm5_pd", "qwen3_30b_a3b_one_node", "qwen3_30b_a3b_sft", "glm5_serve"]
 
 @pytest.fixture(autouse=True)
 def no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hugging Face cache that is empty."""
+    """Use an empty Hugging Face cache."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("name", READY)
-def test_a_ready_recipe_has_the_verdict_of_the_golden_file(name: str) -> None:
+def test_verdict_of_a_ready_recipe_matches_the_golden_file(name: str) -> None:
     shown = primeslurm("plan", f"recipes/{name}.yaml", "--site", "sites/h200.yaml", cwd=ROOT, columns=80)
     assert shown.code == 0
     assert_golden(f"cli/plan-{name}.txt", shown.out)
 
 
-def test_a_recipe_that_does_not_fit_says_so_first() -> None:
+def test_recipe_that_does_not_fit_says_so_first() -> None:
     words = ("--set", "deployment.train.nodes=3")
     shown = primeslurm("plan", "recipes/glm5_pd.yaml", "--site", "sites/h200.yaml", *words, cwd=ROOT, columns=80)
     assert shown.out.startswith("glm5-pd: does not fit (1 error)\n")
 
 
-def test_a_run_on_cpus_has_a_verdict_without_memory(tmp_path: Path) -> None:
+def test_verdict_on_cpus_has_no_memory(tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text(
         yaml.safe_dump(site(device="cpu", runs="runs").model_dump(mode="json", by_alias=True))
     )
@@ -78,14 +78,14 @@ MEMORY: dict[str, Any] = {"role": "train", "gpu": "h200", "gpu_gib": 140.0, "lim
         (100.0, ["error", "blocked"], "cannot run (1 error)"),
     ],
 )
-def test_the_verdict_names_what_prevents_the_run(needed: float, levels: list[Any], text: str, tmp_path: Path) -> None:
+def test_verdict_names_what_prevents_the_run(needed: float, levels: list[Any], text: str, tmp_path: Path) -> None:
     plan = derive(load_recipe(write_recipe(tmp_path / "r.yaml", **recipe_data())), site(), tmp_path / "run")
     findings = tuple(Finding(level=level, field="x", text="y") for level in levels)
     row = RoleRow("train", 1, 8, 8, RoleMemory(needed_gib=needed, **MEMORY))
     assert verdict(plan.model_copy(update={"findings": findings}), [row]) == text
 
 
-def test_the_placement_of_28_nodes_is_readable_on_80_columns() -> None:
+def test_placement_of_28_nodes_fits_80_columns() -> None:
     words = ("--site", "sites/h200.yaml", "--placement")
     shown = primeslurm("plan", "recipes/glm5_pd.yaml", *words, cwd=ROOT, columns=80)
     table = shown.out[shown.out.index("placement") :]

@@ -1,4 +1,4 @@
-"""Verbs over runs, on run directories as finished runs leave them."""
+"""Verbs that act on finished runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_status_without_a_name_shows_the_newest(place: Path) -> None:
+def test_status_without_a_name_shows_the_newest_run(place: Path) -> None:
     result = primeslurm("status", cwd=place)
     assert result.code == 0, result.err
     assert result.out.startswith("newer  completed  attempt 1")
@@ -61,13 +61,13 @@ def test_status_as_json_is_the_whole_status(place: Path) -> None:
     assert status["metrics"]["step"] == 4
 
 
-def test_watching_a_run_that_has_ended_ends_at_once(place: Path) -> None:
+def test_watch_of_an_ended_run_returns_at_once(place: Path) -> None:
     result = primeslurm("status", "older", "--watch", cwd=place)
     assert result.code == 0
     assert result.err.splitlines()[-1] == "older: completed: all steps done"
 
 
-def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_resumable(
+def test_restarting_controller_neither_ends_a_watch_nor_allows_resume(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = place / "bin"
@@ -95,7 +95,7 @@ def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_r
     assert (result.code, run.latest().number) == (3, 1), result.err
 
 
-def test_runs_lists_all(place: Path) -> None:
+def test_runs_lists_all_runs(place: Path) -> None:
     rows = json.loads(primeslurm("runs", "--json", cwd=place).out)
     assert [(row["run"], row["phase"]) for row in rows] == [("older", "completed"), ("newer", "completed")]
     lines = primeslurm("runs", cwd=place, columns=80).out.splitlines()
@@ -107,37 +107,35 @@ def test_runs_lists_all(place: Path) -> None:
     assert "newer" in primeslurm("runs", cwd=place).out
 
 
-def test_logs_of_a_role_a_process_or_everything(place: Path) -> None:
+def test_logs_of_a_role_a_process_or_all(place: Path) -> None:
     trainer = primeslurm("logs", "older", "trainer", "-n", "2", cwd=place)
     assert trainer.out == "trainer-rank-0 | second\ntrainer-rank-0 | third\n"
     assert primeslurm("logs", "older", "router-0", "-n", "1", "-f", cwd=place).out == "router-0 | third\n"
     assert primeslurm("logs", "older", "-n", "1", cwd=place).out == "router-0 | third\ntrainer-rank-0 | third\n"
 
 
-def test_logs_that_grow_come_and_vanish(tmp_path: Path) -> None:
-    """Lines come whole and once; those of a long log's end are found without the rest of it."""
+def test_tail_follows_logs_that_grow_appear_and_vanish(tmp_path: Path) -> None:
     long, later = tmp_path / "long.log", tmp_path / "later.log"
     long.write_bytes(b"".join(b"%d\n" % i for i in range(50_000)) + b"hal")
     tail = Tail(lambda: sorted(tmp_path.glob("*.log")), 20_000)
 
-    def said(lines: Iterable[tuple[Path, str]]) -> list[str]:
+    def texts(lines: Iterable[tuple[Path, str]]) -> list[str]:
         return [f"{path.stem} {line}" for path, line in lines]
 
-    assert said(tail.first()) == [f"long {i}" for i in range(30_001, 50_000)]
+    assert texts(tail.first()) == [f"long {i}" for i in range(30_001, 50_000)]
     with long.open("ab") as handle:
         handle.write(b"f\nthe next\nand")
     later.write_text("begins\n")
-    assert said(tail.more()) == ["later begins", "long half", "long the next"]
+    assert texts(tail.more()) == ["later begins", "long half", "long the next"]
     later.unlink()
     later.symlink_to("nowhere")
-    assert said(tail.more()) == []
-    assert said(tail.more(ended=True)) == ["long and"]
+    assert texts(tail.more()) == []
+    assert texts(tail.more(ended=True)) == ["long and"]
 
 
-def test_following_ends_with_the_last_lines_and_sees_other_attempts(
+def test_following_prints_last_lines_and_later_attempts(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever is written before the run is seen to have ended is printed, by a requeued job's attempt, too."""
     run = RunDirectory(place / "runs" / "older")
     waits = 2
 
@@ -157,30 +155,31 @@ def test_following_ends_with_the_last_lines_and_sees_other_attempts(
     assert capsys.readouterr().out == "trainer-rank-0 | third\ntrainer-rank-0 | Traceback\n"
 
 
-def test_logs_of_something_else_name_the_nearest(place: Path) -> None:
+def test_unknown_log_gets_a_suggestion(place: Path) -> None:
     result = primeslurm("logs", "older", "--attempt", "7", cwd=place)
     assert (result.code, result.err) == (2, "error: --attempt = 7: does not exist; the attempts are 1 (nearest: 1)\n")
     result = primeslurm("logs", "older", "trainers", cwd=place)
-    assert (result.code, result.err) == (2, "error: PROCESS = trainers: no such log (did you mean trainer?)\n")
+    assert result.code == 2 and result.err.startswith("error: PROCESS = trainers: ")
+    assert result.err.endswith("(did you mean trainer?)\n")
 
 
-def test_summary_shows_the_gain(place: Path) -> None:
+def test_summary_shows_the_reward_gain(place: Path) -> None:
     result = primeslurm("summary", "older", cwd=place)
     assert "older: 4 steps" in result.out
     assert json.loads(primeslurm("summary", "older", "--json", cwd=place).out)["last_reward"] == 0.625
 
 
-def test_nothing_to_cancel_or_resume(place: Path) -> None:
+def test_ended_run_cannot_be_cancelled_or_resumed(place: Path) -> None:
     result = primeslurm("cancel", "older", cwd=place)
     assert (result.code, result.err) == (0, "older is completed: nothing to cancel\n")
     result = primeslurm("resume", "older", cwd=place)
     assert (result.code, result.err) == (2, "error: RUN = older: is completed: there is nothing to resume\n")
 
 
-def test_a_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
+def test_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
     run = place / "runs" / "older"
     (run / "attempts" / "1" / "fleet.json").write_text("[3]")
-    (run / "attempts" / "1" / "end.json").write_bytes(b"\xff\xfe\x00")  # as if it were not there
+    (run / "attempts" / "1" / "end.json").write_bytes(b"\xff\xfe\x00")  # an undecodable file counts as missing
     message = f"{run} is damaged, or was made by another release (ValidationError: Expected `object`, got `array`)"
     result = primeslurm("status", "older", "--json", cwd=place)
     assert (result.code, result.err) == (4, f"error: {message}\n")
@@ -193,18 +192,18 @@ def test_a_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
     assert (result.code, result.err) == (4, f"error: {place}/runs/older is damaged: it has no lock.json\n")
 
 
-def test_a_name_that_no_file_can_have_is_no_run(place: Path) -> None:
+def test_impossible_file_name_is_no_run(place: Path) -> None:
     result = primeslurm("summary", "x" * 300, cwd=place)
     assert result.code == 4 and "there is no run xxx" in result.err
 
 
-def test_json_has_null_for_what_is_no_number(place: Path) -> None:
+def test_json_has_null_for_nan_and_infinity(place: Path) -> None:
     with (place / "runs" / "older" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "time": 2.0, "trainer/loss": NaN}\n')
     assert json.loads(primeslurm("status", "older", "--json", cwd=place).out)["metrics"]["trainer/loss"] is None
 
 
-def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:
+def test_missing_runs_exit_with_4(tmp_path: Path) -> None:
     result = primeslurm("status", cwd=tmp_path)
     assert (result.code, result.err) == (
         4,
@@ -213,7 +212,7 @@ def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("continues", [True, False])
-def test_who_interrupts_the_wait_is_told_how_to_end_the_run(
+def test_interrupted_wait_prints_how_to_cancel(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], continues: bool
 ) -> None:
     def interrupted(run: Run) -> int:
@@ -227,7 +226,7 @@ def test_who_interrupts_the_wait_is_told_how_to_end_the_run(
     assert (said in capsys.readouterr().err.replace("\n", " ")) is continues
 
 
-def test_verbs_that_act_print_json_for_scripts(place: Path) -> None:
+def test_verbs_print_json(place: Path) -> None:
     cancelled = primeslurm("cancel", "older", "--yes", "--json", cwd=place)
     assert json.loads(cancelled.out) == {"run": "older", "cancelled": False, "phase": "completed"}
     logs = primeslurm("logs", "older", "trainer", "-n", "1", "--json", cwd=place)
@@ -241,7 +240,9 @@ def test_verbs_that_act_print_json_for_scripts(place: Path) -> None:
 @pytest.mark.parametrize(
     ("terminal", "yes", "asked"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-def test_only_a_person_is_asked(monkeypatch: pytest.MonkeyPatch, terminal: bool, yes: bool, asked: bool) -> None:
+def test_only_terminals_are_asked_for_confirmation(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, yes: bool, asked: bool
+) -> None:
     questions: list[str] = []
     monkeypatch.setattr(typer, "confirm", lambda question, **_: questions.append(question))
     for stream in ("stdin", "stderr"):
@@ -259,7 +260,7 @@ def test_only_a_person_is_asked(monkeypatch: pytest.MonkeyPatch, terminal: bool,
         ("running", "", "running"),
     ],
 )
-def test_an_outcome_is_named_once(outcome: str, reason: str, text: str) -> None:
+def test_outcome_is_printed_once(outcome: str, reason: str, text: str) -> None:
     assert outcome_text(outcome, reason) == text
 
 
@@ -276,31 +277,31 @@ OF_A_RUN: dict[str, tuple[str, ...]] = {
     "attach": ("trainer",),
     "export": ("model",),
 }
-"""Verbs that take a run, and the other arguments that they need."""
+"""Verbs that take a run, and their other required arguments."""
 
 
 @pytest.mark.parametrize("verb", OF_A_RUN)
-def test_a_run_without_its_lock_file_is_exit_code_4(place: Path, verb: str) -> None:
+def test_run_without_a_lock_file_exits_with_4(place: Path, verb: str) -> None:
     (place / "runs" / "older" / "lock.json").unlink()
     result = primeslurm(verb, "older", *OF_A_RUN[verb], cwd=place)
     assert (result.code, result.err) == (4, f"error: {place}/runs/older is damaged: it has no lock.json\n")
 
 
 @pytest.mark.parametrize("verb", ["status", "doctor", "cancel", "resume", "report", "diff", "attach"])
-def test_a_run_whose_plan_is_damaged_is_exit_code_4(place: Path, verb: str) -> None:
+def test_damaged_plan_exits_with_4(place: Path, verb: str) -> None:
     for plan in (place / "runs" / "older").rglob("plan.json"):
         plan.write_text("{")
     result = primeslurm(verb, "older", *OF_A_RUN[verb], cwd=place)
     assert result.code == 4 and result.err.startswith("error: ") and "plan.json" in result.err
 
 
-def test_a_run_is_found_in_its_default_directory_although_the_site_file_names_another(place: Path) -> None:
+def test_run_is_found_in_the_default_directory_despite_a_site_file(place: Path) -> None:
     (place / "site.yaml").write_text("name: elsewhere\nruns: elsewhere\nnodes: {default: {partition: gpu, cpus: 8}}\n")
     result = primeslurm("status", "older", cwd=place)
     assert result.code == 0 and "older" in result.out, result.err
 
 
 @pytest.mark.parametrize("verb", OF_A_RUN)
-def test_a_run_that_does_not_exist_is_exit_code_4_and_names_the_nearest(place: Path, verb: str) -> None:
+def test_unknown_run_exits_with_4_and_a_suggestion(place: Path, verb: str) -> None:
     result = primeslurm(verb, "oldr", *OF_A_RUN[verb], cwd=place)
     assert (result.code, result.err) == (4, f"error: there is no run oldr in {place}/runs (did you mean older?)\n")

@@ -1,4 +1,4 @@
-"""What a command imports decides how long it takes to start."""
+"""Modules that commands import, because imports dominate the start-up time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.cli import run_python
 from tests.support.recipes import model_dir, recipe_data, site
 
 NEVER = {"torch", "vllm", "transformers", "verifiers", "numpy", "zmq", "httpx", "submitit"}
-"""No command that submits nothing imports these."""
+"""Only commands that submit import these."""
 
 
 def imported_by(*args: str, cwd: Path) -> set[str]:
-    """The modules, and the packages they are of, that a command imports."""
+    """Return the modules, and their packages, that a command imports."""
     code = f"""
 import atexit, sys
 atexit.register(lambda: print("IMPORTED", *sys.modules, file=sys.stderr))
@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> None:
+def test_help_imports_no_verb(place: Path) -> None:
     found = imported_by("--help", cwd=place)
     assert found & (NEVER | {"pydantic", "yaml", "jinja2", "msgspec"}) == set()
     ours = {name for name in found if name.startswith("primeslurm.")}
@@ -53,7 +53,7 @@ def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> N
 @pytest.mark.parametrize(
     ("verb", "spared"),
     [
-        (("check", "r.yaml"), {"primeslurm.node"}),  # it asks sbatch about the script
+        (("check", "r.yaml"), {"primeslurm.node"}),  # it renders the script for sbatch --test-only
         (
             ("render", "r.yaml"),
             {"msgspec", "primeslurm.plan.checks.environments", "primeslurm.run.status.run_status", "primeslurm.node"},
@@ -67,20 +67,18 @@ def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> N
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_verb_imports_what_it_needs(place: Path, verb: tuple[str, ...], spared: set[str]) -> None:
+def test_verb_imports_only_what_it_needs(place: Path, verb: tuple[str, ...], spared: set[str]) -> None:
     assert imported_by(*verb, cwd=place) & (NEVER | spared) == set()
 
 
-def test_importing_the_package_imports_none_of_its_rooms(tmp_path: Path) -> None:
+def test_importing_primeslurm_imports_no_subpackage(tmp_path: Path) -> None:
     code = "import sys; before = set(sys.modules); import primeslurm; print(*set(sys.modules) - before)"
     assert set(run_python("-c", code, cwd=tmp_path).out.split()) == {"primeslurm"}
 
 
 @pytest.mark.parametrize("asked", [None, "logfire-plugin"])
-def test_what_is_said_of_plugins_of_pydantic_is_the_users_again(
-    monkeypatch: pytest.MonkeyPatch, asked: str | None
-) -> None:
-    """Jobs inherit it, and their own models may have plugins."""
+def test_pydantic_plugin_setting_is_restored(monkeypatch: pytest.MonkeyPatch, asked: str | None) -> None:
+    """Jobs inherit the variable, and their models may have plugins."""
     monkeypatch.delenv(PLUGINS, raising=False)
     if asked is not None:
         monkeypatch.setenv(PLUGINS, asked)
@@ -90,7 +88,7 @@ def test_what_is_said_of_plugins_of_pydantic_is_the_users_again(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_is_shown_with_the_first_line_of_its_own_help(verb: str) -> None:
+def test_help_line_of_a_verb_is_its_docstring(verb: str) -> None:
     module, _, name = VERBS[verb].place.partition(":")
     found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), name)
     text = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
@@ -98,7 +96,7 @@ def test_a_verb_is_shown_with_the_first_line_of_its_own_help(verb: str) -> None:
     assert load_verb(verb).get_short_help_str(1000)
 
 
-def test_words_are_completed_without_and_with_a_verb(place: Path) -> None:
+def test_completion_works_with_and_without_a_verb(place: Path) -> None:
     def complete(*words: str) -> list[str]:
         env = {
             "_PRIMESLURM_COMPLETE": "complete_bash",

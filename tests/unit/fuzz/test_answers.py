@@ -22,13 +22,12 @@ from renderers.base import ParsedToolCall, ToolCallParseStatus
 from verifiers.v1.runtimes import Runtime
 from verifiers.v1.types import ToolCall
 
-from primeslurm.inference.router.workers import WorkerDifference, Workers, compare, listed
+from primeslurm.inference.router.supervisor import WorkerDifference, Workers, compare, listed
 from primeslurm.models.deepseek_v3 import renderer as deepseek_v31_renderer
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.rendering import dialects
-from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
-from primeslurm.orchestrator.telemetry.engine_metrics import parse, scrape
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow
+from primeslurm.orchestrator.teacher import Teacher, TeacherError
+from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, parse, scrape
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError
 from primeslurm.orchestrator.worker.generate_endpoint import (
     Completion,

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from primeslurm.base.errors import ClusterError, RunError
 from primeslurm.base.files import FileWatcher, read_json
 from primeslurm.orchestrator.dispatch import curricula
-from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
-from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader, Sample
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.job_protocol import Job

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_protocol
+from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, MAX_FRAME_BYTES, join_frames, split_frames
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
-from primeslurm.orchestrator.rollouts.message_chunks import CHUNK_BYTES, MAX_FRAME_BYTES, join_frames, split_frames
 from primeslurm.wire.batches.batch import RankShard
 from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.batches.rollout import Rollout

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.api.runs.attach import find_target
 from primeslurm.node.agent.node_agent import AgentTimings
 from primeslurm.node.agent.node_context import remove_leftovers
 from primeslurm.node.head.fleet import Fleet
@@ -18,7 +19,6 @@ from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
-from primeslurm.run.status.target import find_target
 from tests.support.plans import plan_of, python
 from tests.unit.node.fleet_of_agents import Agents
 from tests.unit.node.test_agent import Running

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
+from primeslurm.orchestrator.dispatch.limits import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness

@@ -16,7 +16,7 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, provision_runtime
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import host_needs
+from primeslurm.orchestrator.environments import checks
 from primeslurm.orchestrator.environments.sandbox import apptainer, containers
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Limits
@@ -133,10 +133,10 @@ def test_host_without_fuse2fs_is_reported_before_a_rollout(monkeypatch: pytest.M
     runtime = {"type": "apptainer", "limits": {"disk_gb": 3}}
     made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
     env = environments.load_from_recipe(made)
-    monkeypatch.setattr(host_needs, "_missing_for_runtime", lambda *_: ())
+    monkeypatch.setattr(checks, "_missing_for_runtime", lambda *_: ())
     monkeypatch.setattr(apptainer, "find_program", lambda name: None if name == "fuse2fs" else f"/bin/{name}")
     monkeypatch.setattr(os, "access", lambda *_: True)
-    (problem,) = host_needs.missing(made, env)
+    (problem,) = checks.missing(made, env)
     assert problem.field == "environments.runtime.limits.disk_gb" and problem.why.endswith("no fuse2fs")
     monkeypatch.setattr(apptainer, "find_program", lambda name: f"/bin/{name}")
-    assert host_needs.missing(made, env) == []
+    assert checks.missing(made, env) == []

@@ -16,7 +16,7 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, Runtime, make_runtime
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import host_needs
+from primeslurm.orchestrator.environments import checks
 from primeslurm.orchestrator.environments.sandbox import apptainer, containers
 from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_problem
 from primeslurm.recipe.sections.orchestrator import Environment
@@ -128,4 +128,4 @@ def test_host_without_nsenter_is_reported_before_a_rollout(monkeypatch: pytest.M
     assert "allow" not in environments.agent_options(made)["runtime"], "verifiers' apptainer has no such option"
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nsenter" else f"/bin/{name}")
     env = environments.load_from_recipe(made)
-    assert [each.value for each in host_needs.missing(made, env)] == ["none"]
+    assert [each.value for each in checks.missing(made, env)] == ["none"]

@@ -28,9 +28,9 @@ from primeslurm.orchestrator.dispatch.concurrency import (
     Headroom,
     KvOccupancy,
 )
-from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
+from primeslurm.orchestrator.dispatch.limits import ReplicaSlots
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, GAUGES, Sample
+from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, GAUGES, Sample
 from primeslurm.records.state import ReplicaLoad
 
 ROUTERS = ["router-0", "router-1"]

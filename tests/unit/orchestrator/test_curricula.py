@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from primeslurm.base import durable
 from primeslurm.orchestrator.dispatch import Dispatcher, group_id
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula, DifficultyPools
-from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, RunProgress, restore
-from primeslurm.orchestrator.pipeline.recovery import examples, limits
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, RunProgress, examples, limits, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.task_order import first_epoch

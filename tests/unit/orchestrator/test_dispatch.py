@@ -173,4 +173,4 @@ def test_rollouts_of_a_lost_replica_move_to_the_others() -> None:
     again = run_all(dispatcher)
     assert [job.router for job in again] == ["http://r1"] * len(lost)
     assert {job.group for job in again} == {job.group for job in lost}
-    assert dispatcher.routers == ("http://r1",)
+    assert list(dispatcher.replicas.routers) == ["http://r1"]

@@ -48,6 +48,20 @@ def test_unknown_name_gets_a_suggestion_and_wrong_argument_is_named() -> None:
     assert "environments.args.colour = red: " in refusal("reverse-text", {"colour": "red"})
 
 
+@pytest.mark.parametrize(
+    ("harness", "fields"),
+    [
+        ("no-such", ["harness.id", "args.colour"]),
+        ("bsh", ["harness.id", "args.colour", "harness.foo"]),  # checked as bash, which is nearest
+        ("default", ["harness.id", "args.colour", "harness.foo"]),
+    ],
+)
+def test_unknown_harness_does_not_hide_other_wrong_options(harness: str, fields: list[str]) -> None:
+    with pytest.raises(UsageError) as raised:
+        environments.load("reverse-text", {"colour": "red"}, {"harness": {"id": harness, "foo": 1}})
+    assert [each.field for each in raised.value.violations] == [f"environments.{field}" for field in fields]
+
+
 @pytest.mark.parametrize("kind", [ReverseTextTaskset, ReverseTextTask])
 def test_toolsets_method_without_classmethod_is_refused(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "toolsets", lambda self, config: [])

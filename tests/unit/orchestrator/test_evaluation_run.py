@@ -14,7 +14,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.dispatch import MAX_FAILURES
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator, Schedule
-from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.orchestrator.evaluation.results import Sample
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment

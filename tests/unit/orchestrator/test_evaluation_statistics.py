@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from primeslurm.orchestrator.evaluation.statistics import Sample, estimate_mean, pass_at_k, summarise
+from primeslurm.orchestrator.evaluation.results import Sample, estimate_mean, pass_at_k, summarise
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])

@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 import zmq.asyncio
 
+from primeslurm.orchestrator import teacher
 from primeslurm.orchestrator.algorithms import Memory, from_recipe
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts import worker_pool
+from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, split_frames
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
-from primeslurm.orchestrator.rollouts.message_chunks import CHUNK_BYTES, split_frames
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.teacher import client
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import TakenOverError
 from primeslurm.wire.batches.batch import RankShard
@@ -131,10 +131,10 @@ async def test_teacher_answer_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPa
     async def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"choices": [{"prompt_logprobs": entries}]})
 
-    watched = FileWatcher(client.decode_json)
-    monkeypatch.setattr(client, "decode_json", watched)
+    watched = FileWatcher(teacher.decode_json)
+    monkeypatch.setattr(teacher, "decode_json", watched)
     http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    assert (await client.Teacher(lambda: ["http://t/v1"], http).logprobs([5, 6, 7])).tolist() == [0.0, -0.5, -1.0]
+    assert (await teacher.Teacher(lambda: ["http://t/v1"], http).logprobs([5, 6, 7])).tolist() == [0.0, -0.5, -1.0]
     assert elsewhere(watched)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.base.errors import RunError
-from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
+from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer

@@ -13,8 +13,8 @@ import pytest
 
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import host_needs
-from primeslurm.orchestrator.environments.host_needs import HostNeeds
+from primeslurm.orchestrator.environments import checks
+from primeslurm.orchestrator.environments.checks import HostNeeds
 from primeslurm.orchestrator.environments.sandbox import uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -90,11 +90,11 @@ async def test_mini_swe_agent_solves_a_task_in_a_sandbox(
 def test_harness_without_its_packages_is_reported_before_a_rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(model, "mini_swe_agent").environments[0]
     env = environments.load_from_recipe(made)
-    assert host_needs.needs(made, env) == HostNeeds(("subprocess",), ("mini_swe_agent",))
-    assert host_needs.missing(made, env) == []
+    assert checks.needs(made, env) == HostNeeds(("subprocess",), ("mini_swe_agent",))
+    assert checks.missing(made, env) == []
     uv_scripts.find_python.cache_clear()
     monkeypatch.setattr(uv_scripts, "_environments", lambda: (Path(sys.prefix),))
-    (problem,) = host_needs.missing(made, env)
+    (problem,) = checks.missing(made, env)
     assert "mini-swe-agent==2.4.6" in problem.why and problem.fix == "primeslurm install --harness mini_swe_agent"
     uv_scripts.find_python.cache_clear()
 
@@ -119,7 +119,7 @@ def test_downloads_into_containers_and_visible_keys_are_noted(
     (made,) = recipe(model, harness, runtime=runtime).environments
     if search:
         made = made.model_copy(update={"harness": Harness.model_validate({"id": harness, "search": search})})
-    notes = host_needs.notes(made, environments.load_from_recipe(made))
+    notes = checks.notes(made, environments.load_from_recipe(made))
     assert [note.field for note in notes] == fields
     assert all(harness in note.why for note in notes if note.field == INSTALL)
 
@@ -129,27 +129,27 @@ def test_container_with_install_false_needs_the_packages_on_the_host(
 ) -> None:
     made = recipe(model, "mini_swe_agent", runtime={"type": "docker", "install": False}).environments[0]
     env = environments.load_from_recipe(made)
-    assert host_needs.needs(made, env) == HostNeeds(("docker",), ("mini_swe_agent",))
+    assert checks.needs(made, env) == HostNeeds(("docker",), ("mini_swe_agent",))
     monkeypatch.setattr(uv_scripts, "environment_directories", lambda: (Path("/usr"), Path("/opt/python")))
-    (problem,) = [each for each in host_needs.missing(made, env) if each.field == "environments.runtime.install"]
+    (problem,) = [each for each in checks.missing(made, env) if each.field == "environments.runtime.install"]
     assert problem.value == "false" and "/usr" in problem.why
 
 
 def test_host_without_bubblewrap_is_reported_before_a_rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(model, "bash").environments[0]
-    monkeypatch.setattr(host_needs, "_bubblewrap_problem", lambda: "bubblewrap is not installed")
-    (problem,) = host_needs.missing(made, environments.load_from_recipe(made))
+    monkeypatch.setattr(checks, "_bubblewrap_problem", lambda: "bubblewrap is not installed")
+    (problem,) = checks.missing(made, environments.load_from_recipe(made))
     assert problem.why == "bubblewrap is not installed" and "trusted: true" in problem.fix
 
 
 def test_environment_without_programs_needs_nothing() -> None:
     made = Environment.model_validate({"id": "reverse-text"})
-    assert host_needs.needs(made, environments.load_from_recipe(made)) == HostNeeds((), ())
+    assert checks.needs(made, environments.load_from_recipe(made)) == HostNeeds((), ())
 
 
 def test_apptainer_is_the_default_of_a_harness_that_needs_a_container(model: str) -> None:
     made = recipe(model, "mini_swe_agent", runtime=None).environments[0]
-    assert host_needs.needs(made, environments.load_from_recipe(made)).runtimes == ("apptainer",)
+    assert checks.needs(made, environments.load_from_recipe(made)).runtimes == ("apptainer",)
 
 
 def test_image_limits_and_secrets_of_the_recipe_become_options_of_the_agent(model: str) -> None:

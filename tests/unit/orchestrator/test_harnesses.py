@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import harness_compatibility, host_needs
+from primeslurm.orchestrator.environments import checks
 from primeslurm.plan.checks.tool_rendering import OWN_HARNESS
 from primeslurm.recipe.rules import sandboxes
 from primeslurm.recipe.sections.orchestrator import Environment
@@ -46,7 +46,7 @@ async def test_harness_plays_a_task_in_a_sandbox_with_the_tools_that_check_expec
     assert rollout.info.turns == len(engine.requests) == len(script)
     assert ("<tools>" in engine.prompts[0]) == has_tools == sandboxes.offers_tools(harness)
     (environment,) = made.environments
-    users = harness_compatibility.tool_users(environment, environments.load_from_recipe(environment))
+    users = checks.tool_users(environment, environments.load_from_recipe(environment))
     assert users == ([("environments.harness", harness)] if has_tools else [])
     assert not list(tmp_path.rglob("*")), "the rollout left files"
 
@@ -55,22 +55,22 @@ async def test_harness_plays_a_task_in_a_sandbox_with_the_tools_that_check_expec
 def test_harness_that_needs_a_container_is_refused_without_one(
     harness: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("primeslurm.orchestrator.environments.host_needs.shutil.which", lambda name: None)
+    monkeypatch.setattr("primeslurm.orchestrator.environments.checks.shutil.which", lambda name: None)
     made = test_harbor.recipe(model, harness, runtime=None).environments[0]
     env = environments.load_from_recipe(made)
-    (problem,) = host_needs.missing(made, env)
+    (problem,) = checks.missing(made, env)
     assert (problem.value, problem.why) == ("apptainer", "`apptainer` is not installed here")
     offered = [("environments.harness", harness)] if harness not in sandboxes.WITHOUT_TOOLS else []
-    assert harness_compatibility.tool_users(made, env) == offered
+    assert checks.tool_users(made, env) == offered
 
 
 def test_missing_packages_of_a_harness_without_lock_are_named(model: str) -> None:
     made = test_harbor.recipe(model, "terminus_2").environments[0]
-    (problem,) = host_needs.missing(made, environments.load_from_recipe(made))
+    (problem,) = checks.missing(made, environments.load_from_recipe(made))
     assert problem.field == "environments.harness" and "harbor==0.23.0" in problem.why
     assert "primeslurm install" not in f"{problem.why} {problem.fix}" and "apptainer" in problem.fix
     locks = Path(__file__).parents[3] / "requirements" / "harnesses"
-    assert {path.stem for path in locks.glob("*.txt")} == set(host_needs.LOCKED)
+    assert {path.stem for path in locks.glob("*.txt")} == set(checks.LOCKED)
 
 
 def test_plan_knows_which_bundled_tasksets_have_a_harness_with_tools(tmp_path: Path) -> None:
@@ -79,5 +79,5 @@ def test_plan_knows_which_bundled_tasksets_have_a_harness_with_tools(tmp_path: P
     paths = {"harbor-local": str(test_harbor.EXAMPLES), "math-problems": str(problems)}
     for taskset in environments.BUNDLED:
         made = Environment(id=taskset, args={"path": paths[taskset]} if taskset in paths else {})
-        users = harness_compatibility.tool_users(made, environments.load_from_recipe(made))
+        users = checks.tool_users(made, environments.load_from_recipe(made))
         assert bool(users) == (taskset in OWN_HARNESS), taskset

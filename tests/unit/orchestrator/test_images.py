@@ -12,7 +12,7 @@ from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.orchestrator.worker.image_files import stored
+from primeslurm.orchestrator.worker.trace_sequences import stored
 from primeslurm.wire.batches.batch import Batch, BatchInfo
 from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo

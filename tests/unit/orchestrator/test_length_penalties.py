@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.length_penalties import apply_length_penalty
+from primeslurm.orchestrator.batching.group_filter import apply_length_penalty
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from primeslurm.orchestrator.telemetry.engine_metrics import Sample, parse, scrape
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
+from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, Sample, parse, rounded, scrape
 
 TEXT = """\
 # HELP vllm:num_requests_running x

@@ -1,4 +1,4 @@
-"""The examples of own algorithms and environments work with their recipes. tests/trainer/test_loss has the loss."""
+"""The examples of own algorithms and environments work with their recipes. tests/trainer tests the loss."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from primeslurm.orchestrator.dispatch import MAX_FAILURES
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.pipeline.progress import restore
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_events import JobLost, RolloutEnded, WorkerDied
+from primeslurm.orchestrator.rollouts.worker_pool import JobLost, RolloutEnded, WorkerDied
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.batch import RankShard
 from primeslurm.wire.batches.rollout import Rollout

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.orchestrator.rollouts.flow_control import ReceiveWindow
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, ResultReady, SendResults, Status
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
-from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
 from primeslurm.orchestrator.rollouts.worker_pool import RESEND_S
 from primeslurm.wire.batches.rollout import Rollout
 from tests.support.worker_pools import CallbackPool

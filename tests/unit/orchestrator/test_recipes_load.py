@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pyarrow.parquet
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import harness_compatibility, host_needs, probe
+from primeslurm.orchestrator.environments import checks, probe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import sees_packages
+from primeslurm.recipe.sections.trainer import Model
+from scripts.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMED = [
@@ -37,8 +40,8 @@ def test_environment_of_a_recipe_loads(environment: Environment, tmp_path: Path)
     env = environments.load(environment.id, args, environments.agent_options(environment))
     task = next(iter(env.taskset))
     assert task.data.prompt
-    assert harness_compatibility.without_reward(environment, env, task) == []
-    assert host_needs.notes(environment, env) == [], "rollouts download their harness"
+    assert checks.without_reward(environment, env, task) == []
+    assert checks.notes(environment, env) == [], "rollouts download their harness"
 
 
 @pytest.mark.parametrize(("module", "rewarded"), [("broken-tool", False), ("fine-words", True)])
@@ -46,6 +49,20 @@ def test_environment_without_reward_is_noted(module: str, rewarded: bool, monkey
     monkeypatch.syspath_prepend(ROOT / "tests" / "support" / "environments")
     answer = probe.probe(Environment.model_validate({"id": module}))
     assert answer.violations == [] and [note.value for note in answer.notes] == ([] if rewarded else [module])
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_counted(tmp_path: Path) -> None:
+    tiny_model.tokenizer().save_pretrained(tmp_path)
+    problems = [{"question": question, "answer": "2"} for question in ("1 + 1?", "1 + 1? " * 200, "1 + 1? " * 100)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    args = {"path": str(tmp_path / "data.jsonl")}
+    environment = Environment.model_validate({"id": "math-problems", "args": args})
+    answer = probe.probe(environment, Model(path=str(tmp_path)), max_len=256)
+    assert answer.tasks == 3 and not answer.violations
+    (warning,) = answer.warnings
+    assert warning.why.startswith("2 of 3 prompts leave no room for an answer: the prompt of task 2 has ")
+    assert probe.probe(environment, Model(path=str(tmp_path)), max_len=8192).warnings == []
+    assert probe.probe(environment, Model(path="no-model"), max_len=256).warnings == []
 
 
 def test_recipes_name_the_command_that_installs_their_harness() -> None:

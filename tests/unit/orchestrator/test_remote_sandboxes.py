@@ -13,7 +13,7 @@ from verifiers.v1.runtimes import E2BConfig, ModalConfig, PrimeConfig
 from primeslurm.api.checks import environments as api_environments
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import host_needs
+from primeslurm.orchestrator.environments import checks
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.recipe.sections.orchestrator import Environment
@@ -33,8 +33,8 @@ def missing(kind: str, **env: Any) -> list[tuple[str, str, str]]:
     limits = {"cpus": 2, "memory_gb": 4, "network": ["pypi.org"]}
     made = environment({"type": kind, "image": "python:3.12", "limits": limits}, **env)
     loaded = environments.load_from_recipe(made)
-    assert host_needs.needs(made, loaded).runtimes == (kind,)
-    return [(each.field, each.why, each.fix) for each in host_needs.missing(made, loaded)]
+    assert checks.needs(made, loaded).runtimes == (kind,)
+    return [(each.field, each.why, each.fix) for each in checks.missing(made, loaded)]
 
 
 def options_of(runtime: dict[str, Any]) -> Any:
@@ -50,13 +50,13 @@ def _no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_client_module(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    providers = {kind: replace(provider, module=module) for kind, provider in host_needs.PROVIDERS.items()}
-    monkeypatch.setattr(host_needs, "PROVIDERS", providers)
+    providers = {kind: replace(provider, module=module) for kind, provider in checks.PROVIDERS.items()}
+    monkeypatch.setattr(checks, "PROVIDERS", providers)
 
 
 def test_all_providers_of_recipes_are_checked() -> None:
     of_recipes = {kind.model_fields["type"].default for kind in get_args(get_args(Runtime)[0])}
-    assert set(host_needs.PROVIDERS) == set(PROVIDER_KEYS) == of_recipes & {"prime", "modal", "e2b"}
+    assert set(checks.PROVIDERS) == set(PROVIDER_KEYS) == of_recipes & {"prime", "modal", "e2b"}
 
 
 @pytest.mark.parametrize("kind", PROVIDER_KEYS)

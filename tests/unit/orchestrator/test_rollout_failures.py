@@ -14,7 +14,7 @@ from primeslurm.base.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_events import RolloutEnded, WorkerUnusable
+from primeslurm.orchestrator.rollouts.worker_pool import RolloutEnded, WorkerUnusable
 from primeslurm.orchestrator.telemetry.progress_monitor import UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,

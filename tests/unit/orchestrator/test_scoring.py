@@ -17,12 +17,10 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.pipeline.progress import RunProgress
-from primeslurm.orchestrator.pipeline.recovery import recover
+from primeslurm.orchestrator.pipeline.progress import RunProgress, recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
-from primeslurm.orchestrator.teacher.client import Teacher, TeacherError, teacher_of
-from primeslurm.orchestrator.teacher.scoring import Scoring
+from primeslurm.orchestrator.teacher import Scoring, Teacher, TeacherError, teacher_of
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal

@@ -17,8 +17,7 @@ from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
-from primeslurm.orchestrator.teacher.client import teacher_of
-from primeslurm.orchestrator.teacher.scoring import Scoring
+from primeslurm.orchestrator.teacher import Scoring, teacher_of
 from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe

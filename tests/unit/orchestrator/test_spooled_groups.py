@@ -16,8 +16,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.pipeline.progress import RunProgress
-from primeslurm.orchestrator.pipeline.recovery import recover
+from primeslurm.orchestrator.pipeline.progress import RunProgress, recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
@@ -106,7 +105,7 @@ def test_loaded_group_replaces_the_spooled_one(tmp_path: Path) -> None:
         Spool(tmp_path / "rollouts").put(example(number))
     dispatcher, _, _ = recovered(tmp_path)
     head = [*dispatcher.ready][1]
-    dispatcher.replace_with_loaded(head, head.whole())
+    dispatcher.ready.replace(head, head.whole())
     assert [one.example for one in dispatcher.ready] == [0, 1, 2]
     assert [isinstance(one, SpooledGroup) for one in dispatcher.ready] == [True, False, True]
     assert np.array_equal([*dispatcher.ready][1].sequences[0].token_ids, example(1).sequences[0].token_ids)

@@ -183,7 +183,7 @@ def test_running_rollouts_continue_in_another_group(done: int) -> None:
     assert len(more) == done - 2, "one rollout alone has no advantage"
     group = finish(dispatcher, [*jobs[done:], *more], 1)
     assert group is not None and group.size == 2 and dispatcher.add_ready(group)
-    assert dispatcher.ready_rollouts == done + 2
+    assert dispatcher.ready.rollouts == done + 2
     assert dispatcher.counts["rollouts_carried"] == 4 - done and dispatcher.counts["cancelled"] == 0
 
 
@@ -306,7 +306,7 @@ def test_cold_start_fills_the_engines() -> None:
                 if done is not None:
                     dispatcher.add_ready(done)
         run_all(dispatcher)
-    assert dispatcher.ready_rollouts == 16 and not dispatcher.open, "those that started before the forecast"
+    assert dispatcher.ready.rollouts == 16 and not dispatcher.open, "those that started before the forecast"
 
 
 @pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.orchestrator.pipeline.stall_diagnosis import suspect
+from primeslurm.orchestrator.pipeline.orchestrator import suspect
 from primeslurm.records.state import EngineRecord
 from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, run_all
 from tests.unit.orchestrator.test_packing import group

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
-from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, GAUGES, Sample, scrape
+from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, GAUGES, Sample, scrape
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
 from primeslurm.orchestrator.weight_transfer.polling import UNRESPONSIVE_S
 from primeslurm.recipe import Recipe

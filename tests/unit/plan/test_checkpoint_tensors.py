@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from primeslurm.base.model_files import INDEX
-from primeslurm.plan.checks import model_files
+from primeslurm.plan.checks.files import model_files
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 

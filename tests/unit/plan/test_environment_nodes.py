@@ -11,7 +11,7 @@ import pytest
 
 from primeslurm.api.recipes.emulation import cluster_for, for_emulation, site_of
 from primeslurm.base.errors import UsageError
-from primeslurm.plan.checks.environment_capacity import environment_capacity
+from primeslurm.plan.checks.capacity import environment_capacity
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive, requests_of
 from primeslurm.recipe import Recipe, Site

@@ -15,7 +15,7 @@ from primeslurm.api.checks.recipe_check import look_at_files
 from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision
-from primeslurm.plan.checks import model_files
+from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.activations import Mixer, delta_net, images_of, layers_of, mamba

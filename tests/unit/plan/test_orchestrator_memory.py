@@ -10,7 +10,7 @@ import pytest
 from benchmarks.dispatch import World
 from primeslurm.orchestrator.batching.batches import KEPT_STEPS
 from primeslurm.orchestrator.dispatch import DispatchLimits
-from primeslurm.orchestrator.pipeline.recovery import limits
+from primeslurm.orchestrator.pipeline.progress import limits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.plan.memory.orchestrator_memory import (
     BATCHES_AHEAD,

@@ -10,7 +10,7 @@ import pytest
 
 from primeslurm.api.sites import local_site
 from primeslurm.models.catalog import catalog
-from primeslurm.plan.checks import model_files
+from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.checks.unsupported import unsupported
 from primeslurm.plan.placement.resources import WITHOUT_GPUS
 from primeslurm.plan.planner import derive

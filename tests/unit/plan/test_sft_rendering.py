@@ -33,10 +33,14 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def looked(directory: Path, model: tuple[Any, ...], *lines: Any, every: bool = False, sees: bool = False) -> DataAnswer:
+def request(directory: Path, *, every: bool = False, sees: bool = False, seq_len: int = 4096) -> DataRequest:
+    return DataRequest(str(directory / "data.jsonl"), str(directory / "model"), every, sees, seq_len)
+
+
+def looked(directory: Path, model: tuple[Any, ...], *lines: Any, **options: Any) -> DataAnswer:
     write_model(directory / "model", *model)
-    path = write(directory / "data.jsonl", *lines)
-    return probe.check(DataRequest(str(path), str(directory / "model"), every, sees))
+    write(directory / "data.jsonl", *lines)
+    return probe.check(request(directory, **options))
 
 
 def told(answer: DataAnswer) -> list[str]:
@@ -55,6 +59,17 @@ def test_the_token_that_ends_a_turn_is_said(model: tuple[Any, ...], text: str, t
     assert (answer.violations, answer.warnings) == ([], [])
     (note,) = answer.notes
     assert text in note.why
+
+
+def test_lines_longer_than_seq_len_are_counted(tmp_path: Path) -> None:
+    model, long = (CHATML, "<|im_end|>", "<|im_end|>"), {"messages": [ASKED | {"content": "2 " * 900}, ANSWERED]}
+    (warning,) = looked(tmp_path, model, GOOD, long, long, seq_len=800).warnings
+    assert warning.field == "sft.data.path" and warning.why.startswith("2 of 3 lines have more than 800 tokens")
+    answer = looked(tmp_path, model, long, long, seq_len=800)
+    assert answer.violations[0].why.startswith("all lines have more than 800 tokens") and not answer.warnings
+    (warning,) = looked(tmp_path, model, *[long] * (2 * probe.SAMPLE_LINES), seq_len=800).warnings
+    assert "sampled lines have more than 800 tokens" in warning.why
+    assert not looked(tmp_path, model, GOOD, long).warnings
 
 
 def test_an_end_at_which_engines_do_not_stop_is_a_warning(tmp_path: Path) -> None:
@@ -81,7 +96,7 @@ def test_all_kinds_are_named_at_once_with_their_first_lines(tmp_path: Path) -> N
     half = {"messages": [{"role": "user", "content": "\ud83d"}, ANSWERED]}
     answer = looked(tmp_path, (QWEN, "<|im_end|>", "<|im_end|>"), GOOD, "", late, broken, late, image, "{", half)
     found = told(answer)
-    assert [each.partition(":")[0] for each in found] == ["line 3", "line 4", "line 6", "line 7"]
+    assert [each.partition(":")[0] for each in found] == ["line 3", "line 4", "line 6", "line 7", "line 8"]
     assert "System message must be at the beginning" in found[0]
     assert "message 2: the arguments of a call are not JSON" in found[1]
     assert "it has images, but `model.vlm` is not set" in found[2]
@@ -130,14 +145,14 @@ def test_lines_all_over_a_long_file_are_rendered_and_all_are_read(
     first, last = (int(each.partition(":")[0].removeprefix("line ")) for each in found)
     assert 501 <= first <= 600 and last == 1000
     monkeypatch.setattr(probe, "PARSED_BYTES", 1000)
-    (found_first,) = told(probe.check(DataRequest(str(tmp_path / "data.jsonl"), str(tmp_path / "model"), False, False)))
+    (found_first,) = told(probe.check(request(tmp_path)))
     assert "System message must be" in found_first, "beyond what is read, lines are still rendered here and there"
 
 
 def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "data.jsonl", GOOD)
+    write(tmp_path / "data.jsonl", GOOD)
     (tmp_path / "model").mkdir()
-    (violation,) = probe.check(DataRequest(str(path), str(tmp_path / "model"), False, False)).violations
+    (violation,) = probe.check(request(tmp_path)).violations
     assert violation.field == "model.path" and "its tokenizer cannot be loaded" in violation.why
 
 
@@ -166,4 +181,4 @@ def test_missing_package_of_the_job_python_is_reported(tmp_path: Path) -> None:
     problems, (note,) = data_rendering_problems(recipe(tmp_path), site, local=False)
     assert not problems and "has no transformers without the site's modules" in note.text
     (problem,), _ = data_rendering_problems(recipe(tmp_path), site, local=True)
-    assert problem.field == "python" and "this Python has no transformers" in problem.why
+    assert problem.field == "python" and "has no transformers" in problem.why

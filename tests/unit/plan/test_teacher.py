@@ -11,7 +11,7 @@ import pytest
 from primeslurm.api.checks.recipe_check import look_at_files
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.plan.checks import with_absolute_paths
+from primeslurm.plan.checks.files import with_absolute_paths
 from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.planner import derive

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from primeslurm.models.catalog import catalog
-from primeslurm.plan.checks import model_files
+from primeslurm.plan.auto_fields import with_limits
+from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.planner import Planned, RecipeFiles, make_plan, requests_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits

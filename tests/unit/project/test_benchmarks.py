@@ -30,11 +30,14 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_each_benchmark_describes_its_measurement() -> None:
-    known = benchmarks()
-    assert {"gpu_run", "training_speed"} <= known.keys() and not {"live_memory", "titan_step"} & known.keys()
-    assert all(line.endswith(".") for line in known.values())
+    descriptions = benchmarks()
+    assert {"gpu_run", "training_speed"} <= descriptions.keys() and not {
+        "live_memory",
+        "titan_step",
+    } & descriptions.keys()
+    assert all(line.endswith(".") for line in descriptions.values())
     listed = run().stdout
-    assert all(f"\n{name} " in listed and line in listed for name, line in known.items())
+    assert all(f"\n{name} " in listed and line in listed for name, line in descriptions.items())
 
 
 @pytest.mark.parametrize("name", benchmarks())
@@ -83,17 +86,17 @@ def test_benchmarks_do_not_import_tests(path: Path) -> None:
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_sweep_options_are_valid_for_training_speed(gpus: int) -> None:
     for settings in (cells(gpus) | compiled(gpus) | deep(gpus)).values():
-        asked = arguments([*settings, "--ranks", str(gpus)])
-        assert asked.ep in (1, gpus) and asked.cp in (1, gpus) and (asked.experts or gpus) % gpus == 0
+        options = arguments([*settings, "--ranks", str(gpus)])
+        assert options.ep in (1, gpus) and options.cp in (1, gpus) and (options.experts or gpus) % gpus == 0
 
 
 def test_the_order_of_a_visit_names_cells_that_exist() -> None:
     _, _, visit = (ROOT / "benchmarks" / "README.md").read_text().partition("## On four and eight GPUs")
-    known = {"gpu_run OUT.json": gpu_run.CELLS, "wide_ep OUT.json": wide_ep.CELLS}
-    known |= {"training_sweep OUT 4": {**cells(4), **deep(4)}, "training_sweep OUT 1": compiled(1)}
-    for command, there in known.items():
-        asked = re.findall(rf"python -m benchmarks {command} ([^`]+?)(?: --[^`]*)?`", visit)
-        assert asked and {word for words in asked for word in words.split()} <= set(there), command
+    cells_by_command = {"gpu_run OUT.json": gpu_run.CELLS, "wide_ep OUT.json": wide_ep.CELLS}
+    cells_by_command |= {"training_sweep OUT 4": {**cells(4), **deep(4)}, "training_sweep OUT 1": compiled(1)}
+    for command, there in cells_by_command.items():
+        named = re.findall(rf"python -m benchmarks {command} ([^`]+?)(?: --[^`]*)?`", visit)
+        assert named and {word for words in named for word in words.split()} <= set(there), command
 
 
 def test_fault_table_contains_recorded_costs(tmp_path: Path) -> None:

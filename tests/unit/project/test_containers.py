@@ -12,9 +12,9 @@ DEFINITION = (ROOT / "containers" / "primeslurm.def").read_text()
 
 def packages(text: str) -> list[str]:
     """Return the packages that apt installs."""
-    found = re.search(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text)
-    assert found
-    return [word for word in found[1].partition("&&")[0].split() if re.fullmatch(r"[a-z0-9-]+", word)]
+    command = re.search(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text)
+    assert command
+    return [word for word in command[1].partition("&&")[0].split() if re.fullmatch(r"[a-z0-9-]+", word)]
 
 
 def test_both_images_have_the_same_base_and_packages() -> None:
@@ -28,8 +28,8 @@ def test_both_images_have_the_same_base_and_packages() -> None:
 def test_uv_and_nccl_have_one_version_everywhere() -> None:
     for pattern, more in ((r"uv==([\d.]+)", ["just", "requirements/cpu.txt"]), (r"nccl-cu13==([\d.]+)", [])):
         texts = [DOCKERFILE, DEFINITION, *((ROOT / name).read_text() for name in more)]
-        found = [re.findall(pattern, text) for text in texts]
-        assert all(found) and len({version for versions in found for version in versions}) == 1
+        versions_by_file = [re.findall(pattern, text) for text in texts]
+        assert all(versions_by_file) and len({version for versions in versions_by_file for version in versions}) == 1
     nccl = re.search(r'^nccl = "(.*)"', (ROOT / "third_party" / "deepep" / "manifest.toml").read_text(), re.MULTILINE)
     assert nccl and f"nvidia-nccl-cu13=={nccl[1]}" in DOCKERFILE
 

@@ -12,7 +12,7 @@ MAKES_THEM = {"wire/decoding.py"}
 def findings(tree: ast.Module) -> list[int]:
     """Return the lines that create a decoder of a type at run time. Module-level ones are created by one thread."""
     with_module = {id(node.value) for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value}
-    found = []
+    lines = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or id(node) in with_module:
             continue
@@ -21,8 +21,8 @@ def findings(tree: ast.Module) -> list[int]:
         decodes = any(name == f"msgspec.{each}.decode" for each in ("json", "msgpack", "yaml", "toml"))
         makes = any(name.endswith(f"{each}.Decoder") for each in ("json", "msgpack"))
         if makes or (decodes and typed):
-            found.append(node.lineno)
-    return found
+            lines.append(node.lineno)
+    return lines
 
 
 def test_only_decoding_creates_decoders_at_run_time() -> None:

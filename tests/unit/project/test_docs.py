@@ -26,7 +26,7 @@ INLINE = re.compile(r"`(primeslurm [^`]+|\./just [^`]+)`")
 
 def commands() -> list[tuple[str, str]]:
     """Return (page, command) for every primeslurm or just command. docs/reference/cli.md is generated."""
-    found = []
+    pairs = []
     for page in PAGES:
         if page.name == "cli.md":
             continue
@@ -34,8 +34,8 @@ def commands() -> list[tuple[str, str]]:
         lines = [line for _, body in FENCE.findall(text) for line in body.splitlines()]
         for line in [*lines, *INLINE.findall(FENCE.sub("", text))]:
             if re.match(r"(primeslurm|\./just) ", line):
-                found.append((str(page.relative_to(ROOT)), line.split("#")[0].split(">")[0].strip()))
-    return found
+                pairs.append((str(page.relative_to(ROOT)), line.split("#")[0].split(">")[0].strip()))
+    return pairs
 
 
 def test_there_are_commands_to_check() -> None:

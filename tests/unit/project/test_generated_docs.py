@@ -11,13 +11,14 @@ import pytest
 from pydantic import BaseModel
 
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reference import markdown
+from scripts.recipe_reference import markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_generated_pages_are_current() -> None:
-    argv = [sys.executable, "scripts/docs.py", "--check"]
+@pytest.mark.parametrize("script", ["docs", "learning_curve", "measurements", "migration"])
+def test_generated_pages_are_current(script: str) -> None:
+    argv = [sys.executable, f"scripts/{script}.py", "--check"]
     done = subprocess.run(argv, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,7 @@ import pytest
 
 from benchmarks import gpu_run
 from benchmarks.gpu_run import CELLS, RECIPES, idle, in_order
-from primeslurm.api.sites import local_site
-from primeslurm.plan.planner import derive
-from primeslurm.recipe.reading.recipe_files import load_recipe
-from tests.support.planning import reviewed
+from tests.support.planning import plan_on_gpus
 
 TINY = {
     **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 640},
@@ -26,17 +22,11 @@ TINY = {
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
-    cell = CELLS[name]
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    (tmp_path / "chats.jsonl").touch()
-    for gpu in range(cell.gpus):
-        (tmp_path / f"nvidia{gpu}").touch()
-    start = {"model.path": str(tmp_path)} | ({} if cell.after else {"sft.data.path": str(tmp_path / "chats.jsonl")})
-    settings = [f"{key}={value}" for key, value in {**cell.settings, **start}.items()]
-    recipe, site = load_recipe(RECIPES / cell.recipe, settings), local_site(tmp_path / "runs", tmp_path)
-    findings, _ = reviewed(recipe, site)
-    assert not [finding for finding in findings if finding.level in ("error", "blocked")]
-    assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
+    cell, chats = CELLS[name], tmp_path / "chats.jsonl"
+    chats.touch()
+    start = {} if cell.after else {"sft.data.path": chats}
+    plan = plan_on_gpus(tmp_path, cell.gpus, RECIPES / cell.recipe, TINY, **cell.settings, **start)
+    assert plan.totals.gpus == cell.gpus
 
 
 def test_a_warm_start_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,5 +66,5 @@ def test_ended_benchmark_ends_its_processes() -> None:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.terminate()
-    assert process.wait(60) == 143
+    assert process.wait() == 143
     assert process.stdout.read() == ""  # the end of the output, so nobody holds the pipe

@@ -26,8 +26,8 @@ def test_conversations_outgrow_the_gpu_and_fit_into_host_memory() -> None:
 
 def test_engine_has_the_offload_tier_of_its_cell(tmp_path: Path) -> None:
     def argv(host_bytes: int | None) -> list[str]:
-        asked = recipe(tmp_path, "bfloat16", 10_240, 2**33, host_bytes)
-        return list(Engines(asked, "cuda", "engine", "python").command(ALONE).argv)
+        offloading = recipe(tmp_path, "bfloat16", 10_240, 2**33, host_bytes)
+        return list(Engines(offloading, "cuda", "engine", "python").command(ALONE).argv)
 
     with_tier, without = argv(2**35), argv(None)
     transfer = json.loads(with_tier[with_tier.index("--kv-transfer-config") + 1])
@@ -38,7 +38,7 @@ def test_engine_has_the_offload_tier_of_its_cell(tmp_path: Path) -> None:
 def test_a_report_sums_turns() -> None:
     counted = {"prompted": 100, "prefix_hits": 10, "external_hits": 70, "computed": 20, "generated": 30}
     moved = {"load_bytes": 2e9, "load_time": 0.1, "store_bytes": 0.0, "store_time": 0.0, "preemptions": 0.0}
-    found = report([{"seconds": seconds, "answers": [seconds], **counted, **moved} for seconds in (1.0, 2.0)])
-    assert found["sampled_tokens_per_s"] == 20 and found["answer_seconds"] == {"median": 1.5, "max": 2.0}
-    assert found["shares"] == {"gpu": 0.1, "host": 0.7, "computed": 0.2}
-    assert found["load"] == {"gb": 4.0, "gb_per_s": 20.0} and found["store"] == {"gb": 0.0, "gb_per_s": 0.0}
+    summary = report([{"seconds": seconds, "answers": [seconds], **counted, **moved} for seconds in (1.0, 2.0)])
+    assert summary["sampled_tokens_per_s"] == 20 and summary["answer_seconds"] == {"median": 1.5, "max": 2.0}
+    assert summary["shares"] == {"gpu": 0.1, "host": 0.7, "computed": 0.2}
+    assert summary["load"] == {"gb": 4.0, "gb_per_s": 20.0} and summary["store"] == {"gb": 0.0, "gb_per_s": 0.0}

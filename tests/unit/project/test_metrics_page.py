@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WRITERS = (
     ("orchestrator/telemetry/batch_metrics.py", "", None),
     ("orchestrator/telemetry/progress_monitor.py", "", {"step_metrics"}),
-    ("orchestrator/teacher/scoring.py", "", {"take_metrics"}),
+    ("orchestrator/teacher.py", "", {"take_metrics"}),
     ("orchestrator/dispatch/dispatcher.py", "queue/", {"queue_lengths"}),
     ("orchestrator/dispatch/curricula.py", "", {"take_metrics"}),
     ("orchestrator/batching/group_filter.py", "env/*/", {"take_metrics"}),
@@ -58,13 +58,13 @@ def keys(function: ast.AST) -> Iterator[str]:
 
 def emitted() -> set[str]:
     """Return the names of all metrics, with * for parts that differ between runs."""
-    found = {f"engines/*/{name}" for name in progress_monitor._ROW_LOADS} | {FIRST_STEP}
+    metrics = {f"engines/*/{name}" for name in progress_monitor._ROW_LOADS} | {FIRST_STEP}
     for module, prefix, functions in WRITERS:
         for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
             if isinstance(node, ast.FunctionDef) and (functions is None or node.name in functions):
-                found |= {name if name.startswith(prefix) else prefix + name for name in keys(node)}
+                metrics |= {name if name.startswith(prefix) else prefix + name for name in keys(node)}
     for module in (PACKAGE / "trainer").rglob("*.py"):
-        found |= {f"trainer/seconds/{name}" for name in re.findall(r'\.phase\("(\w+)"\)', module.read_text())}
+        metrics |= {f"trainer/seconds/{name}" for name in re.findall(r'\.phase\("(\w+)"\)', module.read_text())}
     estimate = Estimated(0.5, 0.1)
     result = LabelResult(
         label="x",
@@ -78,8 +78,9 @@ def emitted() -> set[str]:
         turns=1.0,
         metrics={"x": 1.0},
     )
-    found -= {"engines/*/*", "env/*/*", "queue/*", "trainer/seconds/*"}  # loops over the names that are collected above
-    return found | {f"eval/*/{name.replace('@1', '@k').replace('/x', '/*')}" for name in result.row()}
+    # Loops over the names that are collected above.
+    metrics -= {"engines/*/*", "env/*/*", "queue/*", "trainer/seconds/*"}
+    return metrics | {f"eval/*/{name.replace('@1', '@k').replace('/x', '/*')}" for name in result.row()}
 
 
 def documented() -> list[list[str]]:
@@ -93,8 +94,9 @@ def is_documented(name: str) -> bool:
     return any(
         len(parts) == len(shown)
         and all(
-            part == own or (own in PLACEHOLDERS and (part == "*" or (own == "*" and i > 0)))
-            for i, (part, own) in enumerate(zip(parts, shown, strict=True))
+            part == documented_part
+            or (documented_part in PLACEHOLDERS and (part == "*" or (documented_part == "*" and i > 0)))
+            for i, (part, documented_part) in enumerate(zip(parts, shown, strict=True))
         )
         for shown in documented()
     )

@@ -15,12 +15,12 @@ MIRRORED = {
 
 def classes() -> dict[str, list[str]]:
     """Return the modules by the names of their public classes."""
-    found: dict[str, list[str]] = defaultdict(list)
+    modules: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(str(path.relative_to(PACKAGE)))
-    return found
+                modules[node.name].append(str(path.relative_to(PACKAGE)))
+    return modules
 
 
 def test_public_class_names_are_unique() -> None:

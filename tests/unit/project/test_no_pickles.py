@@ -15,22 +15,29 @@ from tests.support.slurm_plans import group, plan
 PACKAGE = Path(__file__).parents[3] / "primeslurm"
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNSAFE_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+SAFE = {
+    "weights_only=True": " of tensors alone",
+    "Loader=getattr(yaml, 'CSafeLoader', yaml.SafeLoader)": " of data alone",
+}
+"""Arguments that make an unsafe call safe."""
 SHARDS = "trainer/checkpoints/shards.py"
 LOADS_CHECKPOINTS = {"trainer/checkpoints/checkpoint.py", "trainer/checkpoints/export.py"}
 
 
 def findings(tree: ast.AST) -> set[str]:
     """Return the names of imported modules and called functions."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").partition(".")[0])
+            names.add((node.module or "").partition(".")[0])
         elif isinstance(node, ast.Call):
-            restricted = any(ast.unparse(keyword) == "weights_only=True" for keyword in node.keywords)
-            found.add(ast.unparse(node.func) + (" of tensors alone" if restricted else ""))
-    return found
+            names.add(
+                ast.unparse(node.func)
+                + next((SAFE[word] for word in map(ast.unparse, node.keywords) if word in SAFE), "")
+            )
+    return names
 
 
 def test_no_module_unpickles() -> None:
@@ -46,6 +53,7 @@ def test_checker_finds_violations() -> None:
     assert findings(ast.parse(text)) == {"pickle", "dill", "torch.load"}
     assert findings(ast.parse("torch.load(x, weights_only=False)")) == {"torch.load"}
     assert findings(ast.parse("torch.load(x, weights_only=True)")) == {"torch.load of tensors alone"}
+    assert findings(ast.parse("yaml.load(x, Loader=yaml.UnsafeLoader)")) == {"yaml.load"}
 
 
 def test_the_agents_pickle_is_in_the_run_directory() -> None:

@@ -86,7 +86,7 @@ def test_wrong_page_is_detected(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "found"), [("b  c", True), ("b\n...\ne", True), ("b\ne", False), ("...d", True), ("f", False)]
+    ("shown", "matching"), [("b  c", True), ("b\n...\ne", True), ("b\ne", False), ("...d", True), ("f", False)]
 )
-def test_lines_of_an_output_are_compared(shown: str, found: bool) -> None:
-    assert matches(shown, "a\nb   c\nb\nc\nd\ne\n") is found
+def test_lines_of_an_output_are_compared(shown: str, matching: bool) -> None:
+    assert matches(shown, "a\nb   c\nb\nc\nd\ne\n") is matching

@@ -29,8 +29,8 @@ LINT = {
 
 def _is_checkout() -> bool:
     """Return whether git can read this tree, which may be unpacked or belong to another user."""
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"]
-    return shutil.which("git") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0
+    command = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"]
+    return shutil.which("git") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def test_skipped_hooks_run_in_lint() -> None:

@@ -1,8 +1,7 @@
-"""The benchmark of the RL loop on GPUs, as far as possible without GPUs: its runs have valid plans."""
+"""The plans of the benchmarks of the RL loop and of recovery on GPUs are valid, and their reports are right."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,29 +10,24 @@ import pytest
 
 from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
 from benchmarks.support import shared_gpu
-from primeslurm.api.sites import local_site
-from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished
-from tests.support.planning import reviewed
+from tests.support.planning import plan_on_gpus
+
+MODEL = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
     cell = CELLS[name]
-    model = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    devices = tmp_path / "dev"
-    devices.mkdir()
-    for gpu in range(cell.gpus):
-        (devices / f"nvidia{gpu}").touch()
-    settings = [f"{key}={value}" for key, value in {"model.path": str(tmp_path), **cell.settings}.items()]
-    recipe = load_recipe(HERE / cell.recipe, settings)
-    site = local_site(tmp_path / "runs", devices)
-    findings, _ = reviewed(recipe, site)
-    assert not [finding for finding in findings if finding.level in ("error", "blocked")]
-    assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
+    assert plan_on_gpus(tmp_path, cell.gpus, HERE / cell.recipe, MODEL, **cell.settings).totals.gpus == cell.gpus
+
+
+def test_recovery_benchmark_is_planned_on_four_gpus(tmp_path: Path) -> None:
+    settings = {"deployment.train.gpus_per_node": 2}
+    plan = plan_on_gpus(tmp_path, 4, HERE / "recovery.yaml", MODEL, **settings)
+    assert plan.totals.gpus == 4 and plan.max_attempts > 1
 
 
 def test_shared_gpus_are_planned_as_separate_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,12 +35,12 @@ def test_shared_gpus_are_planned_as_separate_ones(tmp_path: Path, monkeypatch: p
     program.write_text('#!/bin/sh\necho "$*"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = shared_gpu.shared_gpus(tmp_path / "made", tmp_path / "runs", [0, 1, 0])
+    shared = shared_gpu.shared_gpus(tmp_path / "made", tmp_path / "runs", [0, 1, 0])
     argv = ["nvidia-smi", "--query-gpu=index", "--id=0,1,0"]
-    said = subprocess.run(argv, env={**os.environ, **found.env}, capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines() == [f"--id={gpu} --query-gpu=index" for gpu in (0, 1, 0)]
-    assert found.env["CUDA_VISIBLE_DEVICES"] == "0,1,0"
-    site = load_site(found.site)
+    output = subprocess.run(argv, env={**os.environ, **shared.env}, capture_output=True, text=True, check=True)
+    assert output.stdout.splitlines() == [f"--id={gpu} --query-gpu=index" for gpu in (0, 1, 0)]
+    assert shared.env["CUDA_VISIBLE_DEVICES"] == "0,1,0"
+    site = load_site(shared.site)
     monkeypatch.setattr(shared_gpu, "nccl_version", lambda: (2, 30))
     assert shared_gpu.shared_settings() == {}
     monkeypatch.setattr(shared_gpu, "nccl_version", lambda: (2, 29))
@@ -69,9 +63,9 @@ def test_a_report_takes_the_slowest_engine_of_each_update() -> None:
             for load in (0.2 * version, 0.1)
         ),
     ]
-    found = report(steps, happened)
-    assert found["steps"] == 4 and found["mismatch_kl"] == {"median": 2.5e-4, "max": 9e-4}
-    assert found["update_seconds"] == {"publish": 0.5, "transfer": 0.3, "load": 0.7, "pause": 0.8}
+    summary = report(steps, happened)
+    assert summary["steps"] == 4 and summary["mismatch_kl"] == {"median": 2.5e-4, "max": 9e-4}
+    assert summary["update_seconds"] == {"publish": 0.5, "transfer": 0.3, "load": 0.7, "pause": 0.8}
     assert report([], []) == {
         "steps": 0,
         "mismatch_kl": {"median": None, "max": None},

@@ -6,13 +6,13 @@ import ast
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cli import ROOT
+from tests.support.waiting import wait_until
 
 TESTS = """
 import os, signal, tempfile
@@ -30,7 +30,6 @@ def killed(words):
 command.importlib.import_module = lambda name: types.SimpleNamespace(main=killed)
 command.main(["turns"])
 """
-PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("code", [TESTS, BENCHMARK], ids=["tests", "benchmark"])
@@ -38,10 +37,7 @@ def test_temporary_directory_is_removed_after_a_kill(code: str) -> None:
     argv = [sys.executable, "-c", code]
     killed = Path(subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout.strip())
     assert killed.parent.parent == Path(tempfile.gettempdir()) and killed.parent.name.startswith("ps")
-    deadline = time.monotonic() + PATIENCE_S
-    while killed.parent.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not killed.parent.exists()
+    wait_until(lambda: not killed.parent.exists())
 
 
 def test_tests_leave_nothing_in_the_shared_temporary_directory() -> None:

@@ -70,8 +70,8 @@ def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path)
         code, out, err = run(installed, tmp_path, *words)
         assert expected in (None, code), (words, code, err)
         assert "Traceback" not in err, (words, err)
-        told = err if words[:2] == ("recipes", "show") else out + err
-        assert "./just" not in told and str(ROOT) not in told.replace(sys.prefix, ""), (words, told)
+        text = err if words[:2] == ("recipes", "show") else out + err
+        assert "./just" not in text and str(ROOT) not in text.replace(sys.prefix, ""), (words, text)
         if words[0] == "doctor":
             wrong = json.loads(out)["differences"]
             assert not [each for each in wrong if each["part"] == "primeslurm"], wrong

@@ -221,11 +221,6 @@ BROKEN = [
     ("", "{path}: must be a mapping of keys to values, is empty"),
     ("- a\n", "{path}: must be a mapping of keys to values, is a list"),
     ("\t: x", "{path}:1:1: not valid YAML: found character '\\t' that cannot start any token"),
-    ("a:\n  b: 1\n  b: 2\n", "{path}:3:3: not valid YAML: b is given twice (line 3)"),
-    (
-        "a: 1\nb: {c: 1, c: 2}\na: 2\n",
-        "{path}:2:11: not valid YAML: c is given twice (line 2), a is given twice (line 3)",
-    ),
     ("a: &x {b: *x}\n", "{path}:1:4: not valid YAML: an alias contains itself"),
     (DOUBLED, "{path}: not valid YAML: aliases repeat more than 100,000 values"),
     ("a: !!int x", "{path}: not valid YAML: invalid literal for int() with base 10: 'x'"),
@@ -242,6 +237,17 @@ def test_broken_file_gives_position_and_reason(tmp_path: Path, text: str, expect
     path = tmp_path / "r.yaml"
     path.write_text(text)
     assert messages(path) == [expected.format(path=path)]
+
+
+def test_repeated_keys_are_reported_beside_all_other_errors(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml", max_steps="x")
+    path.write_text(path.read_text() + "model: {dtype: float32, dtype: float64}\nrequired: 1\nrequired: 2\n")
+    last = len(path.read_text().splitlines())
+    repeated = [line for line in messages(path) if "is given twice" in line]
+    places = [f"{path}:{last - 2}:25: dtype", f"{path}:{last - 2}:1: model", f"{path}:{last}:1: required"]
+    assert repeated == [f"{place} is given twice (keep one of them)" for place in places]
+    others = {line.partition(":")[0].partition(" ")[0] for line in messages(path) if line not in repeated}
+    assert others == {"max_steps", "model.dtype", "required"}  # model.path of the first section is not missing
 
 
 def test_error_of_a_missing_file_suggests_a_similar_name(tmp_path: Path) -> None:

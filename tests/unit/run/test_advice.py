@@ -26,7 +26,7 @@ def only(prefill: Load, decode: Load, tunables: Tunables = SPLIT) -> Advice | No
     return found[0] if found else None
 
 
-def test_saturated_prefill_gets_as_many_replicas_as_decode_can_feed_on() -> None:
+def test_saturated_prefill_grows_to_what_decode_can_use() -> None:
     advice = only(BUSY_PREFILL, CALM_DECODE)
     assert advice is not None
     assert advice.text == "prefill is saturated: 4:1 (prefill:decode) would be balanced; the run has 3:1"
@@ -35,12 +35,12 @@ def test_saturated_prefill_gets_as_many_replicas_as_decode_can_feed_on() -> None
     assert advice.changes == {"deployment.inference.prefill.num_replicas": 4}
 
 
-def test_no_advice_goes_further_than_doubling() -> None:
+def test_advice_at_most_doubles_a_role() -> None:
     advice = only(BUSY_PREFILL, msgspec.structs.replace(CALM_DECODE, kv_usage_mean=0.02))
     assert advice is not None and advice.changes == {"deployment.inference.prefill.num_replicas": 6}
 
 
-def test_saturated_decode_takes_from_idle_prefill_or_else_grows() -> None:
+def test_saturated_decode_takes_nodes_from_idle_prefill_or_grows() -> None:
     advice = only(IDLE_PREFILL, FULL_DECODE)
     assert advice is not None and advice.changes == {"deployment.inference.prefill.num_replicas": 2}
     assert advice.text.startswith("decode is saturated: 2:1")
@@ -62,11 +62,11 @@ def test_saturated_decode_takes_from_idle_prefill_or_else_grows() -> None:
     ],
     ids=["short", "half-busy", "few wait", "both full", "both calm", "waits for offload", "waits for KV", "no decode"],
 )
-def test_without_evidence_nothing_is_said(prefill: Load, decode: Load) -> None:
+def test_there_is_no_advice_without_saturation(prefill: Load, decode: Load) -> None:
     assert only(prefill, decode) is None
 
 
-def test_engines_that_preempt_get_fewer_rollouts_in_flight() -> None:
+def test_preempting_engines_get_fewer_rollouts_in_flight() -> None:
     load = Load(engines=2, seconds=60, preemptions_per_s=0.1, kv_usage_mean=0.97, running_mean=40.5, waiting_mean=20)
     (advice,) = advise({"engine": load}, Tunables(max_inflight=64))
     assert advice.changes == {"orchestrator.max_inflight_rollouts": 40}
@@ -78,7 +78,7 @@ def test_engines_that_preempt_get_fewer_rollouts_in_flight() -> None:
     assert advise({"engine": msgspec.structs.replace(load, preemptions_per_s=0.001)}, Tunables()) == []
 
 
-def test_the_shape_is_read_from_the_recipe() -> None:
+def test_tunables_are_read_from_the_recipe() -> None:
     inference = {"type": "disaggregated", "prefill": {"num_replicas": 3}, "decode": {"num_replicas": 1}}
     recipe = {"deployment": {"inference": inference}, "orchestrator": {"max_inflight_rollouts": 9, "newer": {}}}
 
@@ -90,7 +90,7 @@ def test_the_shape_is_read_from_the_recipe() -> None:
     assert tunables({"orchestrator": None, "inference": None, "deployment": None}) == tunables({}) == Tunables()
 
 
-def test_what_binds_the_rollouts_in_flight_says_what_is_saturated_where_nothing_waits() -> None:
+def test_concurrency_limit_shows_saturation_without_waiting_requests() -> None:
     full = msgspec.structs.replace(FULL_DECODE, waiting_mean=0)
     loads = {"prefill": IDLE_PREFILL, "decode": full}
     assert advise(loads, SPLIT) == []
@@ -105,7 +105,7 @@ def test_what_binds_the_rollouts_in_flight_says_what_is_saturated_where_nothing_
     assert advise({"prefill": IDLE_PREFILL, "decode": CALM_DECODE}, SPLIT, [ReplicaLoad(200, 20, "demand")]) == []
 
 
-def test_engines_with_room_that_the_bound_leaves_empty_are_named() -> None:
+def test_engines_with_unused_capacity_are_named() -> None:
     calm, tunables = msgspec.structs.replace(CALM_DECODE, kv_usage_mean=0.3), Tunables(max_inflight=64)
     (advice,) = advise({"engine": calm}, tunables, [ReplicaLoad(90, 64, "bound")])
     assert advice.changes == {"orchestrator.max_inflight_rollouts": 128}

@@ -1,4 +1,4 @@
-"""One owner for each run directory: claims that exactly one process gets, and directories that are not the plan's."""
+"""Exclusive claims of attempts, and detection of copied run directories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return found
 
 
-def test_of_many_processes_that_claim_an_attempt_exactly_one_gets_it(run: RunDirectory) -> None:
+def test_exactly_one_of_many_processes_claims_an_attempt(run: RunDirectory) -> None:
     words = [f"w{i}" for i in range(6)]
     argv = [sys.executable, "-c", CLAIM, str(run.path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -57,15 +57,15 @@ def test_of_many_processes_that_claim_an_attempt_exactly_one_gets_it(run: RunDir
     assert sorted(path.name for path in (run.path / "attempts").iterdir()) == ["1", "2"], "nothing is left of losers"
 
 
-def test_an_attempt_belongs_to_one_start_of_a_job(run: RunDirectory) -> None:
+def test_attempt_belongs_to_one_start_of_a_job(run: RunDirectory) -> None:
     first, second = StartRecord("s1", "5", "n1", 1.0), StartRecord("s2", "5", "n1", 2.0)
     assert claim_start(run.attempt(1), first)
     assert not claim_start(run.attempt(1), second)
     assert run.attempt(1).start() == first
 
 
-def test_a_rename_whose_answer_was_lost_counts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NFS client sends it again, and is told that there is no such directory any more."""
+def test_rename_with_a_lost_answer_counts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client repeats the request and then gets the error that the source does not exist."""
     rename = Path.rename
 
     def twice(path: Path, target: Path) -> Path:
@@ -78,7 +78,7 @@ def test_a_rename_whose_answer_was_lost_counts(run: RunDirectory, monkeypatch: p
     assert run.latest().number == 2
 
 
-def test_another_error_than_a_name_that_is_taken_is_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_than_a_taken_name_are_raised(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, target: Path) -> Path:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -88,7 +88,7 @@ def test_another_error_than_a_name_that_is_taken_is_told(run: RunDirectory, monk
     assert [attempt.number for attempt in run.attempts()] == [1]
 
 
-def test_an_old_attempt_may_write_nothing_once_there_is_a_newer_one(run: RunDirectory) -> None:
+def test_old_attempt_cannot_write_once_there_is_a_newer_one(run: RunDirectory) -> None:
     require_newest(run.path, 1)
     assert claim_attempt(run, 2, run.attempt(1).plan(), JobRecord("", "slurm", 1.0)) is not None
     assert newest_attempt(run.path) == 2
@@ -97,13 +97,13 @@ def test_an_old_attempt_may_write_nothing_once_there_is_a_newer_one(run: RunDire
         require_newest(run.path, 1)
 
 
-def test_the_owner_is_named_with_job_host_and_time(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_is_described_by_job_host_and_time(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     assert owner(run.attempt(1)).startswith("slurm job 5 (attempt 1, submitted from login1 at 1970-01-0")
     run.attempt(1).record_job(JobRecord("", "local", 1.0, host="login1"))
     assert owner(run.attempt(1)).startswith("a local job that is being submitted (attempt 1")
 
 
-def test_a_copy_and_a_run_that_was_moved_are_told_from_the_original(run: RunDirectory, tmp_path: Path) -> None:
+def test_copied_and_moved_runs_are_detected(run: RunDirectory, tmp_path: Path) -> None:
     plan = run.attempt(1).plan()
     assert moved_or_copied(run.path, plan) == []
     (tmp_path / "link").symlink_to(run.path)
@@ -120,7 +120,7 @@ def test_a_copy_and_a_run_that_was_moved_are_told_from_the_original(run: RunDire
     assert moved_or_copied(tmp_path / "moved", plan) == [], "the link that was advised"
 
 
-def test_a_file_system_that_is_mounted_twice_is_one(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_mounted_twice_is_no_copy(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = run.attempt(1).plan()
     monkeypatch.setattr(Path, "samefile", lambda *_: False)
     assert moved_or_copied(run.path, plan) == []

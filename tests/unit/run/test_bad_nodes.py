@@ -1,4 +1,4 @@
-"""The ledger of nodes that failed, and the verb that shows it."""
+"""The ledger of bad nodes, and the verb `nodes`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_entries_expire_and_the_newest_of_a_node_counts(tmp_path: Path) -> None:
     assert ledger.entries(100000.0) == []
 
 
-def test_an_entry_of_a_node_whose_clock_was_ahead_lives_no_longer_than_others(tmp_path: Path) -> None:
+def test_entry_of_a_node_with_a_fast_clock_expires_like_others(tmp_path: Path) -> None:
     ledger, now, day = BadNodeLedger(tmp_path), time.time(), 86400.0
     ledger.record("n1", "silent", "a", 1, now=now + 3 * day, hours=24)
     (entry,) = ledger.entries(now + 1.0)
@@ -40,14 +40,14 @@ def test_an_entry_of_a_node_whose_clock_was_ahead_lives_no_longer_than_others(tm
     assert "0 s ago" in plan.findings[0].text, "never in the future"
 
 
-def test_a_damaged_entry_is_passed_over(tmp_path: Path) -> None:
+def test_damaged_entry_is_skipped(tmp_path: Path) -> None:
     ledger = BadNodeLedger(tmp_path)
     ledger.record("n1", "x", "a", 1, now=0.0, hours=1)
     (tmp_path / ".bad-nodes" / "n2.a.1.json").write_text('{"node": ')
     assert [entry.node for entry in ledger.entries(1.0)] == ["n1"]
 
 
-def test_a_plan_that_keeps_away(tmp_path: Path) -> None:
+def test_plan_excludes_bad_nodes(tmp_path: Path) -> None:
     ledger = BadNodeLedger(tmp_path)
     ledger.record("n1", "2 uncorrected ECC errors", "a", 1, now=0.0, hours=24)
     plan = plan_of(tmp_path / "run", ())
@@ -59,7 +59,7 @@ def test_a_plan_that_keeps_away(tmp_path: Path) -> None:
     assert (again.job.excluded, again.findings) == ("x[1-3]", ())
 
 
-def test_agents_remember_nodes_of_slurm_only(tmp_path: Path) -> None:
+def test_agents_record_only_nodes_of_slurm(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "run", ())
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     journal = Journal(attempt.path, "head")
@@ -96,7 +96,7 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
         (["--all"], []),
     ],
 )
-def test_host_lists_and_all_nodes_are_forgotten(tmp_path: Path, hostlists: list[str], left: list[str]) -> None:
+def test_host_lists_and_all_nodes_can_be_forgotten(tmp_path: Path, hostlists: list[str], left: list[str]) -> None:
     for node in ("n1", "n2", "n3", "x1"):
         BadNodeLedger(tmp_path).record(node, "silent", "demo", 2, now=time.time(), hours=24)
     words = [word for hostlist in hostlists for word in ("--forget", hostlist)]
@@ -104,7 +104,7 @@ def test_host_lists_and_all_nodes_are_forgotten(tmp_path: Path, hostlists: list[
     assert (result.code, sorted(entry["node"] for entry in json.loads(result.out))) == (0, left)
 
 
-def test_nothing_is_forgotten_if_one_host_list_is_wrong(tmp_path: Path) -> None:
+def test_no_node_is_forgotten_if_one_host_list_is_wrong(tmp_path: Path) -> None:
     BadNodeLedger(tmp_path).record("n1", "silent", "demo", 2, now=time.time(), hours=24)
     words = ("--forget", "n1", "--forget", "m[1-2]", "--forget", "n[3-1]")
     result = primeslurm("nodes", "--runs", tmp_path, *words, cwd=tmp_path)
@@ -114,7 +114,7 @@ def test_nothing_is_forgotten_if_one_host_list_is_wrong(tmp_path: Path) -> None:
 
 
 @needs_second_user
-def test_where_everybody_may_write_entries_of_strangers_do_not_count() -> None:
+def test_entries_of_other_users_do_not_count() -> None:
     def attack() -> None:
         (runs / ".bad-nodes").mkdir()
         (runs / ".bad-nodes").chmod(0o777)

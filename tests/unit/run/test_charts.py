@@ -1,4 +1,4 @@
-"""Where ticks and lines of a chart go."""
+"""Positions of ticks and lines in a chart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from primeslurm.run.report.charts import HEIGHT, LEFT, MAX_POINTS, RIGHT, WIDTH,
         (-4.0, -4.0, [-4.0, -3.0, -2.0, -1.0, 0.0]),
     ],
 )
-def test_marks_are_round_and_span_the_values(low: float, high: float, marks: list[float]) -> None:
+def test_ticks_are_round_and_span_the_values(low: float, high: float, marks: list[float]) -> None:
     assert nice_marks(low, high) == pytest.approx(marks)
 
 
@@ -26,7 +26,7 @@ def rows(*values: float) -> list[dict[str, float]]:
     return [{"step": i, "x": value} for i, value in enumerate(values, 1)]
 
 
-def test_a_chart_spans_its_frame() -> None:
+def test_chart_spans_its_frame() -> None:
     found = chart("T", "u", rows(0.0, 5.0, 10.0), [("x", "x"), ("not there", "y")])
     assert found is not None
     (line,) = found.lines
@@ -37,14 +37,14 @@ def test_a_chart_spans_its_frame() -> None:
     assert [tick.label for tick in found.y_ticks] == ["0", "2.5", "5", "7.5", "10"]
 
 
-def test_nothing_to_draw_is_no_chart() -> None:
+def test_there_is_no_chart_without_values() -> None:
     assert chart("T", "", rows(1.0), [("y", "y")]) is None
     assert chart("T", "", rows(float("nan"), float("inf")), [("x", "x")]) is None
     assert chart("T", "", rows(0.0, -1.0), [("x", "x")], log=True) is None
     assert chart("T", "", [], [("x", "x")]) is None
 
 
-def test_missing_steps_break_the_line_and_long_runs_are_thinned() -> None:
+def test_missing_steps_break_the_line_and_long_runs_are_averaged() -> None:
     gap = [*rows(1.0, 2.0), {"step": 30, "x": 3.0}, {"step": 31, "x": 3.0}]
     found = chart("T", "", gap, [("x", "x")])
     assert found is not None and len(found.lines[0].paths) == 2
@@ -53,7 +53,7 @@ def test_missing_steps_break_the_line_and_long_runs_are_thinned() -> None:
     assert len(found.x_ticks) <= 11
 
 
-def test_logarithmic_values_are_told_as_they_are() -> None:
+def test_logarithmic_chart_labels_the_values() -> None:
     found = chart("T", "", rows(1e-3, 1e-6), [("x", "x")], log=True)
     assert found is not None
     assert [tick.label for tick in found.y_ticks] == ["1e-6", "1e-5", "1e-4", "1e-3"]

@@ -1,4 +1,4 @@
-"""Plans compared part by part, not as text."""
+"""Differences between plans, part by part."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def plan_with(name: str = "r", **changes: Any) -> Plan:
 INFERENCE = {"type": "multi_node", "num_replicas": 2, "gpus_per_node": 2}
 
 
-def told(found: list[Difference]) -> set[tuple[str, str, str | None, str | None]]:
+def value_rows(found: list[Difference]) -> set[tuple[str, str, str | None, str | None]]:
     return {(each.where, each.field, each.a, each.b) for each in found}
 
 
-def test_two_runs_of_one_recipe_are_the_same() -> None:
+def test_two_runs_of_one_recipe_are_equal() -> None:
     assert diff(plan_with("a"), plan_with("b")) == []
 
 
-def test_an_option_of_all_engines_is_one_difference() -> None:
+def test_option_of_all_engines_is_one_difference() -> None:
     before = plan_with(deployment={"inference": INFERENCE})
     after = plan_with(deployment={"inference": INFERENCE}, inference={"vllm_extra": {"max_num_seqs": 8}})
     (found,) = diff(before, after)
@@ -47,7 +47,7 @@ def test_an_option_of_all_engines_is_one_difference() -> None:
     assert found.members == ["engine-r0-0", "engine-r0-1", "engine-r1-0", "engine-r1-1"]
 
 
-def test_another_replica_shows_in_totals_groups_replicas_and_processes() -> None:
+def test_added_replica_differs_in_totals_groups_replicas_and_processes() -> None:
     two = plan_with(deployment={"inference": INFERENCE})
     three = plan_with(deployment={"inference": {**INFERENCE, "num_replicas": 3}})
     found = diff(two, three)
@@ -55,26 +55,26 @@ def test_another_replica_shows_in_totals_groups_replicas_and_processes() -> None
         ("totals", "engines", "4", "6"),
         ("group inference", "nodes", "2", "3"),
         ("engine", "process", None, "present"),
-    } <= told(found)
+    } <= value_rows(found)
     (replica,) = [each for each in found if each.where == "replica 2"]
     assert replica.a is None and replica.b is not None and "router=router-2" in replica.b
     (added,) = [each for each in found if each.where == "engine"]
     assert added.members == ["engine-r2-0", "engine-r2-1"]
-    # Peers are compared one by one: none that both have is told.
+    # Peers are compared one by one, so common peers are not listed.
     assert not any("engine-r0-0" in each.field for each in found)
 
 
-def test_job_options_and_environment() -> None:
+def test_job_options_and_environment_variables_are_compared() -> None:
     found = diff(plan_with(), plan_with(slurm={"time": "02:00:00", "qos": "high"}, inference={"env": {"X": "1"}}))
-    assert {("job", "qos", "null", "high"), ("engine", "env.X", None, "1")} <= told(found)
+    assert {("job", "qos", "null", "high"), ("engine", "env.X", None, "1")} <= value_rows(found)
     assert any(each.where == "job" and each.field == "time" for each in found)
 
 
-def test_what_is_not_compared_is_a_field() -> None:
+def test_names_in_not_compared_are_fields() -> None:
     assert all(names <= part.model_fields.keys() for part, names in NOT_COMPARED.items())
 
 
-def test_command_lines_are_taken_apart() -> None:
+def test_command_lines_are_split_into_options() -> None:
     argv = ("python", "-m", "x", "--flag", "--n", "3", "--x=1", "--peers", "a=1,b=2", "--conf", '{"k": {"v": true}}')
     assert options(argv) == {
         "command": "python -m x",
@@ -97,7 +97,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_recipes_and_runs_can_be_mixed(place: Path) -> None:
+def test_recipe_can_be_compared_with_a_run(place: Path) -> None:
     assert (primeslurm("diff", "a.yaml", "a.yaml", cwd=place).code) == 0
     result = primeslurm("diff", "a.yaml", "b.yaml", "--json", cwd=place)
     assert result.code == 1, result.err
@@ -114,7 +114,7 @@ def test_recipes_and_runs_can_be_mixed(place: Path) -> None:
     assert primeslurm("diff", str(run.path), "b.yaml", cwd=place).err == "no difference\n"
 
 
-def test_something_else_is_bad_input(place: Path) -> None:
+def test_unknown_name_is_an_error(place: Path) -> None:
     result = primeslurm("diff", "a.yaml", "nothing", cwd=place)
     assert result.code == 4 and "there is no run nothing in" in result.err
 
@@ -145,7 +145,7 @@ def test_fields_of_recipes_are_compared_by_path() -> None:
     assert recipe_diff(one, one) == []
 
 
-def test_a_run_is_compared_with_the_recipe_that_it_was_made_of(place: Path) -> None:
+def test_run_equals_its_own_recipe(place: Path) -> None:
     loaded = load(place / "a.yaml", site=place / "site.yaml")
     planned = loaded.resolve()
     create(planned.recipe, planned.plan.model_copy(update={"run_dir": str(place / "runs" / "a")}), place / "a.yaml")
@@ -155,7 +155,7 @@ def test_a_run_is_compared_with_the_recipe_that_it_was_made_of(place: Path) -> N
 
 
 @pytest.mark.parametrize("words", [(), ("--all",)], ids=["short", "all"])
-def test_diff_of_ready_recipes_begins_with_the_recipes(words: tuple[str, ...]) -> None:
+def test_diff_of_ready_recipes_begins_with_recipe_fields(words: tuple[str, ...]) -> None:
     sides = ("recipes/glm5_pd.yaml", "recipes/glm5_r3.yaml")
     shown = primeslurm("diff", *sides, "--site", "sites/h200.yaml", *words, cwd=ROOT, columns=80)
     assert shown.code == 1

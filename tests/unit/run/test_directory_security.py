@@ -1,4 +1,4 @@
-"""Whose a run directory is, before anything in it is run."""
+"""Ownership and permissions of run directories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reasons(run_dir: Path) -> list[str]:
     return [violation.why for violation in permission_problems(run_dir)]
 
 
-def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_world_writable_parent_is_refused_with_a_fix(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -53,7 +53,7 @@ def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_p
     assert permission_problems(shared / "runs" / "r") == []
 
 
-def test_an_empty_directory_of_ones_own_is_taken_and_closed(tmp_path: Path, runs: Path) -> None:
+def test_own_empty_directory_is_used_and_gets_mode_0700(tmp_path: Path, runs: Path) -> None:
     (runs / "r").mkdir()
     (runs / "r").chmod(0o777)
     made(tmp_path, runs / "r")
@@ -64,8 +64,8 @@ def test_an_empty_directory_of_ones_own_is_taken_and_closed(tmp_path: Path, runs
 
 
 @needs_second_user
-def test_a_directory_that_a_stranger_made_beforehand_is_not_taken(tmp_path: Path, runs: Path) -> None:
-    """Empty and open to all, it was taken: it stayed theirs, with the secret in it."""
+def test_directory_of_another_user_is_refused(tmp_path: Path, runs: Path) -> None:
+    """If an empty directory that is open to all were used, its owner could read the secret in it."""
 
     def attack() -> None:
         (runs / "r").mkdir()
@@ -83,7 +83,7 @@ EVIL = "import pathlib; pathlib.Path({!r}).touch()"
 
 
 class Payload:
-    """What runs when it is unpickled."""
+    """Code that runs on unpickling."""
 
     def __init__(self, target: Path) -> None:
         self.code = EVIL.format(str(target))
@@ -93,14 +93,14 @@ class Payload:
 
 
 def load(folder: Path) -> subprocess.CompletedProcess[str]:
-    """What a node of the job does."""
+    """Load the pickle as a node of the job does."""
     env = {**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     argv = [sys.executable, "-m", "primeslurm.node.load", str(folder), "w"]
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 @needs_second_user
-def test_a_pickle_in_a_run_directory_that_a_stranger_put_in_place_is_not_loaded(tmp_path: Path) -> None:
+def test_pickle_in_a_replaced_run_directory_is_not_loaded(tmp_path: Path) -> None:
     payload = pickle.dumps(Payload(tmp_path / "ran"))
 
     def swap(runs: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_pickle_in_a_run_directory_that_a_stranger_put_in_place_is_not_loaded(
 
 
 @needs_second_user
-def test_pickles_are_this_users_and_closed_wherever_others_get_to_them(runs: Path) -> None:
+def test_pickles_must_belong_to_this_user_and_be_closed_to_others(runs: Path) -> None:
     folder = runs / "r" / "submitit"
     folder.mkdir(parents=True)
     own, theirs = folder / "7_submitted.pkl", folder / "8_submitted.pkl"

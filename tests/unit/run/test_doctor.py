@@ -1,4 +1,4 @@
-"""The first failure of an attempt, found in events, heartbeats and logs as processes leave them."""
+"""The first failure of an attempt, from events, heartbeats and logs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def diagnosis(run: RunDirectory, job: str | None = None) -> Diagnosis:
     return diagnose(run, run.attempt(1), lambda record: job)
 
 
-def test_the_rank_that_ran_out_of_memory_is_named_and_not_the_one_that_noticed(run: RunDirectory) -> None:
+def test_rank_that_ran_out_of_memory_comes_before_ranks_that_noticed(run: RunDirectory) -> None:
     log(run, "trainer-rank-0", T0, "step 3", "Traceback (most recent call last):", RESET)
     log(run, "trainer-rank-1", T0, "step 3", "Traceback (most recent call last):", OOM, "bye")
     say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
@@ -98,7 +98,7 @@ def test_the_rank_that_ran_out_of_memory_is_named_and_not_the_one_that_noticed(r
     assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
 
 
-def test_a_rank_that_was_killed_is_named_and_not_the_one_that_says_nothing(run: RunDirectory) -> None:
+def test_killed_rank_comes_before_ranks_without_an_error(run: RunDirectory) -> None:
     log(run, "trainer-rank-0", T0, "a rank is gone")
     log(run, "trainer-rank-1", T0, "step 3")
     say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
@@ -109,7 +109,7 @@ def test_a_rank_that_was_killed_is_named_and_not_the_one_that_says_nothing(run: 
     assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
 
 
-def test_what_was_restarted_is_not_the_first_failure(run: RunDirectory) -> None:
+def test_recovered_failure_is_not_the_first_failure(run: RunDirectory) -> None:
     log(run, "decode-r0-0", T0, OOM)
     log(run, "decode-r0-0", T0 + 12, "serving")
     say(run, "agent-1", T0 + 10, "exited", name="decode-r0-0", code=-9, state="backoff")
@@ -122,7 +122,7 @@ def test_what_was_restarted_is_not_the_first_failure(run: RunDirectory) -> None:
     assert [failure.component for failure in found.recovered] == ["decode-r0-0"]
 
 
-def test_an_engine_that_fails_again_and_again_was_never_got_over(run: RunDirectory) -> None:
+def test_repeatedly_failing_engine_has_not_recovered(run: RunDirectory) -> None:
     for restart, state in enumerate(("backoff", "backoff", "failed")):
         say(run, "agent-1", T0 + 10 * restart, "started", name="decode-r0-0", restarts=restart)
         log(run, "decode-r0-0", T0 + 10 * restart, f"OSError: [Errno 98] Address already in use ({restart})")
@@ -134,7 +134,7 @@ def test_an_engine_that_fails_again_and_again_was_never_got_over(run: RunDirecto
     assert found.first.causes[0].cause.startswith("a port was taken") and found.recovered == []
 
 
-def test_a_node_that_fell_silent_comes_before_those_that_missed_it(run: RunDirectory) -> None:
+def test_lost_node_comes_before_the_failures_it_caused(run: RunDirectory) -> None:
     beat(run, 1, T0 + 40, ended=False)
     log(run, "trainer-rank-0", T0, RESET)
     say(run, "agent-0", T0 + 100, "exited", name="trainer-rank-0", code=1, state="failed")
@@ -149,7 +149,7 @@ def test_a_node_that_fell_silent_comes_before_those_that_missed_it(run: RunDirec
     assert "trainer-rank-0" in [event.who for event in found.followed]
 
 
-def test_a_node_that_a_spare_replaced_was_got_over(run: RunDirectory) -> None:
+def test_node_replaced_by_a_spare_has_recovered(run: RunDirectory) -> None:
     say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
     say(run, "head", T0 + 95, "node_replaced", node="n1", by="n2", index=1)
     found = diagnosis(run, "RUNNING")
@@ -157,7 +157,7 @@ def test_a_node_that_a_spare_replaced_was_got_over(run: RunDirectory) -> None:
     assert [(f.component, f.time, f.how) for f in found.recovered] == [("node n1", T0 + 4, "has been silent for 91 s")]
 
 
-def test_a_replica_that_was_given_up_is_a_failure_of_a_run_that_goes_on(run: RunDirectory) -> None:
+def test_given_up_replica_is_a_failure_of_a_running_run(run: RunDirectory) -> None:
     say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
     say(run, "head", T0 + 95, "given_up", processes=["decode-r0-0"], reason="node n1: has been silent for 91 s")
     found = diagnosis(run, "RUNNING")
@@ -169,7 +169,7 @@ def test_a_replica_that_was_given_up_is_a_failure_of_a_run_that_goes_on(run: Run
     ]
 
 
-def test_a_member_of_a_restart_group_that_died_is_over_once_the_group_runs_again(run: RunDirectory) -> None:
+def test_member_recovers_with_its_restart_group(run: RunDirectory) -> None:
     say(run, "agent-1", T0 + 10, "exited", name="decode-r0-0", code=1, state="fallen", reason="hangs")
     assert diagnosis(run, "RUNNING").first is not None
     say(run, "agent-1", T0 + 12, "started", name="decode-r0-0", restarts=0, generation=1)
@@ -177,7 +177,7 @@ def test_a_member_of_a_restart_group_that_died_is_over_once_the_group_runs_again
     assert found.well and found.recovered[0].how == "ended with exit code 1 (hangs)"
 
 
-def test_a_stall_names_the_suspect(run: RunDirectory) -> None:
+def test_stall_names_the_suspect(run: RunDirectory) -> None:
     say(run, "orchestrator", T0 + 60, "stall", suspect="trainer (has the batch of step 3)", seconds=600)
     say(run, "agent-0", T0 + 61, "exited", name="orchestrator", code=76, state="failed")
     end(run, T0 + 62, "orchestrator saw no progress: see its events", "orchestrator")
@@ -205,7 +205,7 @@ def test_a_stall_names_the_suspect(run: RunDirectory) -> None:
         ),
     ],
 )
-def test_what_the_orchestrator_ends_for_is_named(
+def test_reason_of_the_orchestrator_is_named(
     run: RunDirectory, kind: str, fields: dict[str, object], code: int, component: str, cause: str
 ) -> None:
     say(run, "orchestrator", T0 + 60, kind, **fields)
@@ -229,7 +229,7 @@ def test_environments_that_do_not_load_on_nodes_are_named(run: RunDirectory) -> 
 @pytest.mark.parametrize(
     ("job", "cause"), [("TIMEOUT", "the time limit was reached"), ("NODE_FAIL", "a node of the job went down")]
 )
-def test_a_job_that_left_no_word_is_judged_by_slurms(run: RunDirectory, job: str, cause: str) -> None:
+def test_job_without_an_end_record_is_judged_by_its_slurm_state(run: RunDirectory, job: str, cause: str) -> None:
     (run.path / "slurm-7.out").write_text("slurmstepd: something\n")
     found = diagnosis(run, job)
     assert found.outcome == job and found.first is not None
@@ -238,16 +238,16 @@ def test_a_job_that_left_no_word_is_judged_by_slurms(run: RunDirectory, job: str
 
 
 @pytest.mark.parametrize("outcome", ["completed", "cancelled", "preempted"])
-def test_a_good_end_is_no_failure(run: RunDirectory, outcome: str) -> None:
+def test_completed_attempt_has_no_failure(run: RunDirectory, outcome: str) -> None:
     end(run, T0 + 50, "", "", outcome)
     assert diagnosis(run).well and diagnosis(run).first is None
 
 
-def test_a_running_attempt_is_well(run: RunDirectory) -> None:
+def test_running_attempt_has_no_failure(run: RunDirectory) -> None:
     assert diagnosis(run, "RUNNING").well
 
 
-def test_the_log_of_one_incarnation_is_read(run: RunDirectory) -> None:
+def test_log_lines_of_one_start_are_read(run: RunDirectory) -> None:
     for start in (0, 100, 200):
         log(run, "decode-r0-0", T0 + start, f"started at {start}")
     path = run.attempt(1).path / "logs" / "decode" / "decode-r0-0.log"
@@ -267,7 +267,7 @@ def test_the_log_of_one_incarnation_is_read(run: RunDirectory) -> None:
         (["nothing here"], None),
     ],
 )
-def test_the_line_that_matters(lines: list[str], expected: str | None) -> None:
+def test_error_line_of_a_log(lines: list[str], expected: str | None) -> None:
     assert error_line(lines) == expected
 
 
@@ -292,18 +292,18 @@ def test_the_line_that_matters(lines: list[str], expected: str | None) -> None:
         ("OSError: [Errno 116] Stale file handle: '/runs/r'", "the shared file system failed"),
     ],
 )
-def test_known_causes(line: str, cause: str) -> None:
+def test_known_causes_are_found_in_logs(line: str, cause: str) -> None:
     ((known, evidence),) = in_log(["INFO step 3: loss 0.1", line])
     assert known.cause.startswith(cause) and evidence == line
 
 
-def test_ordinary_lines_point_to_nothing() -> None:
+def test_ordinary_lines_have_no_cause() -> None:
     lines = ["INFO NIXL is available", "Using NixlConnector", "error: 0", "nixl agent created", "model loaded"]
     assert in_log(lines) == []
 
 
-def test_an_engine_on_gpus_failed_by_its_exception_and_not_by_what_it_only_mentions() -> None:
-    """Lines of an engine on an H100: its options name failures, and a warning a limit that was never met."""
+def test_cause_is_the_exception_and_not_printed_options() -> None:
+    """The options that an engine prints contain names of failures."""
     failed = "AssertionError: (16384, 512) <= torch.Size([17408, 256])"
     lines = [
         "(API pid=1) INFO 11-25 21:46:43 [api_utils.py:286] args: {'kv_connector': 'NixlConnector', 'kv': 'fail'}",
@@ -319,7 +319,7 @@ def test_an_engine_on_gpus_failed_by_its_exception_and_not_by_what_it_only_menti
     assert error_line(lines[:4]) is None
 
 
-def test_causes_of_exits_reasons_and_states() -> None:
+def test_causes_of_exit_codes_reasons_and_states() -> None:
     assert of_exit(None) == of_exit(1) == [] and of_exit(-9) == of_exit(137)
     assert "native code crashed" in of_exit(-11)[0].cause
     assert of_reason("USR2: time limit or preemption")[0].cause == "preemption or the time limit"
@@ -359,24 +359,24 @@ GOOD = {
         ),
     ],
 )
-def test_a_run_is_invalid_because(change: dict[str, float], problem: str | None) -> None:
+def test_run_is_invalid(change: dict[str, float], problem: str | None) -> None:
     found = problems([{"step": i, **GOOD, **change} for i in range(5)], 0, batch_size=8)
     assert [text[: len(problem)] for text in found] == [problem] if problem else found == []
 
 
-def test_a_few_skipped_steps_are_no_invalid_run() -> None:
+def test_few_skipped_steps_are_valid() -> None:
     skipped = {"trainer/loss": float("nan"), "trainer/grad_norm": float("inf"), "trainer/skipped": 1.0}
     assert problems([{"step": i, **GOOD, **(skipped if i in (1, 3) else {})} for i in range(5)], 0, 8) == []
 
 
-def test_validity_needs_evidence_and_sees_what_never_made_a_batch() -> None:
+def test_validity_needs_evidence_and_counts_dropped_rollouts() -> None:
     assert problems([{"groups/zero_signal": 1.0}] * 2, 0, 8) == []
     assert problems([], 0, 8) == []
     assert problems([], 64, 8) == ["64 rollouts were dropped as too old, 0 were trained on"]
     assert problems([{"trainer/mismatch_kl": 0.5}] * 5, 0, 8, max_kl=1.0) == []
 
 
-def test_the_verb_shows_it_and_exits_with_1(run: RunDirectory, tmp_path: Path) -> None:
+def test_doctor_shows_the_diagnosis_and_exits_with_1(run: RunDirectory, tmp_path: Path) -> None:
     log(run, "trainer-rank-0", T0, OOM)
     say(run, "agent-0", T0 + 50, "exited", name="trainer-rank-0", code=1, state="failed")
     end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
@@ -390,7 +390,7 @@ def test_the_verb_shows_it_and_exits_with_1(run: RunDirectory, tmp_path: Path) -
     assert (result.code, result.err) == (2, "error: --attempt = 3: does not exist; the attempts are 1 (nearest: 1)\n")
 
 
-def test_a_router_that_lost_workers_is_told_of(run: RunDirectory) -> None:
+def test_router_that_lost_workers_is_reported(run: RunDirectory) -> None:
     lost = {"serves": 0, "planned": 2, "missing": ["http://10.0.0.2:8000", "http://10.0.0.3:8000"]}
     say(run, "router-0", T0 + 5, "router_incomplete", **lost)
     found = diagnosis(run, "RUNNING")
@@ -401,7 +401,7 @@ def test_a_router_that_lost_workers_is_told_of(run: RunDirectory) -> None:
     assert found.first is None and [each.component for each in found.recovered] == ["router-0"]
 
 
-def test_a_router_that_was_started_anew_is_told_of(run: RunDirectory) -> None:
+def test_restarted_router_is_reported(run: RunDirectory) -> None:
     say(run, "router-0", T0 + 5, "router_restarted", reason="it was shown 4096 MiB of wrong tokens, which it keeps")
     found = diagnosis(run, "RUNNING")
     assert found.first is None
@@ -409,7 +409,7 @@ def test_a_router_that_was_started_anew_is_told_of(run: RunDirectory) -> None:
     assert told.component == "router-0" and "wrong tokens" in told.how
 
 
-def test_the_words_of_srun_are_told_from_those_of_a_requeue_and_of_other_starts(run: RunDirectory) -> None:
+def test_error_of_srun_is_taken_from_the_right_start(run: RunDirectory) -> None:
     fatal = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive"
     requeued = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-01T10:00:00 DUE TO JOB REQUEUE ***"
     output = [
@@ -434,7 +434,7 @@ def test_the_words_of_srun_are_told_from_those_of_a_requeue_and_of_other_starts(
     assert found.first.causes[0].cause == "srun could not start the agents"
 
 
-def test_a_job_that_cannot_start_is_a_failure_with_every_obstacle(run: RunDirectory) -> None:
+def test_job_that_cannot_start_is_a_failure_with_all_obstacles(run: RunDirectory) -> None:
     attempt = run.latest()
     attempt.record_job(JobRecord("7", "slurm", 1000.0))
     told = [

@@ -1,4 +1,4 @@
-"""Events in words."""
+"""Texts of events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from primeslurm.run.status.event_text import exit_text, newest_texts, notable
 
 
 def read(*events: dict[str, Any]) -> list[Event]:
-    """As a reader of journals gets them."""
+    """Return the events as a reader of journals gets them."""
     lines = (json.dumps({"time": i + 1.0, "process": "head", **event}).encode() for i, event in enumerate(events))
     return [event for line in lines if (event := decode(line)) is not None]
 
 
-def told(*events: dict[str, Any]) -> list[tuple[str, str, str]]:
+def texts(*events: dict[str, Any]) -> list[tuple[str, str, str]]:
     found = notable(read(*events))
     return [(told.who, told.text, told.level) for told in found]
 
@@ -168,8 +168,8 @@ CHECKS = [
         ({"kind": "file_system_fault"}, ("file system", "has free space again", "info")),
     ],
 )
-def test_what_a_person_wants_to_know(event: dict[str, Any], words: tuple[str, str, str]) -> None:
-    assert told(event) == [words]
+def test_text_of_a_notable_event(event: dict[str, Any], words: tuple[str, str, str]) -> None:
+    assert texts(event) == [words]
 
 
 @pytest.mark.parametrize(
@@ -185,16 +185,16 @@ def test_what_a_person_wants_to_know(event: dict[str, Any], words: tuple[str, st
         {},
     ],
 )
-def test_what_is_for_machines_is_left_out(event: dict[str, Any]) -> None:
-    assert told(event) == []
+def test_other_events_have_no_text(event: dict[str, Any]) -> None:
+    assert texts(event) == []
 
 
-def test_what_happens_again_and_again_is_told_once() -> None:
+def test_repeated_texts_are_counted() -> None:
     failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer"}
-    assert told(failed, failed, failed) == [("orchestrator", "a rollout failed: no answer (3 times)", "warning")]
+    assert texts(failed, failed, failed) == [("orchestrator", "a rollout failed: no answer (3 times)", "warning")]
 
 
-def test_the_newest_are_told_each_once() -> None:
+def test_newest_texts_are_unique() -> None:
     failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer", "time": 1.0}
     commits = [{"kind": "committed", "process": "trainer-rank-0", "step": i, "time": 1.0 + i} for i in range(1, 5)]
     events = [failed, commits[0], failed | {"time": 2.5}, *commits[1:]]
@@ -207,6 +207,6 @@ def test_the_newest_are_told_each_once() -> None:
     ]
 
 
-def test_exit_codes_and_signals_in_words() -> None:
+def test_exit_codes_and_signals_are_described() -> None:
     assert exit_text(None) == "ended" and exit_text(3) == "ended with exit code 3"
     assert exit_text(-6) == "was ended by SIGABRT" and exit_text(-99) == "was ended by signal 99"

@@ -1,4 +1,4 @@
-"""What `status` and `doctor` say while head or agents do not write: how old it is, who is unknown, and why."""
+"""Liveness of head and agents, as `status` and `doctor` show it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINE, TRAINER = "decode-r0-0", "trainer-rank-0"
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Of two nodes: the head's with a trainer, and one with an engine; all healthy when the head wrote last."""
+    """A healthy run with a trainer on the head node, and an engine on another node."""
     processes = [
         Process(name=name, role=role, node=node, argv=python("pass"), log=f"{name}.log")  # type: ignore[arg-type]
         for node, (name, role) in enumerate([(TRAINER, "trainer"), (ENGINE, "decode")])
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def wrote(path: Path, record: msgspec.Struct, ago: float, skew: float = 0.0) -> None:
-    """A record of so many seconds ago, by a writer whose clock is ahead by `skew`."""
+    """Write a record with this age [s], by a writer whose clock is ahead by `skew`."""
     at = time.time() - ago
     write_json(path, msgspec.to_builtins(msgspec.structs.replace(record, time=at + skew)))  # type: ignore[type-var]
     os.utime(path, (at, at))
@@ -77,7 +77,7 @@ def states(found: RunStatus) -> dict[str, str]:
     return {process.name: process.state for process in found.processes}
 
 
-def test_a_head_that_is_silent_for_seconds_is_told_with_its_age(run: RunDirectory) -> None:
+def test_unresponsive_head_is_reported_with_its_age(run: RunDirectory) -> None:
     head(run, 12)
     agent(run, 0, 12)
     agent(run, 1, 1)
@@ -97,7 +97,7 @@ def test_a_head_that_is_silent_for_seconds_is_told_with_its_age(run: RunDirector
 
 
 @pytest.mark.parametrize("skew", [-1800.0, -3 * 86400.0])
-def test_a_head_whose_clock_was_set_back_is_not_silent_for_days(run: RunDirectory, skew: float) -> None:
+def test_head_with_a_clock_set_back_has_a_short_age(run: RunDirectory, skew: float) -> None:
     head(run, 12, skew)
     agent(run, 0, 12, skew=skew)
     agent(run, 1, 1)
@@ -105,7 +105,7 @@ def test_a_head_whose_clock_was_set_back_is_not_silent_for_days(run: RunDirector
     assert found.silence is not None and found.silence.seconds == pytest.approx(12, abs=5)
 
 
-def test_a_head_that_writes_more_rarely_may_be_quiet_for_longer(run: RunDirectory) -> None:
+def test_head_with_a_longer_heartbeat_has_a_longer_timeout(run: RunDirectory) -> None:
     rarely = FleetView(0.0, states={TRAINER: "HEALTHY", ENGINE: "HEALTHY"}, heartbeat_s=5.0)
     wrote(run.attempt(1).fleet_file, rarely, 40)
     assert status(run).phase == "running"
@@ -113,7 +113,7 @@ def test_a_head_that_writes_more_rarely_may_be_quiet_for_longer(run: RunDirector
     assert status(run).phase == "silent"
 
 
-def test_what_agents_saw_since_then_is_told(run: RunDirectory) -> None:
+def test_causes_name_what_agents_saw(run: RunDirectory) -> None:
     head(run, 20)
     agent(run, 0, 1)
     agent(run, 1, 1, state="backoff")
@@ -124,7 +124,7 @@ def test_what_agents_saw_since_then_is_told(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("skew", [-3600.0, -40.0, 5.0, 40.0, 3600.0])
-def test_a_head_whose_clock_is_wrong_is_alive_while_it_writes(run: RunDirectory, skew: float) -> None:
+def test_head_with_a_wrong_clock_is_responsive_while_it_writes(run: RunDirectory, skew: float) -> None:
     head(run, 0, skew)
     stop = threading.Event()
 
@@ -142,7 +142,7 @@ def test_a_head_whose_clock_is_wrong_is_alive_while_it_writes(run: RunDirectory,
 
 
 @pytest.mark.parametrize("skew", [5.0, 40.0, 3600.0])
-def test_a_head_from_the_future_that_writes_no_more_is_not_alive(run: RunDirectory, skew: float) -> None:
+def test_head_with_a_fast_clock_that_stopped_is_unresponsive(run: RunDirectory, skew: float) -> None:
     head(run, 12, skew)
     found = status(run)
     assert found.phase == "silent" and found.silence is not None
@@ -151,7 +151,7 @@ def test_a_head_from_the_future_that_writes_no_more_is_not_alive(run: RunDirecto
 
 
 @pytest.mark.parametrize(("text", "word"), [(b"", "empty"), (b'{"time": 17', "damaged")])
-def test_an_unreadable_word_of_the_head_is_no_sign_of_life(run: RunDirectory, text: bytes, word: str) -> None:
+def test_damaged_heartbeat_of_the_head_is_unresponsive(run: RunDirectory, text: bytes, word: str) -> None:
     write_atomic(run.attempt(1).fleet_file, text)
     agent(run, 0, 1)
     write_atomic(run.attempt(1).agent_file(1), text)
@@ -162,7 +162,7 @@ def test_an_unreadable_word_of_the_head_is_no_sign_of_life(run: RunDirectory, te
     assert diagnosis(run).outcome == "silent"
 
 
-def test_agents_alike_point_to_what_they_share(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equally_unresponsive_agents_share_a_cause(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     head(run, 15)
     agent(run, 0, 15)
     agent(run, 1, 15)
@@ -183,7 +183,7 @@ def test_agents_alike_point_to_what_they_share(run: RunDirectory, monkeypatch: p
     ]
 
 
-def test_a_directory_that_its_owner_may_not_write_is_named(run: RunDirectory) -> None:
+def test_read_only_run_directory_is_a_cause(run: RunDirectory) -> None:
     events = run.attempt(1).path / "events"
     events.chmod(0o500)
     try:
@@ -203,12 +203,12 @@ def test_a_directory_that_its_owner_may_not_write_is_named(run: RunDirectory) ->
         ("PENDING (x)", "pending"),
     ],
 )
-def test_slurm_is_asked_what_became_of_a_silent_heads_job(run: RunDirectory, job: str | None, phase: str) -> None:
+def test_slurm_state_decides_whether_a_run_is_lost(run: RunDirectory, job: str | None, phase: str) -> None:
     head(run, 15)
     assert status(run, job).phase == phase
 
 
-def test_slurm_that_does_not_answer_makes_no_run_lost(run: RunDirectory) -> None:
+def test_run_is_not_lost_while_slurm_does_not_answer(run: RunDirectory) -> None:
     head(run, 1)
     assert (status(run, NO_ANSWER).phase, diagnosis(run, NO_ANSWER).outcome) == ("running", "running")
     assert diagnosis(run, NO_ANSWER).well
@@ -216,7 +216,7 @@ def test_slurm_that_does_not_answer_makes_no_run_lost(run: RunDirectory) -> None
     assert status(run, NO_ANSWER).reason == "the head is unresponsive, and Slurm does not answer"
 
 
-def test_the_doctor_names_the_silence_and_its_cause(run: RunDirectory) -> None:
+def test_doctor_names_the_unresponsive_head_and_its_cause(run: RunDirectory) -> None:
     head(run, 23)
     agent(run, 0, 23)
     agent(run, 1, 1)
@@ -227,7 +227,7 @@ def test_the_doctor_names_the_silence_and_its_cause(run: RunDirectory) -> None:
     assert "Slurm says that n1 is down" in [cause.cause for cause in found.first.causes]
 
 
-def test_the_doctor_names_an_agent_that_the_head_has_not_given_up_yet(run: RunDirectory) -> None:
+def test_doctor_names_an_unresponsive_agent_before_the_head_gives_it_up(run: RunDirectory) -> None:
     head(run, 0)
     agent(run, 0, 0)
     agent(run, 1, 15)
@@ -237,7 +237,7 @@ def test_the_doctor_names_an_agent_that_the_head_has_not_given_up_yet(run: RunDi
     assert "has not written for 1" in found.first.failure.how
 
 
-def test_of_an_attempt_that_ended_without_its_head_nothing_is_healthy(run: RunDirectory) -> None:
+def test_nothing_is_healthy_after_an_end_without_the_head(run: RunDirectory) -> None:
     head(run, 100)
     run.attempt(1).record_end(
         EndRecord("failed", "the head has been silent for 40 s", "head", 4, True, "", time.time())
@@ -246,13 +246,13 @@ def test_of_an_attempt_that_ended_without_its_head_nothing_is_healthy(run: RunDi
     assert found.phase == "requeued" and found.roles == {"trainer": {"UNKNOWN": 1}, "decode": {"UNKNOWN": 1}}
 
 
-def test_a_failure_that_nobody_dated_is_of_no_year(run: RunDirectory) -> None:
+def test_failure_without_a_time_gets_the_time_of_the_submission(run: RunDirectory) -> None:
     write_json(run.attempt(1).path / "job.json", {"job_id": "7", "executor": "slurm", "submitted_at": 1.79e9})
     found = diagnosis(run, "NODE_FAIL")
     assert found.first is not None and found.first.failure.time == 1.79e9
 
 
-def test_files_that_are_replaced_are_alive(tmp_path: Path, replacing: Callable[[Path], None]) -> None:
+def test_writers_that_replace_their_files_are_responsive(tmp_path: Path, replacing: Callable[[Path], None]) -> None:
     old, live = tmp_path / "old", tmp_path / "live"
     for path in (old, live):
         path.write_text("1")
@@ -282,5 +282,5 @@ def replacing() -> Callable[[Path], None]:
         ("STARTING", None, "STARTING"),
     ],
 )
-def test_a_process_is_what_its_agent_says(last: str, own: str | None, state: str) -> None:
+def test_state_of_a_process_comes_from_its_agent(last: str, own: str | None, state: str) -> None:
     assert state_from_agent(last, own) == state

@@ -1,4 +1,4 @@
-"""The page about a run: complete, self-contained, and safe with whatever a run's texts hold."""
+"""The HTML page about a run: complete, self-contained, and safe with any text of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTILE = "<script>document.title='executed'</script>\"'&"
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Two attempts, thirty steps, an engine that was restarted for a hostile reason."""
+    """A run with two attempts, thirty steps, and a restarted engine whose reason contains HTML."""
     directory = RunDirectory(tmp_path / "runs" / "r")
     engine = Process(name="decode-r0-0", role="decode", node=0, argv=python("pass"), log="x.log", gpus=(0, 1))
     for number in (1, 2):
@@ -82,7 +82,7 @@ def page(run: RunDirectory) -> str:
     return report(run, lambda job: None, T0 + 8000)
 
 
-def test_numbers_plots_attempts_and_placement_are_there(run: RunDirectory) -> None:
+def test_page_has_numbers_plots_attempts_and_placement(run: RunDirectory) -> None:
     found = Page(page(run))
     captions = [text for text in ("Reward", "Staleness", "Loss", "In flight") if text in found.texts]
     assert captions == ["Reward", "Staleness", "Loss", "In flight"] and "Entropy" not in found.texts
@@ -114,7 +114,7 @@ def test_evaluations_have_a_table_and_a_plot(run: RunDirectory) -> None:
     assert "best: step 10, held-out/pass@4 0.750" in done.out
 
 
-def test_an_sft_run_has_the_curve_of_its_loss(run: RunDirectory) -> None:
+def test_sft_run_has_a_loss_plot(run: RunDirectory) -> None:
     latest = run.latest()
     latest.plan_file.write_text(latest.plan().model_copy(update={"task": "sft"}).to_json())
     rows = [{"step": i, "time": T0, "loss": 3.0 - i / 30, "tokens_per_s": 70.0} for i in range(1, 31)]
@@ -124,19 +124,19 @@ def test_an_sft_run_has_the_curve_of_its_loss(run: RunDirectory) -> None:
     assert not {"Reward", "largest staleness", "sampled"} & set(found.texts)
 
 
-def test_nothing_comes_from_elsewhere_and_nothing_is_executed(run: RunDirectory) -> None:
+def test_page_loads_nothing_and_runs_no_scripts(run: RunDirectory) -> None:
     html = page(run)
     found = Page(html)
     assert found.links == [] and "script" not in found.tags and not re.search(r"url\(|@import|https?:", html)
     assert any(HOSTILE in text for text in found.texts), "shown as the text that it is"
 
 
-def test_a_run_that_has_not_trained_has_a_page(run: RunDirectory) -> None:
+def test_run_without_steps_has_a_page(run: RunDirectory) -> None:
     (run.path / "metrics.jsonl").unlink()
     assert "No step has been trained yet." in Page(page(run)).texts
 
 
-def test_the_verb_writes_it_into_the_run_or_where_it_is_told(run: RunDirectory, tmp_path: Path) -> None:
+def test_report_writes_to_the_run_directory_or_a_given_file(run: RunDirectory, tmp_path: Path) -> None:
     result = primeslurm("report", "r", cwd=tmp_path)
     assert (result.code, result.out) == (0, f"{run.path}/report.html\n"), result.err
     assert primeslurm("report", "r", "-o", tmp_path / "page.html", cwd=tmp_path).code == 0
@@ -161,7 +161,7 @@ def browse(html: Path, *options: str) -> str:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (scripts/test.sh installs it in CI)")
-def test_a_real_browser_shows_it_light_and_dark_and_runs_nothing(run: RunDirectory, tmp_path: Path) -> None:
+def test_browser_shows_light_and_dark_and_runs_nothing(run: RunDirectory, tmp_path: Path) -> None:
     html = tmp_path / "page.html"
     html.write_text(page(run))
     dom = browse(html, "--dump-dom")

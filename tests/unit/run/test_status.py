@@ -1,4 +1,4 @@
-"""What `status` makes of a run directory, with Slurm's answers given."""
+"""The status of a run directory with given answers of Slurm."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def fleet(run: RunDirectory, age: float = 0.0, ending: Ending | None = None, sta
 
 
 def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
-    """Of the plan's node 0, which the agent of rank 1 plays."""
+    """Write the heartbeat of node 0, which has the agent of rank 1."""
     assignment = AssignmentRecord(1, {0: AssignedAgent(1, "n001")})
     report = AgentReport(1, "n001", "10.0.0.1", NOW, agent_pid=1, processes={"decode-r0-0": process})
     write_json(run.attempt(1).assignment_file, msgspec.to_builtins(assignment))
@@ -84,12 +84,14 @@ def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
         (None, "lost", "no heartbeat, and Slurm does not know the job"),
     ],
 )
-def test_before_any_sign_of_life_slurm_is_believed(run: RunDirectory, job: str | None, phase: str, reason: str) -> None:
+def test_phase_comes_from_slurm_before_the_first_heartbeat(
+    run: RunDirectory, job: str | None, phase: str, reason: str
+) -> None:
     found = status(run, job)
     assert (found.phase, found.reason) == (phase, reason)
 
 
-def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
+def test_fresh_heartbeat_of_the_head_overrides_slurm(run: RunDirectory) -> None:
     fleet(run)
     assert status(run, "NODE_FAIL").phase == "running"
     fleet(run, state="LOADING")
@@ -98,7 +100,7 @@ def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
     assert (status(run).phase, status(run).reason) == ("ending", "cancelled by the user")
 
 
-def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
+def test_record_of_an_unresponsive_head_is_ignored(run: RunDirectory) -> None:
     fleet(run, age=61)
     found = status(run, "RUNNING")
     assert (found.phase, found.reason) == ("silent", "the head is unresponsive, but the job is RUNNING")
@@ -107,7 +109,7 @@ def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
     assert found.roles == {"decode": {"UNKNOWN": 1}}
 
 
-def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> None:
+def test_ended_attempt_says_how_it_ended_and_whether_it_is_requeued(run: RunDirectory) -> None:
     record = EndRecord("failed", "trainer died", "t", 5, True, "", NOW)
     run.attempt(1).record_end(record)
     assert (status(run, "PENDING").phase, status(run, "PENDING").reason) == ("requeued", "trainer died; job PENDING")
@@ -121,8 +123,8 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
     assert not status(run).active
 
 
-def test_a_job_that_is_cancelled_before_it_starts_is_cancelled(run: RunDirectory) -> None:
-    assert status(run, "CANCELLED").phase == "failed"  # by somebody else
+def test_job_cancelled_before_its_start_is_cancelled(run: RunDirectory) -> None:
+    assert status(run, "CANCELLED").phase == "failed"  # cancelled by another user
     run.attempt(1).cancel_file.write_text("")
     found = status(run, "CANCELLED")
     assert (found.phase, found.reason) == ("cancelled", "cancelled by the user")
@@ -134,9 +136,7 @@ def test_a_job_that_is_cancelled_before_it_starts_is_cancelled(run: RunDirectory
     ("job", "phase"),
     [("PENDING (BeginTime)", "requeued"), ("COMPLETING", "ending"), ("CANCELLED", "cancelled"), (None, "cancelled")],
 )
-def test_slurm_ends_an_attempt_in_the_same_way_for_a_requeue_and_a_cancel(
-    run: RunDirectory, job: str | None, phase: str
-) -> None:
+def test_slurm_state_tells_a_requeue_from_a_cancel(run: RunDirectory, job: str | None, phase: str) -> None:
     run.attempt(1).record_end(EndRecord("cancelled", "SIGTERM", "", 5, False, "", NOW))
     assert status(run, job).phase == phase
 
@@ -160,7 +160,7 @@ def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     assert status(run).processes == [] and status(run).unhealthy == []
 
 
-def test_before_anybody_tells_of_progress_there_is_none(run: RunDirectory) -> None:
+def test_there_is_no_progress_before_a_state_file(run: RunDirectory) -> None:
     state = run.attempt(1).path / "state" / "orchestrator.json"
     for text in (None, '{"step": 1', '{"step": "one"}'):
         if text is not None:
@@ -169,14 +169,14 @@ def test_before_anybody_tells_of_progress_there_is_none(run: RunDirectory) -> No
         assert (found.step, found.version, msgspec.to_builtins(found)["progress"]) == (None, None, {})
 
 
-def test_an_engine_that_loads_again_does_not_make_the_run_start_again(run: RunDirectory) -> None:
+def test_loading_engine_is_a_start_only_before_the_first_step(run: RunDirectory) -> None:
     fleet(run, state="LOADING")
     assert status(run).phase == "starting"
     write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 0, "version": 0})
     assert status(run).phase == "running"
 
 
-def test_what_is_not_well_is_listed_with_its_node(run: RunDirectory) -> None:
+def test_unhealthy_processes_are_listed_with_their_nodes(run: RunDirectory) -> None:
     fleet(run, state="RESTARTING")
     process = ProcessReport("backoff", restarts=2)
     heartbeat(run, process)
@@ -184,7 +184,7 @@ def test_what_is_not_well_is_listed_with_its_node(run: RunDirectory) -> None:
     assert (ill.name, ill.node, ill.state, ill.restarts) == ("decode-r0-0", "n001", "RESTARTING", 2)
 
 
-def test_replicas_have_their_load_and_late_engines_are_told(run: RunDirectory) -> None:
+def test_replicas_have_loads_and_late_engines_are_listed(run: RunDirectory) -> None:
     fleet(run)
     plan = run.attempt(1).plan()
     replica = Replica(index=0, router="router-0", engines=("decode-r0-0",), nodes=(0,))
@@ -201,7 +201,7 @@ def test_replicas_have_their_load_and_late_engines_are_told(run: RunDirectory) -
     assert not {"engines", "replicas"} & msgspec.to_builtins(found.progress).keys()
 
 
-def test_history_elapsed_and_the_time_that_is_left(run: RunDirectory) -> None:
+def test_history_elapsed_time_and_eta(run: RunDirectory) -> None:
     fleet(run)
     rows = [{"step": i, "reward/mean": i / 10, "throughput/step_seconds": 20.0} for i in range(1, 5)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -215,7 +215,7 @@ def test_history_elapsed_and_the_time_that_is_left(run: RunDirectory) -> None:
     assert (status(run).elapsed_s, status(run).eta_s) == (80.0, None)
 
 
-def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
+def test_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     rows = [{"step": i, "reward/mean": i / 10, "rollouts/mixed_version": 1, "time": NOW} for i in range(1, 11)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events = run.attempt(1).path / "events" / "agent-0.jsonl"
@@ -225,7 +225,7 @@ def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)
 
 
-def test_a_summary_adds_up_gpu_hours_by_role(run: RunDirectory) -> None:
+def test_summary_adds_up_gpu_hours_by_role(run: RunDirectory) -> None:
     rows = [
         {"step": 1, "trainer/gpu_hours": 1.0, "trainer/idle_fraction": 0.5, "throughput/first_step_seconds": 99.0},
         {"step": 2, "trainer/gpu_hours": 3.0, "trainer/idle_fraction": 0.1, "trainer/mfu": 0.25},
@@ -242,7 +242,7 @@ def test_a_summary_adds_up_gpu_hours_by_role(run: RunDirectory) -> None:
     assert found.mfu == pytest.approx(0.3) and found.first_step_seconds == 99.0
 
 
-def test_a_summary_tells_which_rollouts_failed_over_all_attempts(run: RunDirectory) -> None:
+def test_summary_counts_failed_rollouts_of_all_attempts(run: RunDirectory) -> None:
     def failed(environment: str, error: str) -> dict[str, Any]:
         return {"time": NOW, "kind": "rollout_failed", "job": "j", "environment": environment, "error": error}
 
@@ -260,7 +260,7 @@ def test_a_summary_tells_which_rollouts_failed_over_all_attempts(run: RunDirecto
     }
 
 
-def test_a_summary_counts_what_each_step_dropped_and_hides_no_kl_that_is_none(run: RunDirectory) -> None:
+def test_summary_counts_dropped_rollouts_and_keeps_missing_kl(run: RunDirectory) -> None:
     dropped, kls = (3, 0, 4), (0.001, float("nan"), -0.002)
     rows = [
         {"step": i, "time": NOW, "rollouts/dropped_stale": stale, "trainer/mismatch_kl": kl}
@@ -272,7 +272,7 @@ def test_a_summary_counts_what_each_step_dropped_and_hides_no_kl_that_is_none(ru
     assert summarise(run).mismatch_kl_max == 0.002
 
 
-def test_an_sft_run_shows_its_loss_and_when_it_will_be_done(run: RunDirectory) -> None:
+def test_sft_run_has_loss_and_eta(run: RunDirectory) -> None:
     plan = run.attempt(1).plan().model_copy(update={"task": "sft"})
     run.attempt(1).plan_file.write_text(plan.to_json())
     write_json(run.path / "recipe.resolved.json", {"max_steps": 9, "task": "sft"})
@@ -298,12 +298,12 @@ def test_runs_without_attempts_or_with_damaged_plans_are_run_errors(tmp_path: Pa
         run.attempt(1).plan()
 
 
-def test_names_in_use_are_seen(tmp_path: Path, run: RunDirectory) -> None:
+def test_names_in_use_are_detected(tmp_path: Path, run: RunDirectory) -> None:
     assert name_in_use(tmp_path / "fresh") == []
     assert [v.value for v in name_in_use(run.path)] == ["r"]
 
 
-def test_of_two_who_submit_a_name_at_once_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_simultaneous_submissions_gets_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_recipe(tmp_path / "r.yaml")
     recipe, both = load_recipe(path), Barrier(2)
     plan = derive(recipe, site(), tmp_path / "runs" / "twice")
@@ -325,13 +325,13 @@ def test_of_two_who_submit_a_name_at_once_one_gets_it(tmp_path: Path, monkeypatc
     assert first == "1" and "is in use" in second
 
 
-def test_rows_of_nothing_are_none(tmp_path: Path) -> None:
+def test_missing_metrics_have_no_rows(tmp_path: Path) -> None:
     assert recent_rows(tmp_path / "none") == []
     (tmp_path / "bad").write_text('x\n[1]\n{"step": 1')
     assert recent_rows(tmp_path / "bad") == []
 
 
-def test_what_a_pending_job_is_kept_away_from_is_told(run: RunDirectory) -> None:
+def test_excluded_nodes_of_a_pending_job_are_listed(run: RunDirectory) -> None:
     bad = BadNode("n8", "silent for 90 s", "other", 3, NOW - 60, NOW + 3600)
     write_excluded(run.path, [bad])
     found = status(run, "PENDING (Resources)")
@@ -342,7 +342,7 @@ def test_what_a_pending_job_is_kept_away_from_is_told(run: RunDirectory) -> None
     assert "avoids n8 until 1970-01-01" in shown and "silent for 90 s (run other)" in shown
 
 
-def test_a_full_file_system_is_told_with_and_without_the_head(
+def test_full_file_system_is_reported_with_and_without_the_head(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert status(run, "RUNNING").waits_for == ""
@@ -357,7 +357,7 @@ def test_a_full_file_system_is_told_with_and_without_the_head(
 
 
 @pytest.mark.parametrize(("state", "told"), [("PENDING (Resources)", 1), ("RUNNING", 0)])
-def test_obstacles_are_those_of_a_job_that_waits(run: RunDirectory, state: str, told: int) -> None:
+def test_obstacles_are_those_of_a_pending_job(run: RunDirectory, state: str, told: int) -> None:
     run.latest().record_job(JobRecord("7", "slurm", 1000.0))
     obstacle = Obstacle("train", "PartitionTimeLimit", "asks for more time", "a shorter slurm.time")
     found = read_status(run, lambda job: state, find_obstacles=lambda job: [obstacle])

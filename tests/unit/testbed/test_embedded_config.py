@@ -60,8 +60,8 @@ def test_cluster_status_without_a_name_shows_all_clusters(tmp_path: Path, monkey
     assert all(
         f"directory  {tmp_path}/.primeslurm/clusters/{name}\n" in text.stdout for name in ("demo-7", "emulate-x")
     )
-    found = json.loads(run.invoke(app, ["status", "--json"]).stdout)
-    assert [(one["name"], one["up"]) for one in found["clusters"]] == [("demo-7", False), ("emulate-x", False)]
+    answer = json.loads(run.invoke(app, ["status", "--json"]).stdout)
+    assert [(one["name"], one["up"]) for one in answer["clusters"]] == [("demo-7", False), ("emulate-x", False)]
     assert json.loads(run.invoke(app, ["status", "--name", "demo-7", "--json"]).stdout)["name"] == "demo-7"
 
 
@@ -109,33 +109,33 @@ def test_ports_stay_below_those_of_runs() -> None:
 
 def test_large_cluster_uses_the_extra_place() -> None:
     large, place = replace(SPEC, nodes=512, control_nodes=200), LoopbackPlace(PLACES)
-    found = addresses(large, place)
-    assert len(set(found.values())) == 712 and len(set(place.ports(large))) == 713
-    assert not [address for address in found.values() if address.endswith((".0", ".255"))]
-    told: dict[str, tuple[str, int]] = {}
+    nodes = addresses(large, place)
+    assert len(set(nodes.values())) == 712 and len(set(place.ports(large))) == 713
+    assert not [address for address in nodes.values() if address.endswith((".0", ".255"))]
+    configured: dict[str, tuple[str, int]] = {}
     for line in slurm_conf(large, place, "host", 1000).splitlines():
         if line.startswith("NodeName="):
             fields = dict(word.split("=", 1) for word in line.split())
             prefix, _, last = fields["NodeAddr"].rpartition(".")
             where = [f"{prefix}.{number}" for number in expand(last)]
             ports = [int(port) for port in expand(fields["Port"])]
-            told |= dict(zip(expand(fields["NodeName"]), zip(where, ports, strict=True), strict=True))
-    assert {name: address for name, (address, _) in told.items()} == found
-    assert sorted(port for _, port in told.values()) == sorted(place.ports(large))[1:]
+            configured |= dict(zip(expand(fields["NodeName"]), zip(where, ports, strict=True), strict=True))
+    assert {name: address for name, (address, _) in configured.items()} == nodes
+    assert sorted(port for _, port in configured.values()) == sorted(place.ports(large))[1:]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 200])
 def test_every_node_has_its_address_and_port(nodes: int) -> None:
     spec = replace(SPEC, nodes=nodes)
     lines = slurm_conf(spec, LoopbackPlace(3), "host", 1000).splitlines()
-    found: dict[str, str] = {}
+    configured: dict[str, str] = {}
     ports: list[int] = []
     for line in lines:
         if line.startswith("NodeName="):
             values = dict(part.split("=", 1) for part in line.split())
-            found |= dict(zip(expand(values["NodeName"]), expand(values["NodeAddr"]), strict=True))
+            configured |= dict(zip(expand(values["NodeName"]), expand(values["NodeAddr"]), strict=True))
             ports += [int(port) for port in expand(values["Port"])]
-    assert found == addresses(spec, LoopbackPlace(3))
+    assert configured == addresses(spec, LoopbackPlace(3))
     assert sorted([LoopbackPlace(3).port, *ports]) == sorted(LoopbackPlace(3).ports(spec))
 
 
@@ -150,8 +150,8 @@ def test_time_limits_grow_with_the_cluster(
     conf = slurm_conf(spec, LoopbackPlace(0), "host", 1000)
     assert f"SlurmdTimeout={silent_s}" in conf.splitlines() and f",cred_expire={expire_s}\n" in conf
     assert f"MessageTimeout={message_s}" in conf.splitlines()
-    found = site(spec, LoopbackPlace(0))
-    assert (found.node_silent_s, found.node_start_s) == (silent_s, start_s)
+    limits = site(spec, LoopbackPlace(0))
+    assert (limits.node_silent_s, limits.node_start_s) == (silent_s, start_s)
     assert spec.munge_threads == threads
 
 

@@ -33,8 +33,8 @@ def test_processes_with_page_merging_have_equal_pages() -> None:
     # coverage would begin with data that differs between processes
     argv, env = [sys.executable, "-c", LAYOUT], unmeasured()
     same = env | page_merging.SAME_HASHES
-    asked = {subprocess.check_output(argv, env=same, preexec_fn=page_merging.ask) for _ in range(3)}
-    assert len(asked) == 1
+    merging = {subprocess.check_output(argv, env=same, preexec_fn=page_merging.ask) for _ in range(3)}
+    assert len(merging) == 1
     usual = {subprocess.check_output(argv, env=env) for _ in range(3)}
     assert len(usual) == 3, "usually addresses and hashes are random"
 

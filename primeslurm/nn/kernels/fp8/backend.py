@@ -13,22 +13,19 @@ from primeslurm.nn.kernels.fp8.deep_gemm import DeepGemm
 
 
 class Backend(Protocol):
-    """Products of quantized operands, accumulated in float32."""
+    """Products of quantized operands, accumulated in float32. Padding rows of results are undefined."""
 
     def product(self, a: Quantized, b: Quantized) -> torch.Tensor:
         """Multiply a [m, k] in ROWS by b [n, k] in BLOCKS. Returns [m, n]."""
 
     def grouped_product(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
-        """Multiply rows a [padded rows, k] in ROWS by their group's b [groups, n, k] in BLOCKS.
-
-        Returns [padded rows, n]. Padding rows of the result are undefined.
-        """
+        """Multiply rows a [padded rows, k] in ROWS by their group's b [groups, n, k] in BLOCKS."""
 
     def outer(self, a: Quantized, b: Quantized) -> torch.Tensor:
         """Multiply a [n, rows] by b [k, rows], both in ROWS. Returns [n, k] in float32."""
 
     def grouped_outer(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
-        """Compute `outer` for each group of results of `quantize_groups_transposed`. Returns [groups, n, k]."""
+        """Compute `outer` for each group of `quantize_groups_transposed`. Returns [groups, n, k]."""
 
 
 class Emulated:
@@ -50,7 +47,6 @@ class Emulated:
 
 
 def _of_groups(matrix: Quantized, groups: Groups) -> Iterator[Quantized]:
-    """Yield each group's matrix from a result of `quantize_groups_transposed`."""
     n = len(matrix.scales)
     for _, part in groups.ranges():
         data = matrix.data[n * part.start : n * part.stop].view(n, part.stop - part.start)

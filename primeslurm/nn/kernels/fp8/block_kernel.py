@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+# Layout of groups, three int32 tensors: source row of each padded row (-1 for zeros) [padded rows]; group of each
+# padded row, valid in at least the first of every 128 [padded rows]; begin of each group and end of the last, all
+# multiples of 128 [groups + 1]
 Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Layout of groups, three int32 tensors: source row of each padded row (-1 for zeros) [padded rows]; group of each
-padded row, valid in at least the first of every 128 [padded rows]; begin of each group and end of the last, all
-multiples of 128 [groups + 1]."""
 
 # DeepGEMM loads the scales of rows with TMA by column. Each column has to start at a multiple of 16 bytes.
 _ALIGNMENT = 4
@@ -86,8 +86,8 @@ def _quantise_tile_both_ways(  # type: ignore[no-untyped-def]
 ):
     """Quantize 128 padded rows of one group by 128 columns, as a tile of `data` [rows, n] and one of its transpose.
 
-    Without `data`, only the transpose `across` [n, rows of the group] is written. Without `sources`, all rows are one
-    group, padded with zeros.
+    Without `data`, only the transpose `across` is written. Without `sources`, all rows are one group, padded with
+    zeros.
     """
     tile_row, tile_n = tl.program_id(0), tl.program_id(1)
     row, column = tile_row * 128 + tl.arange(0, 128), tile_n * 128 + tl.arange(0, 128)
@@ -118,14 +118,10 @@ def _quantise_tile_both_ways(  # type: ignore[no-untyped-def]
 def quantize(
     matrix: torch.Tensor, sources: torch.Tensor | None, tall: bool, smallest: float, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a matrix on a GPU. Returns data and scales.
+    """Quantize a matrix [..., n, k] with any strides, in blocks of 1 x 128, or 128 x 128 if `tall`.
 
-    Args:
-        matrix: [..., n, k] with any strides.
-        sources: Source row of each row of the result [rows] int32, -1 for zeros. For a single matrix only.
-        tall: Whether blocks are 128 x 128 instead of 1 x 128.
-        smallest: Lower limit of a block's amax.
-        largest: Largest FP8 value, to which the amax is scaled.
+    Returns data and scales. `sources` are the source rows of the result's rows [rows] int32, -1 for zeros, of a single
+    matrix. `smallest` limits a block's amax, and `largest` is the FP8 value to which it is scaled.
     """
     *stack, n, k = matrix.shape
     n = n if sources is None else len(sources)
@@ -147,17 +143,10 @@ def quantize(
 def quantize_both_ways(
     matrix: torch.Tensor, layout: Layout | None, by_rows: bool, smallest: float, largest: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Quantize a matrix by rows, and the transpose of each group by rows, reading the matrix once.
+    """Quantize a matrix [rows, n] by rows, and the transpose of each group by rows, reading the matrix once.
 
-    Args:
-        matrix: [rows, n] with any strides, on a GPU.
-        layout: Layout of groups. None: all rows are one group, and only the transpose is padded.
-        by_rows: Whether to quantize by rows. If not, the first two results are None.
-        smallest: Lower limit of a block's amax.
-        largest: Largest FP8 value, to which the amax is scaled.
-
-    Returns:
-        Data [padded rows, n] and scales by rows; flat data of the groups' transposes, and their scales [n, row blocks].
+    Without a `layout`, all rows are one group, and only the transpose is padded. Returns data [padded rows, n] and
+    scales by rows (None unless `by_rows`), flat data of the groups' transposes, and their scales [n, row blocks].
     """
     sources, owners, bounds = layout or (None, None, None)
     n = matrix.shape[1]
@@ -192,6 +181,5 @@ def quantize_both_ways(
 
 
 def _scales_of_rows(matrix: torch.Tensor, stack: int, rows: int, columns: int) -> torch.Tensor:
-    """Allocate scales [stack, rows, blocks of columns] in DeepGEMM's layout."""
     aligned = triton.cdiv(rows, _ALIGNMENT) * _ALIGNMENT
     return matrix.new_empty((stack, triton.cdiv(columns, 128), aligned), dtype=torch.float32).mT[:, :rows]

@@ -2,9 +2,7 @@
 
 The scheme is that of DeepSeek-V3: e4m3 values with one float32 scale per block. Rows (activations and gradients) have
 blocks of 1 x 128, weights of 128 x 128. A weight gradient is a sum over tokens, so its operands are transposed: a row
-is one feature, and a block has 128 of its tokens. Scales are amax / 448. They are not rounded to powers of two (UE8M0),
-which would lose precision without any gain on SM90. Values are multiplied by the reciprocal of their scale, as vLLM
-does when it quantizes weights.
+is one feature, and a block has 128 of its tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class Quantized:
     block: tuple[int, int]
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the dequantized values."""
         rows, columns = self.data.shape[-2:]
         scales = self.scales.to(dtype).repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
         return self.data.to(dtype) * scales[..., :rows, :columns]
@@ -93,7 +90,6 @@ class Groups:
         return result if len(result) == len(self.places) else result.index_select(0, self.places)
 
     def padded(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Copy [rows, k] to [padded rows, k], with zeros as padding."""
         result = matrix.new_zeros(len(self.owners), matrix.shape[1])
         result[self.places] = matrix
         return result
@@ -107,10 +103,8 @@ class Groups:
 
 
 def quantize(matrix: torch.Tensor, block: tuple[int, int]) -> Quantized:
-    """Quantize a matrix [..., n, k], or a transposed view of one, in ROWS or BLOCKS.
-
-    For a placeholder of a quantized weight, or its transposed view, return the quantized weight itself.
-    """
+    """Quantize a matrix [..., n, k], or a transposed view of one, in ROWS or BLOCKS."""
+    # The placeholder of a quantized weight stands for the weight itself.
     if block == BLOCKS and (quantized := placeholder_tensor.lookup(matrix)) is not None:
         return _as_viewed(quantized, matrix)
     if matrix.is_cuda:
@@ -119,6 +113,8 @@ def quantize(matrix: torch.Tensor, block: tuple[int, int]) -> Quantized:
     rows, columns = matrix.shape[-2:]
     filled = F.pad(matrix.contiguous().float(), (0, -columns % block[1], 0, -rows % block[0]))
     blocks = filled.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    # Scales are not rounded to powers of two (UE8M0), which would lose precision without any gain on SM90. Values are
+    # multiplied by the reciprocal of their scale, as vLLM does when it quantizes weights.
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
     data = (blocks * scales.reciprocal()).view_as(filled)[..., :rows, :columns].to(torch.float8_e4m3fn)
     return Quantized(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
@@ -131,7 +127,6 @@ def _as_viewed(quantized: Quantized, matrix: torch.Tensor) -> Quantized:
 
 
 def scales_of(amax: torch.Tensor) -> torch.Tensor:
-    """Return the float32 scales of blocks from their amax."""
     # Division by a Python number would become a product with its reciprocal on GPUs, which rounds differently.
     return amax.clamp(min=SMALLEST_AMAX) / amax.new_full((), LARGEST)
 

@@ -31,11 +31,7 @@ def index_library() -> ModuleType | None:
 
 
 class DeepGemm:
-    """The `backend.Backend` of Hopper GPUs. Products are bfloat16.
-
-    Raises:
-        ValueError: The GPU is not supported, or DeepGEMM is not installed.
-    """
+    """The `backend.Backend` of Hopper GPUs, in bfloat16. Raises ValueError on other GPUs and without DeepGEMM."""
 
     def __init__(self) -> None:
         major, minor = torch.cuda.get_device_capability()

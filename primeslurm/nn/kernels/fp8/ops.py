@@ -1,9 +1,7 @@
 """FP8 products of compiled layers, as custom operators that torch.compile does not trace.
 
 Eager layers cache quantized inputs by tensor identity. Compiled code cannot, because it reuses the memory of dead
-tensors without a new version. So each operator quantizes its inputs. The layout of groups, which waits for the device,
-is an operator of its own, so that torch.compile merges equal calls. The shapes of all results follow from the shapes of
-the arguments, independent of the routing of tokens.
+tensors without a new version. So each operator quantizes its inputs.
 """
 
 from __future__ import annotations
@@ -29,16 +27,13 @@ _Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [..., k] by weight [n, k]. Returns [..., n]. k and n are multiples of BLOCK."""
+    """Compute `layers.fp8.linear_product`. k and n are multiples of BLOCK."""
     result: torch.Tensor = _linear(rows.flatten(0, -2), weight)
     return result.view(*rows.shape[:-1], -1)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [rows, k] by their group's weight [groups, n, k]. Returns [rows, n]. k, n: multiples of BLOCK.
-
-    Each group ends at its offset, and the last one at the last row.
-    """
+    """Compute `layers.fp8.grouped_product`. k and n are multiples of BLOCK."""
     result: torch.Tensor = _grouped(rows, weight, *_layout(offsets, rows.shape[0]))
     return result
 
@@ -69,6 +64,8 @@ def _(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("primeslurm::fp8_groups", mutates_args=())
 def _layout(offsets: torch.Tensor, rows: int) -> _Layout:
     """Return the fields of `Groups`: sizes in host memory, and sources and owners padded to a fixed length."""
+    # It waits for the device, so it is an operator of its own: torch.compile merges equal calls. The padded lengths do
+    # not depend on the routing of tokens, so that compiled code knows all shapes.
     groups = Groups.of.__wrapped__(Groups, offsets)
     filling = (0, _max_padded_rows(rows, len(offsets)) - len(groups.owners))
     return (
@@ -93,7 +90,6 @@ def _(offsets: torch.Tensor, rows: int) -> _Layout:
 
 
 def _max_padded_rows(rows: int, groups: int) -> int:
-    """Return the maximum number of padded rows, for any sizes of the groups."""
     return (rows // BLOCK + groups) * BLOCK
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# Contents by address of the placeholder's storage object. The weak reference keeps the address from being reused.
 _contents: dict[int, tuple[StorageWeakRef, Any]] = {}
-"""Contents by address of the placeholder's storage object. The weak reference keeps the address from being reused."""
 
 
 def create(contents: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Triton kernels for sharded FP8 weights in blocks of 128 x 128: amax, quantization by given scales, and transpose.
-
-Ranks that shard a weight quantize their shards with common scales. Each program processes one block.
-"""
+"""Triton kernels for sharded FP8 weights, one block of 128 x 128 per program: amax, quantization, and transpose."""
 
 from __future__ import annotations
 
@@ -60,12 +57,9 @@ def amax_of_blocks(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantize a matrix [..., n, k] of whole blocks by given scales. Returns the FP8 data.
+    """Quantize a matrix [..., n, k] of whole blocks and contiguous rows by given scales. Returns the FP8 data.
 
-    Args:
-        matrix: Matrix on a GPU, with contiguous rows.
-        scales: [..., n / 128, k / 128] float32, with any strides.
-        dtype: Dtype to which values are rounded first: bfloat16 or float32.
+    `scales` are [..., n / 128, k / 128] float32. Values are rounded to `dtype` first, bfloat16 or float32.
     """
     flat, grid = _blocks(matrix)
     by_stack = scales.flatten(0, -3) if scales.dim() > 2 else scales[None]
@@ -86,7 +80,6 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """Return the matrix as [stack, n, k], and its numbers of blocks along n and k, and of matrices."""
     flat = matrix.flatten(0, -3) if matrix.dim() > 2 else matrix[None]
     assert flat.stride(2) == 1 and flat.shape[1] % 128 == flat.shape[2] % 128 == 0
     return flat, (flat.shape[1] // 128, flat.shape[2] // 128, flat.shape[0])

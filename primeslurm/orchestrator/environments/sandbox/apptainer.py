@@ -106,18 +106,9 @@ class PrivateNetwork(PrivateLoopback):
 
 
 async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
-    """Create a TCP socket in the network of a process.
-
-    A helper enters the process's namespaces, creates the socket and passes it back. This needs no privilege if the
-    user namespace belongs to this user.
-
-    Args:
-        pid: process whose namespaces the helper enters.
-        port: loopback port on which the socket listens; None: the socket is not connected.
-
-    Raises:
-        SandboxGoneError: the namespaces cannot be entered, or the port is in use.
-    """
+    """Create a TCP socket that listens on a port of a process's network, or is unconnected. Raise SandboxGoneError."""
+    # A helper enters the process's namespaces, creates the socket and passes it back. This needs no privilege if the
+    # user namespace belongs to this user.
     worker_end, helper_end = socket.socketpair()
     with worker_end:
         with helper_end:
@@ -204,11 +195,9 @@ class FixedSizeDisk(ApptainerRuntime):  # type: ignore[misc]
         self.info.id = self._instance
 
     async def _make_disk(self, disk: Path, image: str, size: int) -> None:
-        """Create a disk with the image's working directory, owned by this user.
-
-        mke2fs fills the disk while it formats it. Files of the image belong to root, and this user could not change
-        them through the overlay.
-        """
+        """Create a disk with the image's working directory, owned by this user."""
+        # mke2fs fills the disk while it formats it. Files of the image belong to root, and this user could not change
+        # them through the overlay.
         assert self._dir is not None and self.config.workdir is not None
         files = self._dir / "files"
         workdir = files / "upper" / self.config.workdir.lstrip("/")

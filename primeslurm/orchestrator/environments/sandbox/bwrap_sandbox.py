@@ -1,11 +1,11 @@
-"""One bubblewrap sandbox, and the socket to the program inside that starts others."""
+"""One bubblewrap sandbox, and the socket to the program inside that starts others (`sandbox_init`)."""
 
 from __future__ import annotations
 
 import array
 import asyncio
 import contextlib
-import functools
+import inspect
 import json
 import os
 import shutil
@@ -14,24 +14,43 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from primeslurm.orchestrator.environments.sandbox import limits, sandbox_init
 from primeslurm.orchestrator.environments.sandbox.bwrap_args import FILES, bwrap_args
 from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import PortForwarder, SandboxGoneError
-from primeslurm.orchestrator.environments.sandbox.protocol import (
-    ProgramExited,
-    RequestAnswered,
-    SandboxAnswer,
-    SandboxReady,
-)
-from primeslurm.wire.decoding import DamagedError, decode_json
+from primeslurm.wire.decoding import Count, DamagedError, decode_json
 
 _START_TIMEOUT_S = 60
 _ANSWER_TIMEOUT_S = 30
 # A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them.
 _JOIN_GROUPS = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
+
+
+class SandboxReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+    """The sandbox accepts requests."""
+
+
+class ProgramExited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exited"):
+    """A program of the sandbox has ended."""
+
+    pid: Count
+    # Exit code, or minus the number of the signal that ended the program
+    code: Annotated[int, msgspec.Meta(ge=-255, le=255)]
+
+
+class RequestAnswered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="answered"):
+    """A request was carried out or failed. A requested socket is attached to this message."""
+
+    id: Count  # Number of the request
+    pid: Count | None = None  # Process that a spawn request started, as numbered in the sandbox
+    error: str = ""  # Why the request failed; empty on success
+
+
+SandboxAnswer = SandboxReady | ProgramExited | RequestAnswered
 
 
 class SandboxProcess:
@@ -53,10 +72,8 @@ class SandboxProcess:
 
 class _Reply(NamedTuple):
     answer: RequestAnswered
-    fds: list[int]
-    """Descriptors that came with the answer."""
-    process: SandboxProcess | None
-    """The program that a spawn request started."""
+    fds: list[int]  # Descriptors that came with the answer
+    process: SandboxProcess | None  # The program that a spawn request started
 
 
 class Sandbox:
@@ -72,8 +89,7 @@ class Sandbox:
         self.allowed, self._visible, self._hidden = allowed, visible, hidden
         self._name = uuid.uuid4().hex[:12]
         self.group: ControlGroup | None = None
-        self.first_pid = 0
-        """The sandbox's first process, as numbered on the node. All others end with it."""
+        self.first_pid = 0  # The sandbox's first process, as numbered on the node. All others end with it.
         self.end_reason = ""
         self._bwrap: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
@@ -96,7 +112,7 @@ class Sandbox:
         worker_end, sandbox_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         info, info_write = os.pipe()
         files = {path: _memory_file(text.encode()) for path, text in FILES.items()}
-        program = [sys.executable, "-I", "-S", "-c", _init_source(), str(sandbox_end.fileno())]
+        program = [sys.executable, "-I", "-S", "-c", inspect.getsource(sandbox_init), str(sandbox_end.fileno())]
         program.append(json.dumps(self.allowed.rlimits(self.group)))
         procs_files = self.group.procs_files if self.group is not None else []
         bwrap = bwrap_args(self._visible, self._hidden, files, self.allowed.disk, self.allowed.open_network)
@@ -226,9 +242,8 @@ class Sandbox:
     ) -> SandboxProcess:
         """Start a program.
 
-        Raises:
-            SandboxGoneError: the sandbox has ended.
-            OSError: the program does not exist, or the limit of processes is reached.
+        Raise SandboxGoneError if the sandbox has ended, and OSError if the program does not exist, or the limit of
+        processes is reached.
         """
         # A file, because argv and env may be larger than a packet.
         spec = _memory_file(json.dumps({"argv": list(argv), "env": dict(env), "cwd": cwd}).encode())
@@ -264,7 +279,6 @@ class Sandbox:
         return received
 
     def kill(self, why: str) -> None:
-        """Kill all processes of the sandbox."""
         self.end_reason = self.end_reason or why
         if self._bwrap is not None and self._bwrap.returncode is None:
             # --die-with-parent: the first process inside dies with bubblewrap, and the kernel kills its PID namespace.
@@ -272,7 +286,6 @@ class Sandbox:
                 self._bwrap.kill()
 
     async def stop(self) -> None:
-        """Kill the sandbox and remove its control groups."""
         self._forwarder.close()
         self.kill("it was stopped")
         if self._bwrap is not None:
@@ -307,9 +320,3 @@ def _read_first_pid(info: int) -> int:
 def _close(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-@functools.cache
-def _init_source() -> str:
-    assert sandbox_init.__file__ is not None
-    return Path(sandbox_init.__file__).read_text()

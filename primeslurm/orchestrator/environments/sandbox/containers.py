@@ -150,17 +150,14 @@ def _same_in_worker(env: Mapping[str, str]) -> dict[str, str]:
 class _Derived(NamedTuple):
     """A value that contains secrets."""
 
-    secrets: tuple[str, ...]
-    """Names of the worker's variables in it."""
-    shell_word: str
-    """Shell syntax that yields the value in a shell that has these variables."""
+    secrets: tuple[str, ...]  # Names of the worker's variables in it
+    shell_word: str  # Shell syntax that yields the value in a shell that has these variables
 
 
 def _derived_from_secrets(env: Mapping[str, str]) -> dict[str, _Derived]:
     """Return the variables whose values contain secrets, except those that are equal in the worker.
 
-    Raises:
-        SandboxError: one has a name that a shell cannot export.
+    Raise SandboxError if one has a name that a shell cannot export.
     """
     secrets = {os.environ[name]: name for name in sorted(_secret_names) if os.environ.get(name)}
     if not secrets:
@@ -181,13 +178,7 @@ def _derived_from_secrets(env: Mapping[str, str]) -> dict[str, _Derived]:
 
 
 def _derive_in_shell(derived: Mapping[str, _Derived], secrets: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
-    """Return a shell command that sets derived variables, restores what the secrets hid, and runs the words after it.
-
-    Args:
-        derived: variables that the shell sets.
-        secrets: variables that were passed only for this.
-        env: what the program must see in the end.
-    """
+    """Return a shell command that sets `derived`, restores what `secrets` hid in `env`, and runs the words after it."""
     restored = {
         name: shlex.quote(env[name])
         for name in secrets
@@ -206,11 +197,7 @@ def hide_secrets(names: Iterable[str]) -> None:
 
 
 def use_directory(directory: Path) -> None:
-    """Make apptainer use a directory instead of the home directory. The user's registry logins keep working.
-
-    Args:
-        directory: in the run directory, on a file system that all nodes of the run share.
-    """
+    """Make apptainer use a directory of the run instead of the home directory. Registry logins keep working."""
     configured = os.environ.get(CONFIG)
     home = Path(configured) if configured else Path.home() / ".apptainer"
     docker = home if configured else Path.home() / ".docker"  # where apptainer looks for docker's logins
@@ -256,12 +243,7 @@ def patch_runtimes(worker: str, shown: Sequence[Path] = (), limits: Limits = _NO
 
 
 def remove_stale(kinds: Iterable[str], worker: str) -> None:
-    """Remove this run's containers on this node that an earlier worker of the same name has left.
-
-    Args:
-        kinds: types of runtimes. Types that are not containers of the node are ignored.
-        worker: the worker's name within the run.
-    """
+    """Remove this run's containers on this node that an earlier worker of the same name has left."""
     for kind in kinds:
         try:
             if kind in ("docker", "podman"):

@@ -20,17 +20,14 @@ class Usage:
     """Threads and memory of all processes of a sandbox."""
 
     threads: int
-    resident: int
-    """Resident memory [bytes]; a page that several processes share counts once for each."""
+    resident: int  # Resident memory [bytes]; a page that several processes share counts once for each
     pids: tuple[int, ...]
 
 
 def measure_usage(first_pids: Collection[int]) -> dict[int, Usage]:
-    """Measure sandboxes, each given by its first process.
-
-    All descendants of the first process belong to the sandbox, because it adopts orphans. The numbers come from files
-    that every user may read, so a program cannot hide them.
-    """
+    """Measure sandboxes, each given by its first process."""
+    # All descendants of the first process belong to the sandbox, because it adopts orphans. The numbers come from files
+    # that every user may read, so a program cannot hide them.
     children: dict[int, list[int]] = {}
     sizes: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").iterdir():

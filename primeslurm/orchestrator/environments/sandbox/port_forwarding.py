@@ -103,7 +103,6 @@ class PortForwarder:
                 each.close()
 
     def close(self) -> None:
-        """End all connections and stop listening."""
         for server in self._servers:
             server.close()
         for task in list(self._connections):

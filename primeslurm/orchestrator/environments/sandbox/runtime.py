@@ -40,8 +40,8 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
     limits: ClassVar[SandboxLimits] = SandboxLimits()
     visible: ClassVar[tuple[Path, ...]] = ()
     hidden: ClassVar[tuple[Path, ...]] = ()
+    # Sandboxes whose memory or processes no control group limits
     watched: ClassVar[weakref.WeakSet[Sandbox]] = weakref.WeakSet()
-    """Sandboxes whose memory or processes no control group limits."""
     _watcher: ClassVar[asyncio.Task[None] | None] = None
 
     def __init__(self, config: SubprocessConfig, name: str | None = None) -> None:

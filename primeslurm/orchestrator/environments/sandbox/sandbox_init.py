@@ -2,7 +2,7 @@
 
 A bare Python (`python -I -S -c`) runs this file in each sandbox, so it imports little, and only the standard library.
 Programs in the sandbox run as the same user: they can kill it, stop it, or forge its answers. Each message is one
-packet of JSON, and an answer repeats the `id` of its request. `protocol` declares the answers. Requests:
+packet of JSON, and an answer repeats the `id` of its request. `bwrap_sandbox` declares the answers. Requests:
 
     spawn    start a program. Four file descriptors follow: a file with argv, env and cwd, then stdin, stdout and
              stderr. The answer has a pid or an error; `exited` follows when the program ends.

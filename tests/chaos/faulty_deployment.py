@@ -1,4 +1,4 @@
-"""The scene of faults: an emulated run with every role on an embedded cluster, and its processes as targets."""
+"""The deployment that gets the faults: an emulated run with every role, whose processes are the targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primeslurm.records.reading import whole_lines
 from primeslurm.run.bad_nodes import BadNode, BadNodeLedger
 from primeslurm.run.status.run_status import ProcessStatus, RunStatus
 from primeslurm.testbed.embedded_slurm.daemons import OsProcess, job_processes
-from tests.support.emulation import OVER, Deployment
+from tests.support.emulation import ENDED, Deployment
 from tests.support.faults import revive_controller, revive_node
 
 GPU_NODES, CONTROL_NODES = 10, 6
@@ -36,7 +36,7 @@ class Agent:
     pid: int
 
 
-class Scene(Deployment):
+class FaultyDeployment(Deployment):
     """A deployment with its own directory of temporary files, which shows what a run leaves behind."""
 
     def __init__(self, directory: Path) -> None:
@@ -67,7 +67,7 @@ class Scene(Deployment):
 
     def over(self, status: RunStatus | None) -> bool:
         """Return whether the run has ended."""
-        return status is not None and status.phase in OVER
+        return status is not None and status.phase in ENDED
 
     def end(self) -> None:
         """Cancel the run if necessary, and wait until all its processes have ended."""
@@ -98,11 +98,11 @@ class Scene(Deployment):
     def living(self, *roles: str) -> list[tuple[ProcessStatus, OsProcess]]:
         """Return the running processes of these roles, by name."""
         status = self.look()
-        found = []
+        living = []
         for process in sorted(status.processes if status else [], key=lambda process: process.name):
-            if process.role in roles and process.pid and (own := self._of_job(process.pid)):
-                found.append((process, own))
-        return found
+            if process.role in roles and process.pid and (os_process := self._of_job(process.pid)):
+                living.append((process, os_process))
+        return living
 
     def agents(self) -> list[tuple[Agent, OsProcess]]:
         """Return the running agents, by rank."""
@@ -110,17 +110,17 @@ class Scene(Deployment):
             reports = self.run.latest().heartbeats()
         except (PrimeslurmError, ValueError):
             return []
-        found = []
+        running = []
         for report in sorted(reports, key=lambda report: report.rank):
-            if not report.ended and (own := self._of_job(report.agent_pid)):
-                found.append((Agent(report.rank, report.name, report.agent_pid), own))
-        return found
+            if not report.ended and (os_process := self._of_job(report.agent_pid)):
+                running.append((Agent(report.rank, report.name, report.agent_pid), os_process))
+        return running
 
     def roles_on(self, agent: Agent) -> set[str]:
         """Return the roles on an agent's node, including `head`."""
         status = self.look()
-        found = {process.role for process in (status.processes if status else []) if process.node == agent.node}
-        return found | ({"head"} if agent.rank == HEAD else set())
+        roles = {process.role for process in (status.processes if status else []) if process.node == agent.node}
+        return roles | ({"head"} if agent.rank == HEAD else set())
 
     def daemon(self, name: str) -> OsProcess | None:
         """Return a Slurm daemon; None if it is not running."""
@@ -130,12 +130,12 @@ class Scene(Deployment):
         """Return the process if it belongs to a job of this cluster, because pids are reused and shared with other
         processes.
         """
-        own = OsProcess.of("job", pid)
-        if own is None:
+        process = OsProcess.of("job", pid)
+        if process is None:
             return None
         # vllm-router overwrites its environment with its title, but its parent is an agent, which does not
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return own if self._is_of_job(pid) or self._is_of_job(parent) else None
+        return process if self._is_of_job(pid) or self._is_of_job(parent) else None
 
     def _is_of_job(self, pid: int) -> bool:
         try:

@@ -1,8 +1,12 @@
-"""Messages to the orchestrator in small frames, so that no peer can make it buffer more than one of them.
+"""Flow control of results, which have arrays of up to a gigabyte, so that no peer fills the orchestrator's memory.
 
-ZMQ buffers a frame while it arrives, also a frame of a peer that has not authenticated yet, and it has a single size
-limit for frames before and after the handshake. But a result has arrays of up to a gigabyte. Therefore workers split
-longer frames into chunks, and the orchestrator joins the chunks of authenticated workers.
+ZMQ buffers everything that arrives, also frames of a peer that has not authenticated yet, and it has a single size
+limit for frames before and after the handshake. Therefore workers split longer frames into chunks, and the orchestrator
+joins the chunks of authenticated workers (`split_frames`, `join_frames`).
+
+The rollouts of a group end together, and all their results would wait in memory in small chunks, which the allocator
+keeps after they are joined and freed: for 16 rollouts of 80 MB, 1.3 GB besides the joined results. `ReceiveWindow`
+limits the bytes that workers send at once, over all connections, like TCP's receive window.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from primeslurm.wire.decoding import DamagedError, Size, decode_msgpack
 CHUNK_BYTES = 60 << 10
 MAX_FRAME_BYTES = 64 << 10  # maximum size of a frame on ZMQ (`MAXMSGSIZE`)
 _SPLIT_MARK = b"\xc1"  # First byte of a split message. No msgpack value begins with it.
+WINDOW = 256 << 20  # bytes in flight: three of the longest rollouts, so the next results arrive while one is joined
 
 
 def split_frames(frames: Sequence[Frame]) -> list[Frame]:
@@ -36,17 +41,8 @@ def is_split(frames: Sequence[Frame]) -> bool:
 
 
 def join_frames(frames: list[Frame]) -> list[Frame]:
-    """Join the chunks of a message. Releases the interpreter's lock while it copies.
-
-    Args:
-        frames: The message as received. The list is emptied on the way, so that chunks are freed as they are copied.
-
-    Returns:
-        The original frames. Frames of one chunk are not copied.
-
-    Raises:
-        DamagedError: Chunks do not add up to the announced frames.
-    """
+    """Join the chunks of a message, and empty it. Raise DamagedError if chunks and announced frames differ."""
+    # The interpreter's lock is released during the copy. Chunks are freed as they are copied.
     if not is_split(frames):
         return frames
     lengths = decode_msgpack(frames[0][1:], list[Size])
@@ -72,3 +68,34 @@ def _take(chunks: list[Frame], length: int) -> Frame:
         frame[done : done + len(chunk)] = chunk
         done += len(chunk)
     return frame.data
+
+
+class ReceiveWindow:
+    """Selects the results to request: the oldest that fit into the window besides those in flight."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._size = size
+        self._offered: dict[str, int] = {}
+        self._in_flight: dict[str, int] = {}
+
+    def offer(self, job: str, size: int) -> None:
+        """Add a result that a worker has, or one to be requested again."""
+        self._in_flight.pop(job, None)
+        self._offered.setdefault(job, size)
+
+    def forget(self, job: str) -> None:
+        """Remove a result that has arrived or never will."""
+        self._offered.pop(job, None)
+        self._in_flight.pop(job, None)
+
+    def admit(self) -> list[str]:
+        """Return the jobs whose results to request now. A result larger than the window is requested alone."""
+        admitted: list[str] = []
+        free = self._size - sum(self._in_flight.values())
+        for job, size in self._offered.items():
+            if size > free and (self._in_flight or admitted):
+                break
+            admitted.append(job)
+            free -= size
+        self._in_flight |= {job: self._offered.pop(job) for job in admitted}
+        return admitted

@@ -1,4 +1,4 @@
-"""Requirements of an environment on the hosts of its workers, and those that this host does not meet."""
+"""Checks of a loaded environment, without a rollout: its parts fit together, and this host has what it needs."""
 
 from __future__ import annotations
 
@@ -7,39 +7,100 @@ import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.harnesses.bash import BashHarnessConfig
+from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils.loaders import harness_config_type
 from verifiers.v1.utils.prime import load_prime_config
 
 from primeslurm.base.errors import Violation
 from primeslurm.orchestrator.environments.chat import ChatHarness
 from primeslurm.orchestrator.environments.sandbox import apptainer, bwrap_args, limits, uv_scripts
-from primeslurm.recipe.rules.sandboxes import HARNESSES, PROVIDER_KEYS, WITHOUT_INSTALLING, module_name
-from primeslurm.recipe.sections.orchestrator import AnyEnvironment
+from primeslurm.orchestrator.environments.shell import ShellHarness
+from primeslurm.recipe.rules.sandboxes import (
+    ENV_KEY,
+    HARNESSES,
+    PROVIDER_KEYS,
+    WITHOUT_INSTALLING,
+    module_name,
+    offers_tools,
+)
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 
+_SHIPPED = "verifiers.v1.harnesses."
 # Harnesses whose packages `primeslurm install --harness NAME` installs.
 LOCKED = ("mini_swe_agent",)
 _CONTAINERS = ("apptainer", "docker", "podman")
 _RUNTIME = "environments.runtime"
 
 
+def contradictions(environment: Environment, env: vf.Env) -> list[Violation]:
+    """Find agents that lack a container, or whose harness cannot use the environment's tools."""
+    violations = []
+    task, has_tools = type(env.taskset).task_type(), bool(_tool_servers(env))
+    for role, agent in env._agent_specs.items():
+        harness = env._harnesses[role]
+        in_container = [f"harness {harness.config.id}"] if harness.NEEDS_CONTAINER else []
+        in_container += [task.__name__] if task.NEEDS_CONTAINER else []
+        if in_container and isinstance(agent.runtime, SubprocessConfig):
+            why = f"{' and '.join(in_container)} must run in a container"
+            field = _field(environment, role, "runtime")
+            violations.append(Violation(field, agent.runtime.type, why, "`runtime: {type: apptainer}`"))
+        if has_tools and not harness.SUPPORTS_MCP:
+            why = "it cannot use the tools that the environment serves"
+            field = _field(environment, role, "harness")
+            violations.append(Violation(field, harness.config.id, why, "`harness: {id: bash}`"))
+    return violations
+
+
+def without_reward(environment: Environment, env: vf.Env, task: vf.Task) -> list[Violation]:
+    """Warn if no code gives rollouts of the first task a reward."""
+    # Methods that compute rewards in another way cannot be analysed, so they suppress the warning.
+    has_own = type(task).score is not vf.Task.score or type(task).finalize is not vf.Task.finalize
+    if has_own or type(env).finalize is not vf.Env.finalize or task.hooks("reward") or task.plugged_judges():
+        return []
+    why = f"no method of {type(task).__name__} is marked `@vf.reward`, and no judge is named: every rollout gets 0"
+    return [Violation("environments.id", environment.id, why, "mark the method that computes it with `@vf.reward`")]
+
+
+def tool_users(environment: Environment, env: vf.Env) -> list[tuple[str, str]]:
+    """List the agents that offer the model tools: the recipe's field of their harness, and its id."""
+    has_tools = bool(_tool_servers(env))
+    harnesses = {_field(environment, role, "harness"): env._harnesses[role] for role in env._agent_specs}
+    return [(field, each.config.id) for field, each in harnesses.items() if has_tools or _has_own_tools(each)]
+
+
+def _tool_servers(env: vf.Env) -> Sequence[object]:
+    task, options = type(env.taskset).task_type(), env.taskset.config
+    return [*type(env.taskset).toolsets(options), *task.toolsets(options.task)]
+
+
+def _has_own_tools(harness: vf.Harness) -> bool:
+    if isinstance(harness, ShellHarness):
+        return True
+    modules = [kind.__module__ for kind in type(harness).__mro__]
+    names = [module.removeprefix(_SHIPPED).partition(".")[0] for module in modules if module.startswith(_SHIPPED)]
+    return any(offers_tools(name) for name in names)
+
+
+def _field(environment: Environment, role: str, part: str) -> str:
+    explicit = dict(environment.args.get(ENV_KEY) or {}).get(role)  # type: ignore[call-overload]
+    return f"environments.args.{ENV_KEY}.{role}.{part}" if part in (explicit or {}) else f"environments.{part}"
+
+
 @dataclass(frozen=True)
 class Provider:
     """Requirements of a provider of hosted sandboxes."""
 
-    module: str
-    """The Python package of its client."""
-    install: str
-    """Argument of `pip install`."""
-    key_file: str | None = None
-    """File below the home directory where the client also looks for keys."""
+    module: str  # The Python package of its client
+    install: str  # Argument of `pip install`
+    key_file: str | None = None  # File below the home directory where the client also looks for keys
 
 
 PROVIDERS: Mapping[str, Provider] = {
@@ -53,10 +114,9 @@ PROVIDERS: Mapping[str, Provider] = {
 class HostNeeds:
     """Requirements on the hosts of an environment's workers."""
 
+    # subprocess: bubblewrap. apptainer, docker, podman: the command. A key of `PROVIDERS`: its client and a key.
     runtimes: tuple[str, ...]
-    """subprocess: bubblewrap. apptainer, docker, podman: the command. A key of `PROVIDERS`: its client and a key."""
-    harnesses: tuple[str, ...]
-    """Harnesses that are scripts and run with the host's packages."""
+    harnesses: tuple[str, ...]  # Harnesses that are scripts and run with the host's packages
 
 
 def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:

@@ -1,4 +1,4 @@
-"""Where `attach` goes, and a command beside a process of a local run."""
+"""Targets of `attach`, and a command next to a process of a local run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from primeslurm.api.runs.attach import find_target, step_command
 from primeslurm.base.errors import RunError, UsageError
 from primeslurm.base.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
@@ -16,8 +17,6 @@ from primeslurm.plan.model import Process
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.plan_outline import read_outline
-from primeslurm.run.status.target import find_target
-from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import JobComponent, JobState
 from primeslurm.slurm.local import submit
 from tests.support.cli import primeslurm
@@ -31,13 +30,13 @@ def job(*states: str) -> JobState:
     return JobState("70", states[0], "", 0, "", None, components, "scontrol")
 
 
-def test_a_component_is_reached_through_the_leader() -> None:
+def test_component_is_reached_through_the_leader() -> None:
     argv = step_command(job("RUNNING", "RUNNING"), 1, "n2", ["true"], terminal=True)
     assert argv[:3] == ["srun", "--jobid=70", "--het-group=1"] and argv[-2:] == ["--pty", "true"]
     assert "--overlap" in argv and "--nodelist=n2" in argv
 
 
-def test_a_job_of_one_component_has_no_het_groups_and_containers_are_entered() -> None:
+def test_single_component_job_has_no_het_group_and_containers_are_entered() -> None:
     argv = step_command(job("RUNNING"), 0, "n1", ["true"], more=("--container-image=i",), terminal=False)
     assert argv[-2:] == ["--container-image=i", "true"] and not any("het" in word or word == "--pty" for word in argv)
 
@@ -74,7 +73,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
         time.sleep(0.1)
 
 
-def test_a_local_process_is_joined_by_process_role_or_node(run: RunDirectory, tmp_path: Path) -> None:
+def test_local_process_is_found_by_process_role_or_node(run: RunDirectory, tmp_path: Path) -> None:
     attempt = run.attempt(1)
     deadline = time.monotonic() + 60
     while (read_json(attempt.fleet_file) or {}).get("states") != {"trainer-rank-0": "HEALTHY"}:
@@ -86,12 +85,12 @@ def test_a_local_process_is_joined_by_process_role_or_node(run: RunDirectory, tm
     by_process = find_target(placement, attempt, "trainer-rank-0")
     assert find_target(placement, attempt, "trainer") == by_process
     assert find_target(placement, attempt, "0").process is None
-    assert find_target(placement, attempt, by_process.host).node == 0
+    assert find_target(placement, attempt, by_process.report.name).node == 0
     with pytest.raises(UsageError, match="did you mean trainer"):
         find_target(placement, attempt, "triner")
 
 
-def test_a_node_that_has_not_reported_cannot_be_entered(tmp_path: Path) -> None:
+def test_node_without_a_heartbeat_cannot_be_entered(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "r")
     process = Process(name="router-0", role="router", node=0, argv=("true",), log="x.log")
     directory.attempt(1).prepare(plan_of(directory.path, (process,)))

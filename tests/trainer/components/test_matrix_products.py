@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.per_expert_products import one_by_one
+from primeslurm.trainer.components.matrix_products import one_by_one
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, write
+from tests.trainer.families import BY_NAME, write
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_logits_and_gradients_match_grouped_products(
     name: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(next(case for case in CASES if case.name == name), tmp_path)
+    path = write(BY_NAME[name], tmp_path)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     found = []
     for grouped in (True, False):

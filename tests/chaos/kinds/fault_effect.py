@@ -10,7 +10,7 @@ from random import Random
 from typing import TypeVar
 
 from primeslurm.run.status.run_status import RunStatus
-from tests.chaos.scene import Scene
+from tests.chaos.faulty_deployment import FaultyDeployment
 
 T = TypeVar("T")
 GOAL_S = 30.0
@@ -19,7 +19,7 @@ HEAD_OR_TRAINER_GOAL_S = 60.0
 """Goal for faults of the head or of a trainer, which mostly end an attempt [s]."""
 
 
-class NobodyThereError(Exception):
+class NoTargetError(Exception):
     """This fault has no target at present."""
 
 
@@ -33,7 +33,7 @@ def at_once(status: RunStatus) -> bool:
 
 
 @dataclass
-class Injury:
+class FaultEffect:
     """The effects of an injected fault."""
 
     target: str
@@ -72,8 +72,8 @@ class Kind:
     name: str
     what: str
     """Description for the table."""
-    inject: Callable[[Scene, Random], Injury]
-    """Raises NobodyThereError."""
+    inject: Callable[[FaultyDeployment, Random], FaultEffect]
+    """Raises NoTargetError."""
     long: bool = False
     """Whether recovery includes a long timeout, or Slurm's requeue delay. Too slow for every CI run."""
     loses_records: bool = False
@@ -82,11 +82,11 @@ class Kind:
     """Reason why it is disabled."""
 
 
-def one_of(dice: Random, found: list[T]) -> T:
-    """Choose one. Raise NobodyThereError if there is none."""
-    if not found:
-        raise NobodyThereError
-    return dice.choice(found)
+def one_of(rng: Random, targets: list[T]) -> T:
+    """Choose one. Raise NoTargetError if there is none."""
+    if not targets:
+        raise NoTargetError
+    return rng.choice(targets)
 
 
 def goal_of(*roles: str) -> float:

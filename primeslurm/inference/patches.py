@@ -1,0 +1,92 @@
+"""Patches of vLLM's engine processes, and the check that vLLM's code is as a patch expects it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+# Option of an engine that is one of several data-parallel ranks.
+RANKS_OPTION = "--data-parallel-size"
+# vLLM's own functions that start the processes of a data-parallel rank.
+_originals: dict[str, Any] = {}
+
+
+def expect(owner: type | ModuleType, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """Return the method or function `name` of `owner`. Raise RuntimeError unless it has these parameters."""
+    method: Callable[..., Any] | None = getattr(owner, name, None)
+    if method is None:
+        raise changed(f"{owner.__name__}.{name} is missing")
+    missing = [p for p in parameters if p not in inspect.signature(method).parameters]
+    if missing:
+        raise changed(f"{owner.__name__}.{name} has no parameter {', '.join(missing)}")
+    return method
+
+
+def changed(difference: str) -> RuntimeError:
+    """Return the error for vLLM code that differs from what a patch expects."""
+    import vllm
+
+    where = "primeslurm/inference and primeslurm/testbed/cpu_engine"
+    return RuntimeError(f"vLLM {vllm.__version__}: {difference}. primeslurm patches vLLM 0.32; see {where}")
+
+
+def pause_with_kept_blocks() -> None:
+    """Let a prefill engine pause before decode engines have fetched its KV blocks."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.engine.core import EngineCoreProc
+
+    step = expect(EngineCoreProc, "_process_engine_step", ["self"])
+    expect(EngineCoreProc, "_notify_idle_state_callbacks", ["self"])
+    expect(EngineCoreProc, "_finish_pause", ["clear_cache"])
+
+    def computes_nothing(core: Any) -> bool:
+        scheduler = core.scheduler
+        # `engines_running`: the data-parallel group has not agreed on the pause yet.
+        if scheduler.pause_state is not PauseState.PAUSED_ALL or core.engines_running or scheduler.finished_req_ids:
+            return False
+        return not any(batch.total_num_scheduled_tokens for _, batch, _ in core.batch_queue or ())
+
+    # vLLM's pause waits until decode engines have fetched all KV blocks. During a weight update decode engines are
+    # paused, too, so the pause would last until the lease of the blocks expires, and later fetches might get the blocks
+    # of other prompts. Kept blocks need no weights, so the pause is complete as soon as nothing is being computed.
+    @functools.wraps(step)
+    def process_engine_step(core: Any) -> bool:
+        if core._idle_state_callbacks and computes_nothing(core):
+            core._notify_idle_state_callbacks()
+        return bool(step(core))
+
+    EngineCoreProc._process_engine_step = process_engine_step
+
+
+def load_plugins_early(argv: Sequence[str]) -> None:
+    """Load plugins first in the processes that vLLM spawns, if `argv` belongs to a data-parallel rank."""
+    # These processes connect to each other before vLLM loads plugins, or without loading them. Their sockets and stores
+    # would not be protected.
+    if not any(word.partition("=")[0] == RANKS_OPTION for word in argv):
+        return
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+    from vllm.v1.engine.core import EngineCoreProc
+
+    _originals["core"] = expect(EngineCoreProc, "run_engine_core", ["dp_rank"])
+    _originals["coordinator"] = expect(DPCoordinatorProc, "run_coordinator", ["engine_count"])
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
+
+
+# Functions of a module, because the processes are spawned: their targets are pickled by name.
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    _run("core", *args, **kwargs)
+
+
+def run_coordinator(*args: Any, **kwargs: Any) -> None:
+    _run("coordinator", *args, **kwargs)
+
+
+def _run(process: str, *args: Any, **kwargs: Any) -> None:
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    _originals[process](*args, **kwargs)

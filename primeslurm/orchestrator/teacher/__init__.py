@@ -1,1 +1,0 @@
-"""The teacher: a frozen model that scores sampled tokens."""
