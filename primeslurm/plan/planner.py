@@ -199,6 +199,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         node_silent_s=site.node_silent_s,
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
+        prometheus=site.prometheus,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
         max_attempts=recipe.slurm.max_attempts,
     )
