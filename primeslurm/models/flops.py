@@ -1,19 +1,10 @@
 """Floating-point operations of a training step, for every family, from the shape of the model. Pure, without torch.
 
-The convention is that of model FLOPs (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B):
-
-- A product of matrices costs two operations per multiplication and addition. Elementwise work, norms, look-ups of
-  embeddings and short convolutions cost nothing.
-- A backward pass costs twice the forward pass. Whatever is computed again in the backward pass (activation
-  checkpointing, scores of attention, logits) is not counted.
-- A query meets only the keys that it sees: earlier tokens of its own document, within the sliding window, and of the
-  keys of sparse attention only the selected ones. Padding of rows is not counted.
-- Logits are counted for tokens that are trained.
-- A token meets the experts that it is routed to, and the shared ones.
-- Recurrences (Mamba-2, gated delta nets) are counted token by token. Chunked kernels compute more.
-- A frozen weight has no gradient. The indexer of sparse attention has no backward pass at all, and neither has a frozen
-  vision encoder. With LoRA, gradients still pass through all frozen layers.
-- Layers for multi-token prediction are not trained, so they cost nothing.
+The convention is that of model FLOPs (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B);
+docs/reference/metrics.md states it for users. Only products of matrices count, two operations per multiplication and
+addition. A backward pass costs twice the forward pass, whatever is computed again. A query meets the keys that it sees,
+a token the experts that it is routed to, and only trained tokens have logits. Recurrences are counted token by token,
+although chunked kernels compute more. Layers for multi-token prediction are not trained.
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ from primeslurm.models.shape import DeltaNets, Mamba, ModelShape, Vision
 
 @dataclass(frozen=True)
 class Work:
-    """The work that tokens are for a model. Works of several ranks or rows add up."""
+    """Numbers of tokens and pairs in a batch, on which the operations depend. Those of rows and ranks add up."""
 
     tokens: int = 0
     """Tokens that pass the layers."""
@@ -47,12 +38,7 @@ class Work:
 
     @classmethod
     def of(cls, positions: NDArray[np.integer], shape: ModelShape, trained: int = 0) -> Work:
-        """Return the work of tokens.
-
-        Args:
-            positions: index of each token in its document, any shape.
-            trained: number of tokens whose logits are computed.
-        """
+        """Count tokens and pairs. `positions` are the indices of the tokens in their documents, in any shape."""
         seen = positions.astype(np.int64) + 1
 
         def at_most(limit: int | None) -> int:
@@ -67,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of one forward pass, by the gradients that the backward pass computes."""
+    """Operations of one forward pass, grouped by the gradients that the backward pass computes for them."""
 
     trained: float = 0.0
     """Products with trained weights, and products of two activations: both factors get a gradient."""
@@ -84,11 +70,9 @@ class Flops:
 
 
 def flops(shape: ModelShape, work: Work, *, adapters: int | None = None, trains_vision: bool = False) -> Flops:
-    """Return the operations that `work` costs.
+    """Return the operations of one forward pass. `Flops.step` adds those of the backward pass.
 
     Args:
-        shape: The model.
-        work: Tokens of all documents.
         adapters: Weights of LoRA adapters that a token meets. None: all weights are trained, without adapters.
         trains_vision: Whether the vision encoder is trained.
     """

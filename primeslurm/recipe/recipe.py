@@ -146,6 +146,6 @@ class Recipe(Section):
         run = {"name": self.name, "config": self.model_dump(mode="json", by_alias=True)}
         return {
             "tensorboard": monitor.tensorboard,
-            "wandb": monitor.wandb and monitor.wandb.model_dump() | run,
-            "mlflow": monitor.mlflow and monitor.mlflow.model_dump() | run,
+            "wandb": None if monitor.wandb is None else monitor.wandb.model_dump() | run,
+            "mlflow": None if monitor.mlflow is None else monitor.mlflow.model_dump() | run,
         }

@@ -186,9 +186,9 @@ class Mlflow:
         name = self._options["experiment"]
         experiment = self._client.get_experiment_by_name(name)
         id_ = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        found = self._client.search_runs([id_], f"tags.`{self.TAG}` = '{self._identity}'", max_results=1)
-        if found:
-            run = str(found[0].info.run_id)
+        runs = self._client.search_runs([id_], f"tags.`{self.TAG}` = '{self._identity}'", max_results=1)
+        if runs:
+            run = str(runs[0].info.run_id)
             self._client.update_run(run, status="RUNNING")
         else:
             made = self._client.create_run(id_, tags={self.TAG: self._identity}, run_name=self._options["name"])

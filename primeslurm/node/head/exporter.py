@@ -127,8 +127,8 @@ def targets(plan: Plan, addresses: Addresses, head: str | None) -> list[Target]:
         head: address of the head's exporter; None if it serves none.
     """
     labels = {"run": plan.run}
-    found = [{"targets": [head], "labels": {**labels, "role": "head", "process": "head"}}] if head else []
-    return found + list(_of_processes(plan, addresses, labels))
+    of_head = [{"targets": [head], "labels": {**labels, "role": "head", "process": "head"}}] if head else []
+    return of_head + list(_of_processes(plan, addresses, labels))
 
 
 def _of_processes(plan: Plan, addresses: Addresses, labels: dict[str, str]) -> Iterator[Target]:

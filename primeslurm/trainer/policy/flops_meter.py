@@ -47,8 +47,7 @@ class FlopsMeter:
     ) -> None:
         self._shape, self._world, self._peak_tflops = shape, world, peak_tflops
         self._adapters, self._trains_vision, self._cp = adapters, trains_vision, cp
-        self._tokens, self._flops = 0, 0.0
-        self._is_known = shape is not None
+        self._tokens, self._flops, self._is_known = 0, 0.0, shape is not None
 
     @classmethod
     def of(cls, policy: PolicyModel, config: Any, recipe: Recipe, world: World) -> FlopsMeter:
@@ -57,7 +56,7 @@ class FlopsMeter:
             shape := _shape(config),
             world,
             peak_tflops=peak_tflops(recipe, world.device),
-            adapters=_adapter_weights(policy, shape) if policy.lora and shape else None,
+            adapters=adapter_weights(policy.model, shape) if policy.lora and shape else None,
             trains_vision=recipe.model.trains_encoder,
             cp=(policy.cp_rank, policy.cp_world),
         )
@@ -88,9 +87,10 @@ class FlopsMeter:
         """Return the metrics of the counted micro batches over all ranks, and begin again. A collective."""
         sums = torch.tensor([self._tokens, self._flops], dtype=torch.float64, device=self._world.device)
         tokens, operations = self._world.sum(sums).tolist()
-        self._tokens, self._flops = 0, 0.0
+        is_known = self._is_known
+        self._tokens, self._flops, self._is_known = 0, 0.0, self._shape is not None
         metrics = {"tokens_per_s_per_gpu": tokens / seconds / self._world.size}
-        if self._is_known:
+        if is_known:
             rate = operations / seconds / self._world.size / 1e12
             metrics["tflops_per_gpu"] = rate
             if self._peak_tflops:
@@ -120,11 +120,11 @@ def _shape(config: Any) -> ModelShape | None:
         return None
 
 
-def _adapter_weights(policy: PolicyModel, shape: ModelShape) -> int:
-    """Return the weights of adapters that a token meets. It meets those of the experts that it is routed to."""
+def adapter_weights(model: torch.nn.Module, shape: ModelShape) -> int:
+    """Return the weights of LoRA adapters that a token meets. It meets those of the experts that it is routed to."""
     e = shape.experts
     weights = 0
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in model.named_parameters():
         if is_adapter(name):
             shared = "routed_experts" not in name or e is None
             weights += parameter.numel() if shared else parameter.numel() * e.top_k // e.count
