@@ -129,8 +129,8 @@ class WeightsAndBiases:
         self._run.log({**row, f"{EVALUATION}step": step}, commit=False)
 
     def log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
-        columns = list(samples[0])
-        table = self._table(columns=columns, data=[[sample[name] for name in columns] for sample in samples])
+        columns: list[str | int] = list(samples[0])
+        table = self._table(columns=columns, data=[list(sample.values()) for sample in samples])
         self._run.log({SAMPLES: table}, step=step)
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from primeslurm.recipe.fields.types import (
     Option,
     SlurmTime,
     Switches,
+    TrackingUri,
 )
 
 DEFAULT_TIME = "24:00:00"
@@ -179,7 +180,7 @@ class Mlflow(Section):
 
     experiment: str = Field(min_length=1)
     """MLflow experiment that the run is logged to."""
-    tracking_uri: str = Field(pattern=r"^(https?://[^/\s]+\S*|databricks(://\S+)?)$")
+    tracking_uri: TrackingUri
     """Address of the tracking server, for example `http://mlflow.example.org:5000`, or `databricks`. Put
     MLFLOW_TRACKING_TOKEN or other variables of MLflow in `pass_env`."""
 

@@ -12,7 +12,8 @@ from primeslurm.plan.model import Node, Plan
 from primeslurm.records.attempt import LockRecord
 from primeslurm.records.evaluation import EvaluationRecord
 from primeslurm.records.fleet import outcome_text
-from primeslurm.records.metrics import EVALUATION, Row
+from primeslurm.records.metrics import Row
+from primeslurm.records.monitors import EVALUATION
 from primeslurm.run.diagnosis.validity import problems
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import attempt_events, dropped_rollouts, rows

@@ -122,12 +122,12 @@ def _shape(config: Any) -> ModelShape | None:
 
 def adapter_weights(model: torch.nn.Module, shape: ModelShape) -> int:
     """Return the weights of LoRA adapters that a token meets. It meets those of the experts that it is routed to."""
-    e = shape.experts
     weights = 0
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            shared = "routed_experts" not in name or e is None
-            weights += parameter.numel() if shared else parameter.numel() * e.top_k // e.count
+            numel = parameter.numel()
+            experts = shape.experts if "routed_experts" in name else None
+            weights += numel * experts.top_k // experts.count if experts else numel
     return weights
 
 

@@ -181,3 +181,8 @@ def test_missing_package_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.
 def test_tracking_uri_names_a_server(uri: str) -> None:
     with pytest.raises(ValueError, match=r"tracking_uri"):
         recipe(mlflow={"experiment": "e", "tracking_uri": uri})
+
+
+def test_all_bad_values_are_reported_at_once() -> None:
+    with pytest.raises(ValueError, match="4 validation errors"):
+        recipe(mlflow={"experiment": "", "tracking_uri": "x"}, peak_tflops=0, sample_interval=-1)
