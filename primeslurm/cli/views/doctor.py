@@ -96,8 +96,8 @@ def _show_parts(nodes: Mapping[str, Parts], differences: Sequence[InstalledDiffe
     table = Table("part", *(compress(names) for names in columns.values()))
     for part in dict.fromkeys(part for parts in columns for part, _ in parts):
         cells = []
-        for parts, names in columns.items():
-            value, difference = dict(parts).get(part), marked.get((names[0], part))
+        for versions, names in columns.items():
+            value, difference = dict(versions).get(part), marked.get((names[0], part))
             text = value or "-"
             if difference is not None:
                 text += f" (locked: {difference.wanted})" if difference.wanted else " (required)"
