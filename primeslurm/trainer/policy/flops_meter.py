@@ -47,7 +47,9 @@ class FlopsMeter:
     ) -> None:
         self._shape, self._world, self._peak_tflops = shape, world, peak_tflops
         self._adapters, self._trains_vision, self._cp = adapters, trains_vision, cp
-        self._tokens, self._flops, self._is_known = 0, 0.0, shape is not None
+        self._tokens, self._work = 0, Work()
+        # Counted at the end of a step, because reading them makes the host wait for the GPU.
+        self._grids: list[torch.Tensor] = []
 
     @classmethod
     def of(cls, policy: PolicyModel, config: Any, recipe: Recipe, world: World) -> FlopsMeter:
@@ -73,22 +75,20 @@ class FlopsMeter:
         self._tokens += positions.size
         if self._shape is None:
             return
-        work = Work.of(positions, self._shape, trained)
+        self._work += Work.of(positions, self._shape, trained)
         if images is not None:
-            self._is_known &= self._shape.vision is not None
-            patches = images.grids.prod(dim=1).double()
-            # Ranks that share rows all encode the same images.
-            shards = self._cp[1]
-            per_image = (float(patches.sum()) / shards, float((patches**2).sum()) / shards)
-            work += Work(patches=per_image[0], patch_pairs=per_image[1])
-        self._flops += flops(self._shape, work, adapters=self._adapters, trains_vision=self._trains_vision).step
+            self._grids.append(images.grids)
 
     def take(self, seconds: float) -> dict[str, float]:
         """Return the metrics of the counted micro batches over all ranks, and begin again. A collective."""
-        sums = torch.tensor([self._tokens, self._flops], dtype=torch.float64, device=self._world.device)
+        operations = 0.0
+        is_known = self._shape is not None and (self._shape.vision is not None or not self._grids)
+        if self._shape is not None:
+            work = self._work + self._images()
+            operations = flops(self._shape, work, adapters=self._adapters, trains_vision=self._trains_vision).step
+        sums = torch.tensor([self._tokens, operations], dtype=torch.float64, device=self._world.device)
         tokens, operations = self._world.sum(sums).tolist()
-        is_known = self._is_known
-        self._tokens, self._flops, self._is_known = 0, 0.0, self._shape is not None
+        self._tokens, self._work, self._grids = 0, Work(), []
         metrics = {"tokens_per_s_per_gpu": tokens / seconds / self._world.size}
         if is_known:
             rate = operations / seconds / self._world.size / 1e12
@@ -96,6 +96,14 @@ class FlopsMeter:
             if self._peak_tflops:
                 metrics["mfu"] = rate / self._peak_tflops
         return metrics
+
+    def _images(self) -> Work:
+        """Return the work of this rank's images. Ranks that share rows all encode the same ones."""
+        if not self._grids:
+            return Work()
+        patches = torch.cat(self._grids).prod(dim=1).double()
+        shards = self._cp[1]
+        return Work(patches=float(patches.sum()) / shards, patch_pairs=float((patches**2).sum()) / shards)
 
 
 def peak_tflops(recipe: Recipe, device: torch.device) -> float | None:
