@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.model import Plan
 from primeslurm.plan.plan_file import from_file, plain, to_file
@@ -59,7 +59,7 @@ def measure(nodes: int) -> dict[str, object]:
     site = load_site(SITE)
     recipe = load_recipe(RECIPE, overrides)
     plan = derive(recipe, site, Path("/shared/run"))
-    files, (requests, _) = look_at_files(recipe), requests_of(recipe, site, local=False)
+    files, (requests, _) = read_file_metadata(recipe), requests_of(recipe, site, local=False)
     file, text = to_file(plan), plan.to_json()
     parts: dict[str, Callable[[], object]] = {
         "load": lambda: load_recipe(RECIPE, overrides),

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from primeslurm.models import GENERIC, Capabilities, bundled, model_types
-from primeslurm.plan.checks.compatibility import as_markdown
+from primeslurm.plan.checks.compatibility import GROUPS
 from primeslurm.recipe import Recipe, Site
 from scripts.cli_reference import cli_reference
 from scripts.generated import write_or_check
@@ -35,7 +35,7 @@ This page lists which options do not work together, and what the trainer support
 need to read it before a run, because `primeslurm check RECIPE` applies every rule. `check` refuses a recipe that breaks
 a rule of level error, and prints a warning for the others.
 
-{as_markdown()}
+{_rules()}
 ## Model families
 
 The table shows what the trainer supports for each `model_type` of config.json. `check` and `plan` accept a recipe that
@@ -50,6 +50,15 @@ does](../how-to/data.md#images).
 """
     texts = {"recipe.md": recipe, "site.md": site, "compatibility.md": compatibility, "cli.md": cli_reference()}
     return {REFERENCE / name: text.rstrip() + "\n" for name, text in texts.items()}
+
+
+def _rules() -> str:
+    lines: list[str] = []
+    for title, rules in GROUPS.items():
+        lines += [f"## {title}", "", "| rule | field | level | what to do | source |", "|---|---|---|---|---|"]
+        lines += [f"| {r.rule} | `{r.field}` | {r.level} | {r.fix} | {r.source} |" for r in rules]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _families() -> str:

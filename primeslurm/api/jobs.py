@@ -19,7 +19,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status.liveness import FindCauses
-from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, SUBMITTING, FindObstacles, JobQuery
+from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, SRUN_REPORTS, SUBMITTING, FindObstacles, JobQuery
 from primeslurm.slurm import pending_reasons
 from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
 from primeslurm.slurm.launch_failures import ended_tasks
@@ -74,7 +74,7 @@ def queries(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> tuple[Job
         if job is None or job.executor != "slurm":
             return []
         ended = ended_tasks(_end_of(run.job_output(job.job_id)))
-        causes = [f"srun reports about the task on {name}: {ended[name]}" for name in nodes if name in ended]
+        causes = [f"{SRUN_REPORTS} about the task on {name}: {ended[name]}" for name in nodes if name in ended]
         try:
             states = {node.name: node for node in SlurmClient(job.slurm_conf, ANSWER_S).nodes()}
         except ClusterError as error:
@@ -199,5 +199,5 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
     if state.state != "PENDING":
         return state.state
     reasons = pending_reasons.reasons(state, _component_names(run))
-    words = [reasons] * bool(reasons) + [BROKEN_UP] * state.broken_up
-    return f"PENDING ({', '.join(words)})" if words else "PENDING"
+    parts = [reasons] * bool(reasons) + [BROKEN_UP] * state.broken_up
+    return f"PENDING ({', '.join(parts)})" if parts else "PENDING"

@@ -37,6 +37,7 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
 
 def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
     """Return the site as `find_site` does, but with its errors instead of an exception."""
+    # On many clusters, the shell of `salloc` stays on the login node.
     if local and (nodes := allocated_elsewhere(os.environ, socket.gethostname())):
         why = f"this shell is on {socket.gethostname()}, and its Slurm allocation is node {compress(nodes)}"
         fix = "start it there: srun --ntasks=1 --cpus-per-task=N primeslurm submit RECIPE --local --wait"

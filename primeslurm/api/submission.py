@@ -28,10 +28,16 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.recipe.reading.recipe_files import independent
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import claim_attempt, new_token, owner
-from primeslurm.run.bad_nodes import BadNode, BadNodeLedger, exclude_bad_nodes
+from primeslurm.run.bad_nodes import (
+    BadNode,
+    BadNodeLedger,
+    excludable_nodes,
+    exclude_bad_nodes,
+    excluded,
+    write_excluded,
+)
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
 from primeslurm.run.directory_security import permission_problems
-from primeslurm.run.node_exclusion import excludable_nodes, excluded, write_excluded
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.cluster_fit import cluster_facts, cluster_fit_problems
@@ -129,6 +135,7 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
     Raises UsageError if a variable of `pass_env` is not set, or another process has resumed the run; ClusterError if
     Slurm refused the job or did not answer; RunError if records are damaged.
     """
+    # Check permissions before any record is read, because another user may have written it.
     if problems := permission_problems(directory.path):
         raise UsageError(problems)
     plan, job = previous.plan(), previous.job()
@@ -175,8 +182,8 @@ def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = Tr
     try:
         facts = cluster_facts(client)
         problems = independent([cluster_fit_problems(plan, facts) for plan in plans], ())
-        if whole and not problems and (words := client.refusal(render(plans[0]))):
-            problems.append(Violation("slurm", "", f"sbatch would refuse the job: {words}"))
+        if whole and not problems and (refusal := client.refusal(render(plans[0]))):
+            problems.append(Violation("slurm", "", f"sbatch would refuse the job: {refusal}"))
         return SlurmAnswer(tuple(problems))
     except ClusterError as error:
         command = re.match(r"\w+", str(error))

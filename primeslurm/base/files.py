@@ -373,7 +373,6 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
-
     def once() -> None:
         try:
             with contextlib.suppress(FileNotFoundError):

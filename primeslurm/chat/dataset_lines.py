@@ -47,10 +47,9 @@ class PlainText(NamedTuple):
 
 
 def read_record(record: Any, every: bool, form: MessageForm | None = None) -> Dialogue | PlainText:
-    """Check and normalize a record as `parse_line` returns it.
+    """Check and normalize a record of `parse_line`. Raise ConversationError if no model could be trained on it.
 
-    `every` answer of the assistant is trained, or only the last. Raise ConversationError if no model could be trained
-    on it.
+    `every` answer of the assistant is trained, or only the last.
     """
     if not isinstance(record, dict):
         raise ConversationError("not a JSON object", "write one JSON object per line")
@@ -90,7 +89,6 @@ class LineErrors:
         self._first: dict[tuple[str, str], tuple[int, str]] = {}
 
     def add(self, error: ConversationError, start: int) -> None:
-        """Add the error of the line that begins at byte `start`."""
         shown = f": {error.shown}" if error.shown else ""
         self._first.setdefault((error.why, error.fix), (start, f"{error.where}{error.why}{shown}"))
 

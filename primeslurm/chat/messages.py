@@ -32,9 +32,10 @@ _NOT_MESSAGES = ("messages is not a list of objects", "each with `role` and `con
 class ConversationError(ValueError):
     """A conversation cannot be rendered or trained on.
 
-    `why` quotes nothing of the conversation, so that equal problems of two lines compare equal. `shown` is the text
-    that is wrong, and `number` the number of the message, from 1, or 0 for the conversation as a whole.
+    `shown` is the text that is wrong, and `number` that of the message, from 1, or 0 for the conversation as a whole.
     """
+
+    # `why` quotes nothing of the conversation, so that equal problems of two lines compare equal.
 
     def __init__(self, why: str, fix: str = "", number: int = 0, shown: str = "") -> None:
         self.why, self.fix, self.number, self.shown = why, fix, number, shown

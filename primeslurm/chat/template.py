@@ -130,11 +130,7 @@ class ChatTemplate:
 
 
 def eos_ids_of(tokenizer: Any) -> list[int]:
-    """Return the tokens at which engines end a turn.
-
-    They are `eos_token_id` of generation_config.json (or else config.json) in the model's directory, and the
-    tokenizer's own.
-    """
+    """Return the tokens at which engines end a turn: of the model's generation config, and the tokenizer's."""
     source = tokenizer.name_or_path
     paths = (Path(source, name) for name in ("generation_config.json", "config.json")) if source else ()
     configs = (config if isinstance(config := files.read_json(path), dict) else {} for path in paths)

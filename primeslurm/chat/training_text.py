@@ -38,10 +38,8 @@ class TrainingText:
         return [(line.prompt, False), *self._completion(line.completion)]
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of the parts of a line, each as a continuation of the part before.
-
-        No token spans two parts, because in a rollout the prompt is tokenized first and the answer sampled after it.
-        """
+        """Return the tokens of the parts of a line, each as a continuation of the part before."""
+        # No token spans two parts, because in a rollout the prompt is tokenized first and the answer sampled after it.
         ids = self._encoded(texts)
         if not self._adds_space:
             return ids
@@ -138,10 +136,8 @@ class TrainingText:
                 yield text
 
     def _check_shown(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, text: str) -> None:
-        """Raise ConversationError if the template leaves out a message or the tools.
-
-        Templates silently skip roles that they do not support, and some skip a second system message.
-        """
+        """Raise ConversationError if the template leaves out a message or the tools."""
+        # Templates silently skip roles that they do not support, and some skip a second system message.
         if tools and not self.template.shows_tools:
             why = "the chat template does not show the model its `tools`"
             raise ConversationError(why, "describe them in the system message instead")

@@ -63,7 +63,6 @@ class TurnEnds:
 
     @cached_property
     def every(self) -> frozenset[str]:
-        """All tokens at which a turn may end."""
         return self.stops | {end.token for end in (self.answer, self.call) if end is not None}
 
     @cached_property
@@ -81,11 +80,9 @@ class TurnEnds:
         return sorted({end.token for end in ends if end is not None and end.token not in self.stops})
 
     def within(self, answer: str) -> int | None:
-        """Return where a turn ends in a rendered answer: after the first token that may end it. None if none does.
-
-        Only whitespace, further end tokens and fixed text of the template may follow, because the answer itself may
-        contain such a token. Phi-3's template writes `<|end|>`, and `<|endoftext|>` at the end of a conversation.
-        """
+        """Return where a turn ends in a rendered answer: after the first token that may end it. None if none does."""
+        # Only whitespace, further end tokens and fixed text of the template may follow, because the answer itself may
+        # contain such a token. Phi-3's template writes `<|end|>`, and `<|endoftext|>` at the end of a conversation.
         end = len(answer.rstrip())
         # Skip text that the template always writes after the token.
         written = [turn for turn in (self.answer, self.call) if turn is not None and turn.written]
@@ -151,7 +148,6 @@ def _longest_first(tokens: Iterable[str]) -> Sequence[str]:
 
 
 def no_end(template: ChatTemplate) -> ConversationError:
-    """Return the error of a template that ends turns with no token."""
     fix = f"have the template write {template.tokenizer.eos_token or 'a token of the tokenizer'} after each answer"
     try:
         text = template.render([{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}])

@@ -123,6 +123,7 @@ class VerbGroup(HelpingGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        # Help and completion need names and help lines only, so these commands have no functions.
         self.commands = {
             name: TyperCommand(name, help=verb.help, rich_help_panel=group)
             for group, verbs in GROUPS.items()

@@ -30,6 +30,7 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
+    # JSON has no NaN and no infinity, although Python would write them.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

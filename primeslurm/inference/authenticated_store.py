@@ -23,10 +23,9 @@ _stores: list[dist.TCPStore] = []
 
 
 class AuthenticatedStore(dist.TCPStore):
-    """Replaces torch's TCPStore: a client that reaches the store through an authenticating gate at `port`.
+    """Replaces torch's TCPStore: a client that reaches the store through an authenticating gate at `port`."""
 
-    The rank with `is_master` also serves the store and the gate. Arguments that are not used below have no effect.
-    """
+    # The rank with `is_master` also serves the store and the gate. Arguments that are not used below have no effect.
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""Encrypts vLLM's ZMQ sockets between nodes (data-parallel ranks, NIXL's side channel) with keys from the run's secret.
+"""Encrypts vLLM's ZMQ sockets between nodes (of data-parallel ranks, of NIXL) with keys from the run's secret."""
 
-Without this, any process that reaches such a socket can act as an engine, and an invalid message kills the coordinator
-of a data-parallel group.
-"""
+# Without this, any process that reaches such a socket can act as an engine, and an invalid message kills the
+# coordinator of a data-parallel group.
 
 from __future__ import annotations
 

@@ -47,11 +47,9 @@ class EngineCoreWatchdog:
         return self.unanswered_s > UNRESPONSIVE_S
 
     def check(self, scope: Scope, *, busy: bool) -> None:
-        """Check whether the core has answered, and send the next request if it has.
+        """Check whether the core has answered, and send the next request, made from `scope`, if it has.
 
-        Args:
-            scope: ASGI scope of the status request in progress, from which the request to the core is made.
-            busy: a control request, which may take minutes, is pending.
+        `busy`: a control request, which may take minutes, is pending.
         """
         now = self._clock()
         if self._probe_task is None or self._probe_task.done():

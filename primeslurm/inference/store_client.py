@@ -1,8 +1,7 @@
-"""Starts the Mooncake client of an inference node: `python -m primeslurm.inference.store_client ARGS`.
+"""Starts the Mooncake client of an inference node: `python -m primeslurm.inference.store_client ARGS`."""
 
-The client is a separate program. Its CUDA build needs libcudart, which NVIDIA's Python packages contain. Other programs
-than torch find it only through LD_LIBRARY_PATH.
-"""
+# The client is a separate program. Its CUDA build needs libcudart, which NVIDIA's Python packages contain. Other
+# programs than torch find it only through LD_LIBRARY_PATH.
 
 from __future__ import annotations
 

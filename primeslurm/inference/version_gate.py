@@ -6,7 +6,7 @@ control requests that pass through it, so it always agrees with the engine about
     closed        no version was confirmed since the process started, an update failed, or a request needs a newer
                   version: /health and generation return 503, so that routers avoid the engine
     open          a version is confirmed; during an update generation is paused, and requests wait
-    unresponsive  the engine core does not answer (`core_gate`): as closed, but status and /health return 504
+    unresponsive  the engine core does not answer (`liveness_gate`): as closed, but status and /health return 504
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Ledger of nodes that failed recently, shared by all runs of one directory: `<runs>/.bad-nodes/`.
+"""Nodes that failed recently, and how jobs exclude them.
 
-Each entry is one file that is written atomically, because jobs on several hosts may write at the same time.
+The ledger `<runs>/.bad-nodes/` is shared by all runs of one directory. Each entry is one file that is written
+atomically, because jobs on several hosts may write at the same time. `excluded.json` of a run lists the nodes that its
+job excludes.
 """
 
 from __future__ import annotations
@@ -8,21 +10,27 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain, combinations
 from pathlib import Path
 
 import msgspec
 
 from primeslurm.base import files
 from primeslurm.base.files import write_json
+from primeslurm.base.hostlists import expand
 from primeslurm.base.units import duration
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.records.reading import find_record
 
 DIRECTORY = ".bad-nodes"
+EXCLUDED_FILE = "excluded.json"
 # Field of findings about bad nodes.
 FIELD = "bad nodes"
 HOUR_S = 3600.0
+# Partition to its nodes, and whether each node is usable now.
+Partitions = Mapping[str, Mapping[str, bool]]
 
 
 class BadNode(msgspec.Struct, frozen=True):
@@ -91,6 +99,38 @@ def _age(entry: BadNode, now: float) -> str:
     return duration(max(0.0, now - entry.time))  # the clocks of two hosts may differ
 
 
+def excludable_nodes(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[BadNode]:
+    """Return the bad nodes that the job can exclude and still start, newest first.
+
+    If nodes are scarce, the job uses the oldest entries of `bad` first. `partitions` has at least the job's partitions.
+    """
+    # A job that excludes more nodes than its partitions can spare would stay pending although nodes are free.
+    needed = Counter[str]()
+    for group in plan.groups:
+        needed[group.partition] += group.nodes
+    requested = {name for group in plan.groups for name in expand(group.nodelist or "")}
+    excluded = set(expand(plan.job.exclude or ""))
+    present = {name: set(partitions.get(name, {})) - excluded for name in needed}
+    usable = {name: {node for node in present[name] if partitions[name][node]} for name in needed}
+    # Partitions may share nodes. The job can start if every set of its partitions has, together, as many nodes as the
+    # job needs from that set (Hall's marriage theorem). This must hold for the nodes that are usable now, and for all
+    # nodes once the unusable ones return.
+    subsets = list(chain.from_iterable(combinations(needed, size) for size in range(1, len(needed) + 1)))
+    pools = [
+        (set().union(*(nodes[name] for name in subset)), sum(needed[name] for name in subset))
+        for nodes in (usable, present)
+        for subset in subsets
+    ]
+    candidates = {node for name in needed for node in partitions.get(name, {})} - requested
+    chosen: list[BadNode] = []
+    for entry in sorted(bad, key=lambda entry: -entry.time):
+        without = {each.node for each in chosen} | {entry.node}
+        scarce = any(entry.node in nodes and len(nodes - without) < count for nodes, count in pools)
+        if entry.node in candidates and not scarce:
+            chosen.append(entry)
+    return chosen
+
+
 def exclude_bad_nodes(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:
     """Return the plan with bad nodes excluded from its job, and with a finding for each bad node.
 
@@ -118,3 +158,19 @@ def exclude_bad_nodes(plan: Plan, bad: Sequence[BadNode], now: float, *, needed:
     job = plan.job.model_copy(update={"avoid": tuple(entry.node for entry in bad)})
     others = [finding for finding in plan.findings if finding.field != FIELD]
     return plan.model_copy(update={"job": job, "findings": (*others, *findings)})
+
+
+class ExcludedNodes(msgspec.Struct, frozen=True):
+    """`excluded.json`."""
+
+    nodes: list[BadNode] = []
+
+
+def write_excluded(run_dir: Path, nodes: Sequence[BadNode]) -> None:
+    """Write the bad nodes that the run's job excludes. Raises OSError."""
+    write_json(run_dir / EXCLUDED_FILE, msgspec.to_builtins(ExcludedNodes(list(nodes))))
+
+
+def excluded(run_dir: Path) -> list[BadNode]:
+    """Return the bad nodes that the run's job excludes; empty without a file."""
+    return (find_record(run_dir / EXCLUDED_FILE, ExcludedNodes) or ExcludedNodes()).nodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,13 +51,15 @@ TIMEOUT_S = 60.0
 # Slurm's default for KillWait [s]
 KILL_WAIT_S = 30.0
 _ENDED = frozenset(
-    [
+    (
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
         *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
-    ]
+    )
 )
-
-
+_SQUEUE_ALL = ("squeue", "--noheader", "--all", "--states=all")
+_SACCT = ("sacct", "--allocations", "--parsable2", "--noheader")
+# Largest difference between the clocks of this host and the accounting [s]
+_CLOCKS_S = 3600.0
 # What several jobs have in common, with limits for all of them together
 Shared = Literal["user", "account", "qos"]
 
@@ -194,10 +195,8 @@ class SlurmClient:
 
     def _reserved(self, names: str | None) -> set[str]:
         wanted = (names or "").split(",")
-        hostlists = [
-            each.nodes for each in (self.reservations() if names else ()) if each.name in wanted and each.nodes
-        ]
-        return {node for hostlist in hostlists for node in expand(hostlist)}
+        reservations = [each for each in self.reservations() if each.name in wanted] if names else []
+        return {node for each in reservations if each.nodes for node in expand(each.nodes)}
 
     def accounting(self) -> Accounting:
         """Return accounts, QOS and limits of this user. Empty if the accounting enforces nothing or does not answer."""
@@ -257,7 +256,8 @@ class SlurmClient:
             if "Invalid job id" not in str(error):
                 raise
         try:
-            return parse_sacct(self._run("sacct", *_SACCT, f"--jobs={job_id}"))
+            columns = "--format=JobID,Partition,State,NodeList,Start,ExitCode"
+            return parse_sacct(self._run(*_SACCT, columns, f"--jobs={job_id}"))
         except ClusterError:
             return None  # no accounting on this cluster
 
@@ -274,16 +274,8 @@ class SlurmClient:
             return rows[0][0].partition("+")[0]
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - _CLOCKS_S))
         for columns in ("JobID,SubmitLine,Comment", "JobID,Comment"):  # SubmitLine is there since Slurm 21.08
-            argv = (
-                "sacct",
-                "--allocations",
-                "--parsable2",
-                "--noheader",
-                f"--starttime={start}",
-                f"--format={columns}",
-            )
             try:
-                lines = self._run(*argv).splitlines()
+                lines = self._run(*_SACCT, f"--starttime={start}", f"--format={columns}").splitlines()
             except ClusterError:
                 continue  # no accounting on this cluster, or it is older
             job_ids = [line.partition("|")[0].partition("+")[0] for line in lines if word in line]
@@ -292,8 +284,7 @@ class SlurmClient:
 
     def kill_wait_s(self) -> float:
         """Return Slurm's KillWait: the seconds between SIGTERM and SIGKILL when it ends a job."""
-        match = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config"), re.MULTILINE)
-        return float(match[1]) if match else KILL_WAIT_S
+        return float(config_value(self._run("scontrol", "show", "config"), "KillWait") or KILL_WAIT_S)
 
     def job_ids(self) -> list[str]:
         """Return the ids of all pending and running jobs, one per heterogeneous job."""
@@ -307,12 +298,7 @@ class SlurmClient:
         own_ids = {component.job_id for component in job.components}
         rows = self._table("squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING", "--format=%A|%u|%a|%q")
         others = [dict(zip(names, row, strict=True)) for job_id, *row in rows if job_id not in own_ids]
-        return {
-            name
-            for name in names_of_job
-            for other in others
-            if names_of_job[name] and names_of_job[name] == other[name]
-        }
+        return {name for name, value in names_of_job.items() if value and any(other[name] == value for other in others)}
 
     def cancel(self, job_id: str) -> None:
         self._run("scancel", job_id)
@@ -368,26 +354,24 @@ class SlurmClient:
 
 def parse_job(text: str) -> JobState:
     """Parse the output of `scontrol --oneliner show job` for one job: a line per component."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    components = []
-    for line in lines:
-        value = fields(line)
-        components.append(
-            JobComponent(
-                value["JobId"],
-                int(value.get("HetJobOffset", "0")),
-                value["Partition"],
-                value["JobState"],
-                "" if value.get("NodeList", "(null)") == "(null)" else value["NodeList"],
-                _reason(value),
-            )
+    values = [fields(line) for line in text.splitlines() if line.strip()]
+    values.sort(key=_offset)
+    leader = values[0]
+    components = [
+        JobComponent(
+            job_id=value["JobId"],
+            offset=_offset(value),
+            partition=value["Partition"],
+            state=value["JobState"],
+            nodes=_known(value, "NodeList"),
+            reason=_known(value, "Reason"),
         )
-    components.sort(key=lambda component: component.offset)
-    leader = next(fields(line) for line in lines if fields(line)["JobId"] == components[0].job_id)
+        for value in values
+    ]
     return JobState(
         job_id=leader.get("HetJobId", leader["JobId"]),
         state=leader["JobState"],
-        reason=_reason(leader),
+        reason=_known(leader, "Reason"),
         restarts=int(leader["Restarts"]),
         start=leader["StartTime"],
         exit_code=None if components[0].state not in _ENDED else int(leader["ExitCode"].partition(":")[0]),
@@ -408,19 +392,13 @@ def _unix_seconds(text: str) -> float | None:
         return None
 
 
-def _reason(value: Mapping[str, str]) -> str:
-    return _known(value, "Reason")
+def _offset(value: Mapping[str, str]) -> int:
+    return int(value.get("HetJobOffset", "0"))
 
 
 def _known(value: Mapping[str, str], name: str) -> str:
     word = value.get(name, "")
     return "" if word in ("None", "(null)") else word
-
-
-_SQUEUE_ALL = ("squeue", "--noheader", "--all", "--states=all")
-# Largest difference between the clocks of this host and the accounting [s]
-_CLOCKS_S = 3600.0
-_SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")
 
 
 def parse_sacct(text: str) -> JobState | None:

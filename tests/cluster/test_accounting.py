@@ -107,12 +107,15 @@ def test_job_refused_by_accounting_leaves_no_files(
     recipe, site = lab.recipe(name="refused"), lab.site(**slurm)
     refused = lab.primeslurm("submit", recipe, "--emulate", "--site", site)
     assert refused.returncode == code and words in refused.stderr, refused
-    if code == 3:
-        assert "Job violates accounting/QOS policy" in refused.stderr
-    else:
-        checked = lab.primeslurm("check", recipe, "--site", site)
-        assert checked.returncode == 2 and words in checked.stderr, checked
+    assert code != 3 or "Job violates accounting/QOS policy" in refused.stderr
     assert set(lab.runs.iterdir()) == before and set(lab.client.job_ids()) <= set(jobs)
+
+
+def test_check_names_a_limit_of_the_qos(lab: AccountingCluster) -> None:
+    recipe = lab.recipe(environments=[{"id": "reverse-text"}])
+    checked = lab.primeslurm("check", recipe, "--site", lab.site(qos="small"))
+    assert checked.returncode == 2, checked
+    assert "slurm.qos = small: allows gres/gpu=1 for a job, but the recipe requests 2" in checked.stderr
 
 
 def test_status_names_a_limit_lowered_after_submission(lab: AccountingCluster) -> None:

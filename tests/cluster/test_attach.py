@@ -95,4 +95,4 @@ def test_missing_command_exits_with_127(run: RunDirectory) -> None:
 def test_unknown_attach_target_is_named(run: RunDirectory) -> None:
     result = attach(run, "trainr", "true")
     assert result.code == 2
-    assert result.err == "error: TARGET = trainr: is no role, process or node of this run (did you mean trainer?)\n"
+    assert result.err == "error: TARGET = trainr: is not a role, process or node of this run (did you mean trainer?)\n"

@@ -27,10 +27,9 @@ from primeslurm.records.attempt import JobRecord
 from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, NodesAssigned, PreflightDone
 from primeslurm.records.fleet import AgentReport
 from primeslurm.records.record import Event
-from primeslurm.run.bad_nodes import BadNodeLedger
+from primeslurm.run.bad_nodes import BadNodeLedger, excluded
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.node_exclusion import excluded
 from primeslurm.run.status.summary import events
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render

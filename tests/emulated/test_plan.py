@@ -80,7 +80,7 @@ def test_run_that_exceeds_memory_is_refused_with_a_fitting_size() -> None:
     needed = memory_mib(plan)
     assert 300 < needed < 1500
     refuse_too_large(plan, needed)
-    with pytest.raises(UsageError, match=r"about 5 such nodes would fit") as error:
+    with pytest.raises(UsageError, match=r"about 5 nodes would fit") as error:
         refuse_too_large(plan, needed * 5 // plan.allocated + 1)
     assert f"{plan.allocated} nodes, {len(plan.processes())} processes" in str(error.value)
 

@@ -65,8 +65,8 @@ def visible() -> dict[str, float]:
     argv = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if mine := os.environ.get("CUDA_VISIBLE_DEVICES"):
         argv.append(f"--id={mine}")
-    found = [int(line) * 2**20 / 1e9 for line in subprocess.check_output(argv, text=True).split()]
-    return dict(zip(mine.split(",") if mine else map(str, range(len(found))), found, strict=True))
+    sizes = [int(line) * 2**20 / 1e9 for line in subprocess.check_output(argv, text=True).split()]
+    return dict(zip(mine.split(",") if mine else map(str, range(len(sizes))), sizes, strict=True))
 
 
 class Runner:

@@ -37,12 +37,12 @@ def lanes_of(items: Iterable[pytest.Item]) -> list[Lane]:
 
     A test without the marker needs one GPU with little memory, and shares a lane with its module.
     """
-    found: dict[str, Lane] = {}
+    lanes: dict[str, Lane] = {}
     for item in items:
         mark = item.get_closest_marker("gpus")
         lane = _lane(item.nodeid, *(mark.args if mark else ()), **(mark.kwargs if mark else {}))
-        found.setdefault(lane.name, lane).tests.append(item.nodeid)
-    return sorted(found.values(), key=lambda lane: (lane.gpus == ALONE, -lane.minutes, -lane.gpus * lane.memory_gb))
+        lanes.setdefault(lane.name, lane).tests.append(item.nodeid)
+    return sorted(lanes.values(), key=lambda lane: (lane.gpus == ALONE, -lane.minutes, -lane.gpus * lane.memory_gb))
 
 
 def _lane(nodeid: str, count: int = 1, memory_gb: float = 3, lane: Share = "module", minutes: float = 2) -> Lane:

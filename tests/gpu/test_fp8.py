@@ -42,14 +42,14 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 1e-3}
 def assert_alike(there: Quantized, here: Quantized) -> None:
     """The last bit of a scale may move a value to its neighbour."""
     torch.testing.assert_close(there.scales.cpu(), here.scales, rtol=1e-6, atol=0)
-    found, expected = there.data.cpu().float(), here.data.float()
-    torch.testing.assert_close(found, expected, rtol=2.0**-3, atol=2.0**-9)
-    assert (found != expected).float().mean() < 1e-3
+    actual, expected = there.data.cpu().float(), here.data.float()
+    torch.testing.assert_close(actual, expected, rtol=2.0**-3, atol=2.0**-9)
+    assert (actual != expected).float().mean() < 1e-3
     assert there.data.is_contiguous()
 
 
-def assert_equal(found: tuple[Quantized, Quantized], expected: tuple[Quantized, Quantized]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(actual: tuple[Quantized, Quantized], expected: tuple[Quantized, Quantized]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8)) and one.data.is_contiguous()
         assert torch.equal(one.scales, other.scales) and one.scales.stride() == other.scales.stride()
 
@@ -136,8 +136,8 @@ def test_products_share_a_quantised_input() -> None:
             rows = x * factor
             parts = [fp8.linear_product(rows, w) for w in dense] + [fp8.grouped_product(rows, e, ends) for e in experts]
             gradient = matrix(4, OFFSETS[-1], 128, device=device, seed=5)
-            found = torch.autograd.grad(parts, [x, *dense, *experts], list(gradient))
-        results.append([t.detach().cpu() for t in (*parts, *found)])
+            actual = torch.autograd.grad(parts, [x, *dense, *experts], list(gradient))
+        results.append([t.detach().cpu() for t in (*parts, *actual)])
     for gpu, cpu in zip(*results, strict=True):
         assert relative_error(gpu, cpu.double()) < 2 * TOLERANCE["bfloat16"]
 
@@ -155,6 +155,6 @@ def test_shards_quantised_with_known_scales_equal_the_whole(shape: tuple[int, ..
         pairs = zip(there.split(128, dimension), scales.split(1, dimension), strict=True)
         parts = [encode_blocks(part.contiguous(), own, torch.bfloat16).view(torch.uint8) for part, own in pairs]
         assert torch.equal(torch.cat(parts, dimension), whole.data.view(torch.uint8))
-    found, expected = whole.transposed(), quantize(there.bfloat16().mT, BLOCKS)
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)) and found.data.is_contiguous()
-    assert torch.equal(found.scales, expected.scales)
+    actual, expected = whole.transposed(), quantize(there.bfloat16().mT, BLOCKS)
+    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8)) and actual.data.is_contiguous()
+    assert torch.equal(actual.scales, expected.scales)

@@ -42,13 +42,13 @@ def lanes(*items: FakeItem) -> list[Lane]:
 
 def test_tests_of_a_module_share_a_lane() -> None:
     gpus, at = pytest.mark.gpus, "tests/gpu/test_a.py::test_"
-    found = lanes(
+    actual = lanes(
         *(FakeItem(f"{at}{name}") for name in ("x[1]", "x[2]", "y")),
         *(FakeItem(f"{at}z[{i}]", gpus(2, 8, lane="function", minutes=5), gpus(3)) for i in range(2)),
         *(FakeItem(f"{at}w[{i}]", gpus(memory_gb=1, lane="parameters")) for i in range(2)),
         FakeItem(f"{at}all", gpus(ALONE)),
     )
-    assert [(lane.name, lane.gpus, lane.memory_gb, len(lane.tests)) for lane in found] == [
+    assert [(lane.name, lane.gpus, lane.memory_gb, len(lane.tests)) for lane in actual] == [
         ("a-z", 2, 8, 2),
         ("a", 1, 3, 4),
         ("a-w-0", 1, 1, 1),

@@ -71,18 +71,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
 
     @functools.cache
     def row(name: str) -> dict[str, Any]:
-        found = measure(root / "model", root / name.replace(" ", "-"), **SWITCHES.get(name, {}))
-        print(f"\n{name:28} {found['gb']:8.2f} GB {found['seconds']:8.3f} s/step  losses {found['losses']}", flush=True)
-        return found
+        actual = measure(root / "model", root / name.replace(" ", "-"), **SWITCHES.get(name, {}))
+        print(
+            f"\n{name:28} {actual['gb']:8.2f} GB {actual['seconds']:8.3f} s/step  losses {actual['losses']}", flush=True
+        )
+        return actual
 
     return row
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_saves_memory(name: str, measured: Callable[[str], dict[str, Any]]) -> None:
-    plain, found = measured("none"), measured(name)
-    assert found["losses"][0] == pytest.approx(plain["losses"][0], rel=2e-2, abs=2e-3)
-    assert found["gb"] < plain["gb"]
+    plain, actual = measured("none"), measured(name)
+    assert actual["losses"][0] == pytest.approx(plain["losses"][0], rel=2e-2, abs=2e-3)
+    assert actual["gb"] < plain["gb"]
 
 
 @pytest.mark.parametrize(("less", "more"), [("full", "selective"), ("full and activation_offload", "full")])

@@ -64,7 +64,7 @@ each_case = pytest.mark.parametrize("case", TOLERANCE, scope="module")
 
 @pytest.fixture(scope="module")
 def models(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a function that returns a case's model, and its gradients on one GPU with varlen attention."""
+    """Write a case's model, and its gradients on one GPU with varlen attention."""
     directory = tmp_path_factory.mktemp("gradients")
     write(BY_NAME[case], directory / case)
     compare(1, [Layout(case, attention="varlen", dtype="bfloat16")], directory, "--write")
@@ -80,9 +80,9 @@ def gpus_for(ranks: int) -> bool:
 def check(size: int, layouts: list[Layout], case: str, models: Path) -> None:
     """Fail with all layouts of a case that differ too much from one GPU."""
     mine = [layout for layout in layouts if layout.case == case]
-    found = list(zip(mine, compare(size, mine, models), strict=True))
-    print("\n".join(f"{difference:.4f} {layout}" for layout, difference in found))
-    assert not [(str(layout), difference) for layout, difference in found if difference > TOLERANCE[case]]
+    actual = list(zip(mine, compare(size, mine, models), strict=True))
+    print("\n".join(f"{difference:.4f} {layout}" for layout, difference in actual))
+    assert not [(str(layout), difference) for layout, difference in actual if difference > TOLERANCE[case]]
 
 
 @pytest.mark.gpus(lane="parameters", minutes=5)

@@ -20,7 +20,7 @@ def test_gpu_and_cpu_agree(dtype: torch.dtype, count: int, slots: int, dim: int)
     few, many = (torch.randn(n, dim, generator=draw).to(dtype) for n in (count, len(owner)))
     weights = torch.rand(count, slots, generator=draw)
 
-    def found(device: str) -> list[torch.Tensor]:
+    def computed(device: str) -> list[torch.Tensor]:
         one, other, share = (tensor.clone().to(device).requires_grad_() for tensor in (few, many, weights))
         places = where.to(device), owner.to(device)
         copies, plain = rows.spread(one, *places), rows.gathered(other, *places)
@@ -29,7 +29,7 @@ def test_gpu_and_cpu_agree(dtype: torch.dtype, count: int, slots: int, dim: int)
         return [tensor.cpu() for tensor in (copies, plain, weighted, *torch.autograd.grad(total, (one, other, share)))]
 
     limit = 1e-5 if dtype == torch.float32 else 5e-3
-    for mine, reference in zip(found("cuda"), found("cpu"), strict=True):
+    for mine, reference in zip(computed("cuda"), computed("cpu"), strict=True):
         assert mine.dtype == reference.dtype and mine.shape == reference.shape
         assert (mine.float() - reference.float()).norm() <= limit * reference.float().norm()
 
@@ -38,7 +38,7 @@ def test_empty_input_is_accepted() -> None:
     where, owner = torch.full((4, 2), -1, device="cuda"), torch.empty(0, dtype=torch.int64, device="cuda")
     weights = torch.ones(4, 2, device="cuda", requires_grad=True)
     empty = torch.empty(0, 16, device="cuda", requires_grad=True)
-    found = rows.gathered(empty, where, owner, weights)
-    assert torch.equal(found, torch.zeros(4, 16, device="cuda"))
-    found.sum().backward()
+    actual = rows.gathered(empty, where, owner, weights)
+    assert torch.equal(actual, torch.zeros(4, 16, device="cuda"))
+    actual.sum().backward()
     assert weights.grad is not None and not weights.grad.any()

@@ -67,9 +67,9 @@ def test_selected_keys_equal_those_in_float32() -> None:
     context = sparse_attention.Context.of(torch.cat([torch.arange(600), torch.arange(424)])[None])
     expected = sparse_attention.select(rounded(query).float(), rounded(keys).float(), weight, context, top_k)
     moved = sparse_attention.Context(context.first.cuda(), context.last.cuda())
-    found = sparse_attention.select(query.cuda(), keys.cuda(), weight.cuda(), moved, top_k).cpu()
-    assert torch.equal((found >= 0).sum(-1), (expected >= 0).sum(-1))
-    same = [len(set(a) & set(b)) / len(set(b)) for a, b in zip(found[0].tolist(), expected[0].tolist(), strict=True)]
+    actual = sparse_attention.select(query.cuda(), keys.cuda(), weight.cuda(), moved, top_k).cpu()
+    assert torch.equal((actual >= 0).sum(-1), (expected >= 0).sum(-1))
+    same = [len(set(a) & set(b)) / len(set(b)) for a, b in zip(actual[0].tolist(), expected[0].tolist(), strict=True)]
     assert min(same) > 0.9 and sum(same) / length > 0.999  # products are exact, the order of sums is not
 
 
@@ -82,12 +82,12 @@ def test_deep_gemm_scores_equal_the_triton_kernels() -> None:
     weight = torch.randn(300, 32, generator=generator).cuda()
     last = torch.arange(700, 1000).cuda()
     first = last - torch.randint(0, 700, (300,), generator=generator).cuda()
-    found = index_scores(query, keys, weight, first, last)
-    assert found.is_contiguous() and found[:, len(keys) :].isneginf().all()
-    found = found[:, : len(keys)]
+    actual = index_scores(query, keys, weight, first, last)
+    assert actual.is_contiguous() and actual[:, len(keys) :].isneginf().all()
+    actual = actual[:, : len(keys)]
     expected = triton_scores(rounded(query), rounded(keys), weight, first, last)
-    assert torch.equal(found.isinf(), expected.isinf())
-    error, size = ((tensor.nan_to_num(neginf=0)).norm() for tensor in (found - expected, expected))
+    assert torch.equal(actual.isinf(), expected.isinf())
+    error, size = ((tensor.nan_to_num(neginf=0)).norm() for tensor in (actual - expected, expected))
     assert error / size < 5e-4, float(error / size)  # FP8 products accumulate with fewer bits on Hopper
 
 

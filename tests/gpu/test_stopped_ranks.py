@@ -24,8 +24,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tiny_model.write_model(directory / "model", "qwen3_moe", hidden=64)
     model = {"path": str(directory / "model"), "dtype": "bfloat16"}
     trainer = {"optimizer": {"lr": 1e-5}, "parallelism": request.param, "micro_batch_tokens": 64}
-    with training(directory / "model", directory, 2, model=model, trainer=trainer) as found:
-        yield found
+    with training(directory / "model", directory, 2, model=model, trainer=trainer) as actual:
+        yield actual
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("extra", [["--against", "torchtitan"], ["--fp8"]], ids=["torchtitan", "fp8"])
 def test_a_step_is_measured(extra: list[str], world: World) -> None:
-    found = measure(arguments(["--layers", "2", "--seq", "1024", "--steps", "3", *extra]), world)
-    assert found["dtype"] == "bfloat16" and found["ours"]["peak_gb"] > 0
-    if "H200" in found["gpu"]:
-        assert 0 < found["ours"]["mfu"] < found["ours"]["mfu_all_keys"] < 1
+    actual = measure(arguments(["--layers", "2", "--seq", "1024", "--steps", "3", *extra]), world)
+    assert actual["dtype"] == "bfloat16" and actual["ours"]["peak_gb"] > 0
+    if "H200" in actual["gpu"]:
+        assert 0 < actual["ours"]["mfu"] < actual["ours"]["mfu_all_keys"] < 1

@@ -119,8 +119,8 @@ def expected(policy: PolicyModel, model: Path, sampled: list[int], fp8: bool) ->
             logits = policy.logits(ids, torch.arange(ids.shape[1], device=ids.device)[None])[0].float()
         else:
             logits = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval().to("cuda:0")(ids).logits
-        found = logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
-    return found[len(PROMPT) - 1 :].tolist()
+        actual = logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+    return actual[len(PROMPT) - 1 :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +155,9 @@ def with_weights_of(asked: Recipe, model: Path) -> Recipe:
     return asked.model_copy(update={"model": asked.model.model_copy(update={"path": str(model)})})
 
 
-def difference(found: dict[str, Any], policy: PolicyModel, model: Path, fp8: bool) -> float:
+def difference(actual: dict[str, Any], policy: PolicyModel, model: Path, fp8: bool) -> float:
     """Return the mean difference between an engine's and a policy's log-probabilities."""
-    off = torch.tensor(logprobs(found)) - torch.tensor(expected(policy, model, tokens(found), fp8))
+    off = torch.tensor(logprobs(actual)) - torch.tensor(expected(policy, model, tokens(actual), fp8))
     return round(float(off.abs().mean()), 4)
 
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
 SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
 NODE_SILENT_S = 20
-"""Longer than the disk of this deployment is full, and shorter than the 30 s of other embedded clusters."""
+"""Longer than the disk of this deployment is full in most tests, and shorter than on other embedded clusters [s]."""
 MAX_OFF_POLICY_STEPS = 8
 DROPPED_AHEAD = 2
 """After step `step`, groups that are too old for step `step + 2` are dropped."""

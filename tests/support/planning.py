@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.api.sites import local_site
 from primeslurm.plan.checks.run_checks import check_run
 from primeslurm.plan.forecast import Estimate
@@ -19,7 +19,7 @@ from primeslurm.recipe.reading.recipe_files import load_recipe
 
 def reviewed(recipe: Recipe, site: Site) -> tuple[list[Finding], Estimate | None]:
     """Return all findings about a recipe on a site, and the estimate."""
-    files, (requests, _) = look_at_files(recipe), requests_of(recipe, site, local=False)
+    files, (requests, _) = read_file_metadata(recipe), requests_of(recipe, site, local=False)
     return check_run(recipe, site, requests, files.model, files.teacher)
 
 

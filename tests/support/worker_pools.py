@@ -7,6 +7,7 @@ from typing import Any
 
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.worker_pool import (
+    JobKeeper,
     JobLost,
     RolloutEnded,
     WorkerDied,
@@ -17,7 +18,7 @@ from primeslurm.orchestrator.rollouts.worker_pool import (
 from primeslurm.wire.batches.frames import Frame
 
 
-class CallbackPool(WorkerPool):
+class CallbackPool(WorkerPool, JobKeeper):
     """Calls one function per event. `serve` receives until it is cancelled."""
 
     def __init__(

@@ -53,18 +53,18 @@ def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
     return meant
 
 
-def assert_stored_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_stored_alike(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Assert equal names, shapes, dtypes and bits, except for the last bit of scales.
 
     The amax of a block is 448 times its scale, rounded, which does not determine the last bit of the scale.
     """
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
+        assert actual[name].dtype == tensor.dtype, name
         if name.endswith(FP8_SCALE):
-            torch.testing.assert_close(found[name], tensor, rtol=2**-23, atol=0, msg=name)
+            torch.testing.assert_close(actual[name], tensor, rtol=2**-23, atol=0, msg=name)
         else:
-            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+            assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def stack_experts(directory: Path) -> dict[str, torch.Tensor]:

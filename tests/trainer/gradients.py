@@ -56,17 +56,17 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     model = {"path": str(directory / layout.case), "dtype": layout.dtype, "vlm": vlm}
     trainer = {"parallelism": layout.parallelism, "compile": layout.compile, "memory": layout.memory}
     recipe = make_recipe(directory / layout.case, model=model, trainer=trainer)
-    policy = build(recipe, world, layout.attention)
+    policy, parallelism = build(recipe, world, layout.attention), recipe.trainer.parallelism
     mine = slice(policy.dp_rank, None, policy.dp_world)
-    rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())
+    rows, actual = zip(*_rows(), strict=True) if layout.images else ((), ())
     share = [part[mine].to(world.device) for part in _batch(rows)]
     for some in (slice(0, layout.first), slice(layout.first, None)):
-        if policy.layout.reduce_gradients == "step":
+        if parallelism.reduce_gradients == "step":
             last = some.stop is None or len(share[0]) <= layout.first
-            reduce_after(policy.model, last=last, stays_gathered=not policy.layout.reshard_after_forward)
+            reduce_after(policy.model, last=last, stays_gathered=not parallelism.reshard_after_forward)
         micro = [part[some] for part in share]
         if len(micro[0]):
-            seen = rows[mine][some], found[mine][some]
+            seen = rows[mine][some], actual[mine][some]
             images = vision_input(*seen, policy.model.vision, world.device) if rows else None
             _loss(policy, images, *micro).backward()
     return {name: _whole(parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad}

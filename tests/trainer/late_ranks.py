@@ -110,10 +110,10 @@ def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
         assert resumed.saver.restore(resumed.train_step) == 1
         resumed.images(2)
         resumed.text(3)
-        found = resumed.state()
-        assert found.keys() == expected.keys()
+        actual = resumed.state()
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(found[name], value), (where, name)
+            assert torch.equal(actual[name], value), (where, name)
 
     # Restoring into a run that has trained on images discards that training.
     run.saver = Run(root / case, model, kind, host, world).saver

@@ -126,15 +126,15 @@ def check_host_states() -> None:
             optimizer.zero_grad()
             if step == 2:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        found = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+        actual = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
         state = optimizer.state_dict()
-        return found, {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
+        return actual, {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
 
     for kind in TYPES:
-        for expected, found in zip(run(kind, False), run(kind, True), strict=True):
-            assert expected.keys() == found.keys(), kind
+        for expected, actual in zip(run(kind, False), run(kind, True), strict=True):
+            assert expected.keys() == actual.keys(), kind
             for name, value in expected.items():
-                same = torch.equal(value, found[name]) if isinstance(value, torch.Tensor) else value == found[name]
+                same = torch.equal(value, actual[name]) if isinstance(value, torch.Tensor) else value == actual[name]
                 assert same, (kind, name)
 
 

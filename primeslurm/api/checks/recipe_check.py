@@ -34,7 +34,7 @@ _ASSUMED_NODES = (
 _LOADED = frozenset(("id", "args", "harness", "runtime", "load_timeout_s"))
 
 
-def look_at_files(recipe: Recipe) -> RecipeFiles:
+def read_file_metadata(recipe: Recipe) -> RecipeFiles:
     """Read the metadata of the recipe's models and data, as far as they exist on this machine."""
     model, teacher = model_files(recipe), teacher_recipe(recipe)
     of_teacher = model_files(teacher) if teacher else None
@@ -44,7 +44,7 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
     return RecipeFiles(located, model, of_teacher, problems, (data,) if data else ())
 
 
-def emulated_plan_of(recipe: Recipe, site: Site) -> Planned:
+def plan_emulated(recipe: Recipe, site: Site) -> Planned:
     return make_emulated_plan(recipe, site, Path(site.runs) / recipe.name, model_files(recipe).shape)
 
 
@@ -86,7 +86,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Examined:
+class Examination:
     """Plan and findings of a recipe."""
 
     planned: Planned | None
@@ -113,7 +113,7 @@ def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: LEVELS.index(finding.level)))
 
 
-def ask_nobody(plans: Sequence[Plan], complete: bool) -> SlurmAnswer:
+def no_query(plans: Sequence[Plan], complete: bool) -> SlurmAnswer:
     """Return an empty answer: an `AskSlurm` that does not query Slurm."""
     return SlurmAnswer()
 
@@ -140,9 +140,9 @@ def examine(
     *,
     local: bool,
     environments: bool = True,
-    ask: AskSlurm = ask_nobody,
+    ask: AskSlurm = no_query,
     files: RecipeFiles | None = None,
-) -> Examined:
+) -> Examination:
     """Find all errors and warnings of a recipe in one pass.
 
     A first round finds errors. A second round plans variants with other values in the wrong fields. It finds errors
@@ -156,16 +156,19 @@ def examine(
     sites = [with_python(each) for each in site.variants() or map(_assumed_site, _ASSUMED_NODES)]
     local = local and site.value is not None
 
-    def plan_variants(doubted: Sequence[Violation] = ()) -> list[_Look]:
-        recipes = recipe.variants(doubted)
+    def plan_variants(suspects: Sequence[Violation] = ()) -> list[_PlannedVariant]:
+        recipes = recipe.variants(suspects)
         pairs = [(each, sites[i % len(sites)]) for i, each in enumerate(recipes)]
         pairs += [(recipes[i % len(recipes)], sites[i]) for i in range(len(recipes), len(sites)) if recipes]
-        given = files if recipe.value is not None and not doubted else None
-        return [_look(*pair, given or look_at_files(pair[0]), local=local, strict=environments) for pair in pairs]
+        given = files if recipe.value is not None and not suspects else None
+        return [
+            _plan_variant(*pair, given or read_file_metadata(pair[0]), local=local, strict=environments)
+            for pair in pairs
+        ]
 
     first = plan_variants()
     errors = independent([each.errors for each in first], faulty)
-    plans_from = first
+    representative = first
     if errors:
         # Other values in the wrong fields uncover errors that these hid.
         second = plan_variants(errors)
@@ -173,14 +176,14 @@ def examine(
         errors += independent([each.errors for each in second], wrong_fields)
         errors = _causes(errors, lambda error: [each.errors for each in plan_variants([error])])
         if not all(each.planned for each in first):
-            plans_from = second
+            representative = second
     deprecations = (*recipe.deprecations, *site.deprecations)
-    others = as_findings(deprecations, "warning") + _common([each.others for each in plans_from], faulty)
+    others = as_findings(deprecations, "warning") + _common([each.others for each in representative], faulty)
     # Loading environments is slow, and the variants differ only in wrong fields: one variant is enough.
-    tried = _try(first[0], faulty, local=local) if environments and first else _Tried()
-    errors += [each for each in tried.errors if each not in errors]
-    errors = [each for each in errors if not _said(each, tried.errors)]
-    plans = [each.planned.plan for each in plans_from if each.planned]
+    load_findings = _load_environments(first[0], faulty, local=local) if environments and first else _LoadFindings()
+    errors += [each for each in load_findings.errors if each not in errors]
+    errors = [each for each in errors if not _is_repeated(each, load_findings.errors)]
+    plans = [each.planned.plan for each in representative if each.planned]
     # Only a valid recipe gets a batch script, which sbatch can test.
     valid = recipe.value is not None and site.value is not None
     answer = SlurmAnswer()
@@ -189,18 +192,18 @@ def examine(
         errors += independent([answer.problems], [*faulty, *(path_of(each.field) for each in errors)])
         if answer.note:
             others.append(Finding(level="note", field="slurm", text=answer.note))
-    fatal = bool(reading_errors or not first or not first[0].planned or first[0].unusable or tried.errors)
+    fatal = bool(reading_errors or not first or not first[0].planned or first[0].unusable or load_findings.errors)
     planned = None if fatal else first[0].planned
-    return Examined(
+    return Examination(
         with_warnings(planned, deprecations) if planned else None,
         tuple(dict.fromkeys((*reading_errors, *errors))),
-        (*others, *tried.others),
+        (*others, *load_findings.others),
         (answer.details,) if answer.details else (),
     )
 
 
 @dataclass(frozen=True)
-class _Look:
+class _PlannedVariant:
     """One variant of a recipe, planned on one site."""
 
     recipe: Recipe
@@ -213,15 +216,15 @@ class _Look:
     """Files exist here but cannot be used."""
 
 
-def _look(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool, strict: bool) -> _Look:
+def _plan_variant(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool, strict: bool) -> _PlannedVariant:
     problems, findings, planned = try_plan(recipe, site, Path(site.runs) / recipe.name, files, local=local)
     if strict:
         findings = [each for each in findings if each not in as_findings(files.problems, "blocked")]
         problems = [*files.problems, *problems]
-    more = [each for each in refusals(findings, "error") if not _said(each, problems)]
+    more = [each for each in refusals(findings, "error") if not _is_repeated(each, problems)]
     others = [each for each in findings if each.level != "error"]
     errors = _merged([*problems, *more])
-    return _Look(recipe, site, files, errors, others, planned, strict and bool(files.problems))
+    return _PlannedVariant(recipe, site, files, errors, others, planned, strict and bool(files.problems))
 
 
 def _merged(errors: Iterable[Violation]) -> list[Violation]:
@@ -240,7 +243,7 @@ def _merged(errors: Iterable[Violation]) -> list[Violation]:
     return merged
 
 
-def _said(violation: Violation, others: Iterable[Violation]) -> bool:
+def _is_repeated(violation: Violation, others: Iterable[Violation]) -> bool:
     """True if another violation of the same field says the same."""
     return any(each != violation and each.field == violation.field and each.why in violation.why for each in others)
 
@@ -291,16 +294,16 @@ def _within(field: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _LoadFindings:
     errors: tuple[Violation, ...] = ()
     others: tuple[Finding, ...] = ()
 
 
-def _try(look: _Look, faulty: Sequence[Sequence[str]], *, local: bool) -> _Tried:
+def _load_environments(look: _PlannedVariant, faulty: Sequence[Sequence[str]], *, local: bool) -> _LoadFindings:
     """Load environments and render data, unless their fields are wrong."""
     from primeslurm.api.checks import environments
 
-    skip = {".".join(path[:at]) for path in faulty for at in (2, 3) if _spoils(path, at)}
+    skip = {".".join(path[:at]) for path in faulty for at in (2, 3) if _prevents_loading(path, at)}
     located = look.files.located
     wrong, notes = environments.environment_problems(located, look.site, local=local, skip=skip)
     if not look.files.blocked:
@@ -308,11 +311,11 @@ def _try(look: _Look, faulty: Sequence[Sequence[str]], *, local: bool) -> _Tried
         wrong, notes = [*wrong, *unrendered], [*notes, *noted]
     wrong = independent([wrong], faulty)
     if look.files.blocked:  # this machine has not all that the run needs, perhaps not what its environments need
-        return _Tried((), (*as_findings(wrong, "blocked"), *notes))
-    return _Tried(tuple(wrong), tuple(notes))
+        return _LoadFindings((), (*as_findings(wrong, "blocked"), *notes))
+    return _LoadFindings(tuple(wrong), tuple(notes))
 
 
-def _spoils(path: Sequence[str], at: int) -> bool:
+def _prevents_loading(path: Sequence[str], at: int) -> bool:
     return len(path) >= at and path[at - 2] == "environments" and (len(path) == at or path[at] in _LOADED)
 
 

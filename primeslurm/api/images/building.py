@@ -112,8 +112,8 @@ class ImageBuilder:
         part = image.images / f"{image.digest}.{socket.gethostname()}.{os.getpid()}.part"
         with tempfile.TemporaryDirectory(prefix="primeslurm-images-") as directory:
             try:
-                for words in self.commands(image, Path(directory, "image.tar"), part):
-                    self._run(words, Path(directory, "log"), image.log)
+                for command in self.commands(image, Path(directory, "image.tar"), part):
+                    self._run(command, Path(directory, "log"), image.log)
                 workdir = "" if image.pulled else _workdir(tool, image.tag)
                 if is_sif:
                     part.replace(image.name)
@@ -123,13 +123,13 @@ class ImageBuilder:
         if is_sif and not image.pulled:  # it is what counts, and a builder's storage is small
             _succeeds([tool, "rmi", image.tag])
 
-    def _run(self, words: Sequence[str], log: Path, kept_log: Path) -> None:
+    def _run(self, command: Sequence[str], log: Path, kept_log: Path) -> None:
         """Run a command and append its output to `log`, which is moved to `kept_log` if the error shows only a part."""
         with log.open("ab") as output:
             with self._lock:
                 if self._stopped:
                     raise ImageBuildError("was interrupted")
-                process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
                 self._running.add(process)
             code = process.wait()
         with self._lock:
@@ -137,7 +137,7 @@ class ImageBuilder:
             stopped = self._stopped
         if code:
             last_lines = [] if stopped else _ending(log, kept_log)
-            raise ImageBuildError("\n  ".join([f"{words[0]} {words[1]} ended with exit code {code}", *last_lines]))
+            raise ImageBuildError("\n  ".join([f"{command[0]} {command[1]} ended with exit code {code}", *last_lines]))
 
     def _stop(self) -> None:
         with self._lock:
@@ -158,11 +158,11 @@ def _ending(log: Path, kept_log: Path) -> list[str]:
 
 def _workdir(tool: str, tag: str) -> str:
     """Return the working directory of an image; empty if it has none. Raises ImageBuildError."""
-    words = [tool, "image", "inspect", "--format", "{{.Config.WorkingDir}}", tag]
+    command = [tool, "image", "inspect", "--format", "{{.Config.WorkingDir}}", tag]
     if tool == "buildah":
-        words = [tool, "inspect", "--type", "image", "--format", "{{.OCIv1.Config.WorkingDir}}", tag]
+        command = [tool, "inspect", "--type", "image", "--format", "{{.OCIv1.Config.WorkingDir}}", tag]
     done = subprocess.run(
-        words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
+        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
     if done.returncode:
         raise ImageBuildError(f"{tool} cannot read the working directory of the image: {done.stderr.strip()[-300:]}")
@@ -178,9 +178,9 @@ def _export(tool: str, tag: str, archive: Path) -> tuple[list[str], str]:
     return ["buildah", "push", tag, f"oci-archive:{archive}"], "oci-archive"
 
 
-def _succeeds(words: Sequence[str]) -> bool:
+def _succeeds(command: Sequence[str]) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
     return False
 
 

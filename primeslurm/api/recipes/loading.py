@@ -13,12 +13,12 @@ import yaml
 from primeslurm.api.checks.recipe_check import (
     AskSlurm,
     Check,
-    Examined,
+    Examination,
     SlurmAnswer,
-    ask_nobody,
-    emulated_plan_of,
     examine,
-    look_at_files,
+    no_query,
+    plan_emulated,
+    read_file_metadata,
     with_warnings,
 )
 from primeslurm.api.sites import draft_site, with_python
@@ -79,24 +79,24 @@ class LoadedRecipe:
             return self.planned
         if self.files is None:
             deprecations = self.draft.deprecations if self.draft else ()
-            return with_warnings(emulated_plan_of(self.recipe, self.site), deprecations)
+            return with_warnings(plan_emulated(self.recipe, self.site), deprecations)
         return self._examined().refuse()
 
     def check(self, *, slurm: bool = True) -> Check:
         """Return all findings about placement, memory and files, and, with `slurm`, Slurm's objections."""
         if self.files is not None:
-            return self._examined(ask=self._ask_slurm if slurm else ask_nobody).check()
+            return self._examined(ask=self._ask_slurm if slurm else no_query).check()
         try:
             planned = self.to_run()
         except UsageError as error:
-            return Examined(None, error.violations, ()).check()
+            return Examination(None, error.violations, ()).check()
         answer = self._ask_slurm([planned.plan], True) if slurm else SlurmAnswer()
         notes = [Finding(level="note", field="slurm", text=answer.note)] if answer.note else []
         errors = (*refusals(planned.plan.findings, "error"), *answer.problems)
         others = [each for each in planned.plan.findings if each.level != "error"]
-        return Examined(planned, errors, (*others, *notes), (answer.details,) if answer.details else ()).check()
+        return Examination(planned, errors, (*others, *notes), (answer.details,) if answer.details else ()).check()
 
-    def _examined(self, *, environments: bool = True, ask: AskSlurm = ask_nobody) -> Examined:
+    def _examined(self, *, environments: bool = True, ask: AskSlurm = no_query) -> Examination:
         recipe = self.draft or Draft(Recipe, lambda _: (), {}, self.recipe)
         site = Draft(Site, lambda _: (), {}, self.site)
         return examine(recipe, site, local=self.local, environments=environments, ask=ask, files=self.files)
@@ -204,7 +204,7 @@ def load(
     if draft.value is None or site_draft.value is None:
         raise UsageError(examine(draft, site_draft, local=local, environments=False).errors)
     return LoadedRecipe(
-        draft.value, with_python(site_draft.value), source, local, look_at_files(draft.value), draft=draft
+        draft.value, with_python(site_draft.value), source, local, read_file_metadata(draft.value), draft=draft
     )
 
 
@@ -231,7 +231,7 @@ def check(
     def ask(plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
         return submission.ask_slurm(plans, conf, whole=whole)
 
-    return examine(draft, site_draft, local=local, ask=ask if slurm else ask_nobody).check()
+    return examine(draft, site_draft, local=local, ask=ask if slurm else no_query).check()
 
 
 def _find_source(recipe: str | Path, site_draft: Draft[Site]) -> Path:

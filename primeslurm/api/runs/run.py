@@ -120,6 +120,7 @@ class Run:
             return False
         attempt = self.directory.latest()
         durable.write(attempt.cancel_file, CANCEL_NOW if now else "")
+        # If a head runs, it reads this file and ends the attempt. Otherwise only Slurm can end the job.
         if status.phase not in ("pending", "requeued", "lost"):
             began = time.monotonic()
             while attempt.end() is None and time.monotonic() - began < _cancel_grace_s(attempt):

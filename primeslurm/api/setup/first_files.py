@@ -91,6 +91,7 @@ def _recipe_text(proposal: Proposal | None, *, on_cpus: bool = False) -> str:
     gpu = proposal.gpu if proposal else None
     site = local_site(Path("runs"))
     here = site.nodes["default"].gpus if site.device == "cuda" else 0
+    # An embedded cluster pretends to have GPUs, but its processes compute on CPUs.
     real_gpus = 0 if on_cpus else gpu.gpus if gpu else here
     base = FIRST_RECIPES[min(real_gpus, max(FIRST_RECIPES))]
     limit = FIRST_RUN_MINUTES if gpu is None or gpu.max_minutes is None else min(FIRST_RUN_MINUTES, gpu.max_minutes)
@@ -138,10 +139,10 @@ def _file_system(path: Path, mounts: str) -> str:
     """Return the type of the file system that contains a path."""
     mount_point, kind = Path("/"), ""
     for line in mounts.splitlines():
-        words = line.split(" ")
-        if len(words) > 2:
+        fields = line.split(" ")
+        if len(fields) > 2:
             # A later mount hides an earlier one at the same place.
-            point = Path(words[1].encode().decode("unicode_escape"))
+            point = Path(fields[1].encode().decode("unicode_escape"))
             if path.is_relative_to(point) and point.is_relative_to(mount_point):
-                mount_point, kind = point, words[2]
+                mount_point, kind = point, fields[2]
     return kind

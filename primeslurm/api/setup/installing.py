@@ -277,10 +277,10 @@ def _cpu_torch(uv: str, lock: Path, python: Path) -> InstallStep:
     return replace(here, or_else=(*here.argv[:-2], "--no-deps", "--default-index", CPU_TORCH_INDEX, torch))
 
 
-def _pip(uv: str, python: Path, *words: str, advice: str = "") -> InstallStep:
+def _pip(uv: str, python: Path, *arguments: str, advice: str = "") -> InstallStep:
     # Compiled once here, and not by each process in a directory that it may not write.
     local = [word for link in _pip_settings().get("find-links", "").split() for word in ("--find-links", link)]
-    argv = (uv, "pip", "install", *_quiet(), "--compile-bytecode", "--python", str(python), *local, *words)
+    argv = (uv, "pip", "install", *_quiet(), "--compile-bytecode", "--python", str(python), *local, *arguments)
     return InstallStep(argv, _settings(), advice)
 
 

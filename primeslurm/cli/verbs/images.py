@@ -42,12 +42,13 @@ def images(
         primeslurm images my.yaml --dry-run
     """
     needed = wanted.wanted_images(wanted.sources(tasks, runtime, directory))
+    # If no image is missing, the build programs need not be installed.
     missing = [image for image in needed if not building.is_there(image)]
     builder = building.ImageBuilder(missing, dry_run)
     if dry_run:
         for image in missing:
-            for words in builder.commands(image, Path("image.tar"), Path(image.name)):
-                note(shlex.join(words))
+            for command in builder.commands(image, Path("image.tar"), Path(image.name)):
+                note(shlex.join(command))
         for problem in builder.problems:
             note(f"this machine cannot run these commands: {problem.why} ({problem.fix})")
     else:

@@ -46,6 +46,7 @@ def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, yes: YesOpt = False, a
         return
     table = light_table("node", "why", "run", "attempt", "failed", "avoided for")
     for entry in entries:
+        # Another host with a fast clock may have written the entry.
         ago, left = max(0.0, now - entry.time), max(0.0, entry.expires - now)
         table.add_row(
             entry.node, entry.reason, entry.run, str(entry.attempt), f"{duration(ago)} ago", f"{duration(left)} more"

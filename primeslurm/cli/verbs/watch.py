@@ -55,6 +55,7 @@ def status(
         selected = existing[-1]
     else:
         selected = find_run(run, runs)
+    # `--json` prints the status once, because a script polls at its own interval.
     if watch and not as_json:
         raise typer.Exit(watch_until_done(selected))
     current = selected.status(processes=processes, if_silent=warn)

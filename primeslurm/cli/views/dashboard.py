@@ -89,6 +89,7 @@ def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
 
 def sparkline(values: Sequence[float]) -> str:
     """Return the newest values as a row of bars. Lowest and highest value span the height."""
+    # NaN is not equal to itself.
     shown = [value for value in values if value == value][-SPARK_WIDTH:]
     if not shown:
         return ""

@@ -53,8 +53,8 @@ def summary(result: Check, name: str) -> str:
     verdict = "recipe is valid"
     if result.blocked:
         blockers = [each for each in result.findings if each.level == "blocked"]
-        what = f": {blockers[0].field} {blockers[0].text}" if len(blockers) == 1 else ""
-        verdict += f"; not submittable from this machine ({count(len(blockers), 'blocker')}{what})"
+        reason = f": {blockers[0].field} {blockers[0].text}" if len(blockers) == 1 else ""
+        verdict += f"; not submittable from this machine ({count(len(blockers), 'blocker')}{reason})"
     nodes = nodes_by_role(result.plan) if result.plan else ""
     return f"{name}: {verdict}." + (f" {nodes[0].upper()}{nodes[1:]}." if nodes else "")
 

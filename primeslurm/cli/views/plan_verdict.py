@@ -95,8 +95,8 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
     if plan.device == "cuda":
         kinds = "/".join(sorted({row.memory.gpu.upper() for row in rows if row.memory}))
         with_gpus = sum(group.nodes for group in plan.groups if group.requested_gres)
-        what = f"{gpus} {kinds}" if kinds else count(gpus, "GPU")
-        nodes = [(with_gpus, f"{count(with_gpus, 'GPU node')} ({what})")]
+        gpu_text = f"{gpus} {kinds}" if kinds else count(gpus, "GPU")
+        nodes = [(with_gpus, f"{count(with_gpus, 'GPU node')} ({gpu_text})")]
         nodes += [(plan.allocated - with_gpus, count(plan.allocated - with_gpus, "CPU node"))]
         parts = [text for number_of_nodes, text in nodes if number_of_nodes]
     else:
@@ -175,17 +175,17 @@ def _trainer_steps(plan: Plan) -> list[Quantity]:
 def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
     """Return the duration of a training step for sequences from a quarter of `seq_len` to `seq_len`."""
     if plan.task == "rl":
-        what = count(recipe.orchestrator.batch_size, "rollout")
+        batch = count(recipe.orchestrator.batch_size, "rollout")
     elif plan.task == "sft" and recipe.sft is not None:
-        what = count(recipe.sft.batch_size, "sequence")
+        batch = count(recipe.sft.batch_size, "sequence")
     else:
         return {}
     steps = _trainer_steps(plan)
     if not steps:
-        return {"step": f"{what} of at most {tokens(recipe.seq_len)} tokens"}
+        return {"step": f"{batch} of at most {tokens(recipe.seq_len)} tokens"}
     times = " to ".join(dict.fromkeys(duration(value) for value in sorted(amount.value for amount in steps)))
     lengths = f"{tokens(recipe.seq_len / TYPICAL)} to {tokens(recipe.seq_len)} tokens"
-    text = f"the trainer takes {times} for {what} of {lengths}"
+    text = f"the trainer takes {times} for {batch} of {lengths}"
     most = max((amount.most for amount in steps if amount.most), default=None)
     return {"step": f"{text}; {duration(most)} if the network is not overlapped" if most else text}
 
@@ -193,8 +193,8 @@ def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
 def _start(plan: Plan) -> dict[str, str]:
     """Return the longest start-up that the time limits allow."""
     names = {"engine start": "engines", "trainer loading": "trainer"}
-    limits = {words: _amount(plan, name) for name, words in names.items()}
-    parts = [f"{words} at most {duration(limit.value)}" for words, limit in limits.items() if limit]
+    limits = {name: _amount(plan, amount) for amount, name in names.items()}
+    parts = [f"{name} at most {duration(limit.value)}" for name, limit in limits.items() if limit]
     return {"start-up": ", ".join(parts)} if parts else {}
 
 

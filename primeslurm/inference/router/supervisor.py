@@ -1,7 +1,4 @@
-"""Starts vllm-router and keeps its list of workers equal to the plan's.
-
-The supervisor compares the two lists every second, so it needs no notification when an engine restarts.
-"""
+"""Starts vllm-router and keeps its list of workers equal to the plan's."""
 
 from __future__ import annotations
 
@@ -98,10 +95,9 @@ class Address:
 
 @dataclass
 class RouterSupervisor:
-    """Supervises one router process.
+    """Supervises one router process."""
 
-    The journal gets an event when the router restarts, and when its workers differ from the plan or match it again.
-    """
+    # The journal gets an event when the router restarts, and when its workers differ from the plan or match it again.
 
     argv: Sequence[str]  # Options of vllm-router
     router: Address
@@ -132,6 +128,7 @@ class RouterSupervisor:
                     await asyncio.to_thread(_end, child)
                     endpoint.refused_bytes, self._accepted = 0, False
                     child = self._start(endpoint)
+                # The two lists are compared every period, so no notification is needed when an engine restarts.
                 await asyncio.sleep(PERIOD_S if self._accepted else PERIOD_S / 5)
             return code
         finally:

@@ -28,11 +28,7 @@ class CollectiveTransferEngine(LayerwiseTransferEngine):
         """Do nothing."""
 
     def receive_weights(self, update_info: SessionPlace) -> None:
-        """Receive and load a policy.
-
-        Raises:
-            PolicyError: the session failed. Some tensors may have been loaded.
-        """
+        """Receive and load a policy. Raise PolicyError if the session fails; some tensors may have been loaded then."""
         session = TransferSession(update_info.session, update_info.senders, update_info.size)
         rank = update_info.first_rank + self.parallel_config.rank
         try:

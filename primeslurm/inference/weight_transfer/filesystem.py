@@ -40,11 +40,7 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
         """Do nothing."""
 
     def receive_weights(self, update_info: PolicyDirectory) -> None:
-        """Check that the policy is complete, then load it.
-
-        Raises:
-            PolicyError: the manifest, files or tensors are missing, or the version is wrong. Nothing has been loaded.
-        """
+        """Load a policy. Raise PolicyError if it is incomplete or of another version; nothing has been loaded then."""
         paths = policy_files(Path(update_info.path), update_info.version)
         config = self.model_config.hf_text_config
         ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)

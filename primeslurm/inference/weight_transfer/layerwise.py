@@ -72,10 +72,8 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         """Do nothing, because no resource outlives an update."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load pairs of Hugging Face name and tensor, in any order.
-
-        The matrices of all the worker's experts may come as one stack (see `HeldExperts.loadable`).
-        """
+        """Load pairs of Hugging Face name and tensor, in any order."""
+        # The matrices of all the worker's experts may come as one stack (see `HeldExperts.loadable`).
         # A model that was built from an FP8 checkpoint loads FP8 weights unconverted.
         if not isinstance(self.vllm_config.quant_config, Fp8Config):
             tensors = dequantised(tensors, self.model_config.dtype)
@@ -180,10 +178,8 @@ def _begin_reload(model: torch.nn.Module) -> None:
 
 
 def load_selection_bias() -> None:
-    """Patch vLLM to load the selection bias of experts that have it under their own name, as in Laguna.
-
-    Without the patch vLLM drops the bias, even when an engine starts, and selects experts without it.
-    """
+    """Patch vLLM to load the selection bias of experts that have it under their own name, as in Laguna."""
+    # Without the patch vLLM drops the bias, even when an engine starts, and selects experts without it.
     original = expect(RoutedExperts, "load_weights", ("self", "weights"))
 
     @functools.wraps(original)

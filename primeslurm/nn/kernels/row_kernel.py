@@ -60,8 +60,8 @@ def _spread_kernel(rows, owner, out, slots, dim, BLOCK: tl.constexpr):  # type: 
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(owner + place)
     end = tl.where(slot >= 0, dim, 0)  # read nothing for padding rows
-    found = tl.load(rows + (slot // slots) * dim + column, mask=column < end, other=0.0)
-    tl.store(out + place * dim + column, found, mask=column < dim)
+    values = tl.load(rows + (slot // slots) * dim + column, mask=column < end, other=0.0)
+    tl.store(out + place * dim + column, values, mask=column < dim)
 
 
 @triton.jit
@@ -74,10 +74,10 @@ def _gathered_kernel(  # type: ignore[no-untyped-def]
     for slot in tl.static_range(SLOTS):
         place = tl.load(where + row * SLOTS + slot)
         end = tl.where(place >= 0, dim, 0)  # read nothing for empty slots
-        found = tl.load(rows + place * dim + column, mask=column < end, other=0.0).to(tl.float32)
+        values = tl.load(rows + place * dim + column, mask=column < end, other=0.0).to(tl.float32)
         if WEIGHTED:
-            found *= tl.load(weights + row * SLOTS + slot).to(tl.float32)
-        total += found
+            values *= tl.load(weights + row * SLOTS + slot).to(tl.float32)
+        total += values
     tl.store(out + row * dim + column, total.to(out.dtype.element_ty), mask=column < dim)
 
 

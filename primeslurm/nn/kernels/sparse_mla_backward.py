@@ -224,10 +224,10 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
     weight = tl.where(valid[None, :], weight, 0.0)
     slope = weight * (share - delta[:, None]) * scale
     target = place[:, None] * selected + slot[None, :]
-    kept = there[:, None] & (slot < selected)[None, :]
+    present = there[:, None] & (slot < selected)[None, :]
     kind = weights.dtype.element_ty
-    tl.store(weights + target, weight.to(kind), mask=kept)
-    tl.store(slopes + target, slope.to(kind), mask=kept)
+    tl.store(weights + target, weight.to(kind), mask=present)
+    tl.store(slopes + target, slope.to(kind), mask=present)
 
 
 @triton.autotune(_QUERY_CONFIGS, key=["HALF", "ROPE", "BLOCK_HEADS", "selected"])
@@ -256,8 +256,8 @@ def _query_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, selected, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         key, valid = _find(keys, where + token * selected, slot, selected, size)
-        kept = there[:, None] & (slot < selected)[None, :]
-        slope = tl.load(slopes + place[:, None] * selected + slot[None, :], mask=kept, other=0.0)
+        present = there[:, None] & (slot < selected)[None, :]
+        slope = tl.load(slopes + place[:, None] * selected + slot[None, :], mask=present, other=0.0)
         d_low = tl.dot(slope, load(key, 0, valid, HALF), d_low)
         d_high = tl.dot(slope, load(key, HALF, valid, HALF), d_high)
         d_rope = tl.dot(slope, load(key, 2 * HALF, valid, ROPE), d_rope)
@@ -299,9 +299,9 @@ def _share_kernel(  # type: ignore[no-untyped-def]
             slot = start + tl.arange(0, BLOCK)
             inside = slot < selected
             source = place[:, None] * selected + slot[None, :]
-            kept = there[:, None] & inside[None, :]
-            weight = tl.trans(tl.load(weights + source, mask=kept, other=0.0))
-            slope = tl.trans(tl.load(slopes + source, mask=kept, other=0.0))
+            present = there[:, None] & inside[None, :]
+            weight = tl.trans(tl.load(weights + source, mask=present, other=0.0))
+            slope = tl.trans(tl.load(slopes + source, mask=present, other=0.0))
             made = tl.dot(weight, theirs, tl.dot(slope, mine))
             tl.store(shares + (first + slot)[:, None] * size + half, made.to(kind), mask=inside[:, None])
     else:
@@ -311,8 +311,8 @@ def _share_kernel(  # type: ignore[no-untyped-def]
             slot = start + tl.arange(0, BLOCK)
             inside = slot < selected
             source = place[:, None] * selected + slot[None, :]
-            kept = there[:, None] & inside[None, :]
-            d_rope = tl.dot(tl.trans(tl.load(slopes + source, mask=kept, other=0.0)), q_rope)
+            present = there[:, None] & inside[None, :]
+            d_rope = tl.dot(tl.trans(tl.load(slopes + source, mask=present, other=0.0)), q_rope)
             tl.store(shares + (first + slot)[:, None] * size + rope, d_rope.to(kind), mask=inside[:, None])
 
 

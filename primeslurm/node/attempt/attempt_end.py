@@ -19,11 +19,10 @@ from primeslurm.records.attempt import EndRecord, newest_attempt
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
-from primeslurm.run.bad_nodes import BadNode, BadNodeLedger
+from primeslurm.run.bad_nodes import BadNode, BadNodeLedger, Partitions, excludable_nodes, excluded, write_excluded
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.node_exclusion import Partitions, excludable_nodes, excluded, write_excluded
 from primeslurm.run.records import has_trained
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.stored import checkpoints

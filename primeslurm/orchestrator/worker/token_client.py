@@ -48,6 +48,7 @@ from primeslurm.orchestrator.worker.generate_endpoint import (
     NoAnswerError,
     RefusedError,
 )
+from primeslurm.recipe.rules import sampling as sampling_rules
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 # Rollouts that share a renderer: all of a worker, because rendering a turn's new messages takes milliseconds.
@@ -205,7 +206,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         if self._trained is None or (agent is not None and not agent.trainable):
             return
         requested = sampling.model_dump(exclude_none=True)
-        if names := sampling.changes(requested, self._trained):
+        if names := sampling_rules.changes(requested, self._trained):
             given = ", ".join(f"{name} = {requested.get(name)}" for name in names)
             why = "the trainer computes log-probabilities as the recipe samples, so importance ratios would be wrong"
             fix = "set environments.sampling.temperature, leave all else out of the environment"

@@ -1,4 +1,4 @@
-"""The table of compatibility rules. It checks recipes, and the docs print it."""
+"""The table of compatibility rules: checks of recipes apply it, and the docs print it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,3 @@ def conflicts(context: RuleContext) -> list[Finding]:
         for rule in (*engine_rules, *trainer_rules)
         if (conflict := rule.finds(context))
     ]
-
-
-def as_markdown() -> str:
-    lines: list[str] = []
-    for title, rules in GROUPS.items():
-        lines += [f"## {title}", "", "| rule | field | level | what to do | source |", "|---|---|---|---|---|"]
-        lines += [f"| {r.rule} | `{r.field}` | {r.level} | {r.fix} | {r.source} |" for r in rules]
-        lines.append("")
-    return "\n".join(lines)

@@ -16,9 +16,8 @@ def frontend(router: DynamoRouter, replica: int) -> Command:
     if router.session_ttl_s is not None:
         options["router_session_affinity_ttl_secs"] = router.session_ttl_s
     argv = ("${python}", "-m", "dynamo.frontend", *long_options(_PLANES | options | router.extra))
-    env = _env(replica) | {
-        "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1"
-    }  # enables the route with token ids as input and output
+    # This enables the route with token ids as input and output.
+    env = _env(replica) | {"DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1"}
     return Command(argv, env, ("http",))
 
 

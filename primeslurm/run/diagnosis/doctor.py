@@ -29,7 +29,7 @@ from primeslurm.run.status.advice import Advice, advise, tunables_of
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.liveness import RECHECK_S, FindCauses, RunLiveness, check_liveness
 from primeslurm.run.status.plan_outline import PlanOutline, read_outline
-from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, FindObstacles
+from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SRUN_REPORTS, SUBMITTING, FindObstacles
 from primeslurm.wire.stored import checkpoints
 
 LAST_LINES = 20
@@ -102,22 +102,23 @@ def diagnose(
     readable plan.
     """
     now = time.time() if now is None else now
-    placement = read_outline(attempt)
-    happened = attempt_events(attempt)
-    failed = failures(happened, attempt.heartbeats())
-    signs = _signs(attempt, now, find_causes, recheck_s)
-    outcome, reason = _outcome(attempt, job_state, signs)
-    failed += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
-    unheard = _silences(signs, happened, now) if outcome in (*_GOOD, "silent") else []
+    outline = read_outline(attempt)
+    events = attempt_events(attempt)
+    all_failures = failures(events, attempt.heartbeats())
+    liveness = _liveness(attempt, now, find_causes, recheck_s)
+    outcome, reason = _outcome(attempt, job_state, liveness)
+    all_failures += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
+    observed = _unresponsive(liveness, events, now) if outcome in (*_NOT_FAILED, "silent") else []
     job = attempt.job()
     if job is not None and _may_wait(run, attempt, outcome):
-        unheard += _cannot_start(job, find_obstacles(job))
-    open_ = [failure for failure in failed if not failure.recovered] + [each.failure for each in unheard]
-    if not open_ and outcome not in _GOOD:
-        open_ = [_end_itself(attempt, happened, outcome, reason)]
-    causes_of = {each.failure: each for each in unheard}
-    together = _together(sorted(open_, key=lambda failure: failure.time))
-    first = _first([causes_of.get(failure) or _examine(run, attempt, placement, failure) for failure in together])
+        observed += _cannot_start(job, find_obstacles(job))
+    unrecovered = [failure for failure in all_failures if not failure.recovered]
+    unrecovered += [each.failure for each in observed]
+    if not unrecovered and outcome not in _NOT_FAILED:
+        unrecovered = [_end_of_job(attempt, events, outcome, reason)]
+    causes_of = {each.failure: each for each in observed}
+    simultaneous = _simultaneous(sorted(unrecovered, key=lambda failure: failure.time))
+    first = _first([causes_of.get(failure) or _examine(run, attempt, outline, failure) for failure in simultaneous])
     recipe = run.recipe()
     return Diagnosis(
         run=run.name,
@@ -125,8 +126,8 @@ def diagnose(
         outcome=outcome,
         reason=reason,
         first=first,
-        followed=_followed(first, notable(happened)),
-        recovered=[failure for failure in failed if failure.recovered],
+        followed=_followed(first, notable(events)),
+        recovered=[failure for failure in all_failures if failure.recovered],
         invalid=problems(rows(run.path), dropped_rollouts(attempt), recipe.batch_size, max_kl),
         attempts=[_line(each) for each in run.attempts()],
         damaged=checkpoints.set_asides(run.path),
@@ -142,24 +143,24 @@ def _advice(attempt: Attempt, recipe: RunRecipe) -> list[Advice]:
 
 
 _UNDER_WAY = ("running", "RUNNING")
-_GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING", SUBMITTING)
+_NOT_FAILED = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING", SUBMITTING)
 
 
-def _signs(attempt: Attempt, now: float, find_causes: FindCauses, recheck_s: float) -> RunLiveness:
+def _liveness(attempt: Attempt, now: float, find_causes: FindCauses, recheck_s: float) -> RunLiveness:
     if attempt.end() is not None:
         return RunLiveness()
     return check_liveness(attempt, attempt.fleet(), now, agents=True, find_causes=find_causes, recheck_s=recheck_s)
 
 
-def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], signs: RunLiveness) -> tuple[str, str]:
+def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], liveness: RunLiveness) -> tuple[str, str]:
     if end := attempt.end():
         return end.outcome, end.reason + (f"; {end.why_not_requeued}" if end.why_not_requeued else "")
     state = job_state(job) if (job := attempt.job()) else None
     started = files.exists(attempt.fleet_file)
     if state is not None and state.startswith((*ALIVE, NO_ANSWER)):
         answer = "Slurm does not answer" if state == NO_ANSWER else state
-        if signs.silence is not None:
-            return "silent", f"{signs.silence.text.partition(';')[0]}; {answer}"
+        if liveness.silence is not None:
+            return "silent", f"{liveness.silence.text.partition(';')[0]}; {answer}"
         return ("running" if started or state != NO_ANSWER else "silent"), answer
     if state is None:
         return "lost", "the attempt did not record its end, and Slurm does not know the job"
@@ -181,20 +182,20 @@ def _cannot_start(job: JobRecord, obstacles: Sequence[Obstacle]) -> list[Examine
     return [ExaminedFailure(Failure(job.submitted_at, component, "", first.how), causes=causes)]
 
 
-def _silences(signs: RunLiveness, happened: Sequence[Event], now: float) -> list[ExaminedFailure]:
+def _unresponsive(liveness: RunLiveness, events: Sequence[Event], now: float) -> list[ExaminedFailure]:
     # If the head is unresponsive, only the head counts. Otherwise, agents count that the head has not given up yet.
-    if signs.silence is not None:
-        text = signs.silence.text.partition(";")[0].removeprefix("the head ")
-        at = signs.silence.since or _last_time(happened)
-        causes = [Cause(cause, _fix(cause)) for cause in signs.silence.causes]
+    if liveness.silence is not None:
+        text = liveness.silence.text.partition(";")[0].removeprefix("the head ")
+        at = liveness.silence.since or _last_time(events)
+        causes = [Cause(cause, _fix(cause)) for cause in liveness.silence.causes]
         return [ExaminedFailure(Failure(at, "head", "", text), causes=causes)]
-    lost = {event.node for event in happened if isinstance(event, NodeLost)}
+    lost = {event.node for event in events if isinstance(event, NodeLost)}
     unresponsive = []
-    for agent in signs.agents:
+    for agent in liveness.agents:
         if agent.node not in lost:
             age = f"for {duration(max(0.0, now - agent.since))}" if agent.since is not None else "for an unknown time"
             how = f"its agent has not written {age}"
-            at = agent.since or _last_time(happened)
+            at = agent.since or _last_time(events)
             failure = Failure(at, f"node {agent.node}", agent.node, how)
             unresponsive.append(ExaminedFailure(failure, causes=[_AGENT_SILENT]))
     return unresponsive
@@ -207,7 +208,7 @@ _AGENT_SILENT = Cause(
 _FIXES = (
     (r"read-only|no room|is full|may not write", "fix this first: the run is paused until then"),
     (r"agents write.*: the head", "wait: the agents requeue the job after twice `node_silent_s` of the site file"),
-    (r"srun says", "wait: the agents requeue the job after twice `node_silent_s` of the site file"),
+    (SRUN_REPORTS, "wait: the agents requeue the job after twice `node_silent_s` of the site file"),
     (r"none of the", "check the nodes and their mounts; `primeslurm cancel` ends the job"),
     (r"Slurm", "check `sinfo -R`, `scontrol ping` and the logs of the Slurm daemons"),
     (r"clocks differ", "synchronise the clocks of the nodes (chrony, ntp)"),
@@ -218,25 +219,25 @@ def _fix(cause: str) -> str:
     return next((fix for pattern, fix in _FIXES if re.search(pattern, cause)), "check the consoles of the nodes")
 
 
-def _last_time(happened: Sequence[Event]) -> float:
-    return max((event.time for event in happened), default=0.0)
+def _last_time(events: Sequence[Event]) -> float:
+    return max((event.time for event in events), default=0.0)
 
 
-def _end_itself(attempt: Attempt, happened: Sequence[Event], outcome: str, reason: str) -> Failure:
+def _end_of_job(attempt: Attempt, events: Sequence[Event], outcome: str, reason: str) -> Failure:
     # No event reports a failure, so the end of the job is the failure.
     end = attempt.end()
-    at = end.time if end else _last_time(happened)
+    at = end.time if end else _last_time(events)
     if not at and (job := attempt.job()):
         at = job.submitted_at
     return Failure(at, (end.suspect if end else "") or "job", "", end.reason if end else outcome_text(outcome, reason))
 
 
-def _together(found: Sequence[Failure]) -> list[Failure]:
-    return [failure for failure in found if failure.time - found[0].time <= TOGETHER_S]
+def _simultaneous(candidates: Sequence[Failure]) -> list[Failure]:
+    return [failure for failure in candidates if failure.time - candidates[0].time <= TOGETHER_S]
 
 
-def _first(found: Sequence[ExaminedFailure]) -> ExaminedFailure | None:
-    return min(found, key=lambda each: (_rank(each), each.failure.time), default=None)
+def _first(candidates: Sequence[ExaminedFailure]) -> ExaminedFailure | None:
+    return min(candidates, key=lambda each: (_rank(each), each.failure.time), default=None)
 
 
 def _rank(examined: ExaminedFailure) -> int:
@@ -247,25 +248,25 @@ def _rank(examined: ExaminedFailure) -> int:
     return 0 if examined.causes or examined.error else 1
 
 
-def _examine(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure: Failure) -> ExaminedFailure:
-    path = _log_of(run, attempt, placement, failure)
+def _examine(run: RunDirectory, attempt: Attempt, outline: PlanOutline, failure: Failure) -> ExaminedFailure:
+    path = _log_of(run, attempt, outline, failure)
     lines = lines_until(path, failure.time) if path else []
     if failure.component == "job":
-        lines = telling(_of_attempt(lines, attempt))
-    known_causes = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
+        lines = telling(_lines_of_start(lines, attempt))
+    causes = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
     return ExaminedFailure(
         failure,
         log=str(path or ""),
         error=(srun_error(lines) if failure.component == "job" else "") or error_line(lines),
         last_lines=lines[-LAST_LINES:],
-        causes=known_causes
+        causes=causes
         or failure_signatures.of_reason(failure.how)
         or failure_signatures.of_exit(failure.code)
         or _of_job(failure),
     )
 
 
-def _of_attempt(lines: list[str], attempt: Attempt) -> list[str]:
+def _lines_of_start(lines: list[str], attempt: Attempt) -> list[str]:
     # A requeued job appends to the output of its earlier starts. Without a marker of the start, all lines count.
     start = attempt.start()
     part = of_start("\n".join(lines) + "\n", start.word) if start is not None else None
@@ -276,8 +277,8 @@ def _of_job(failure: Failure) -> list[Cause]:
     return failure_signatures.of_job(failure.how.partition(":")[0]) if failure.component == "job" else []
 
 
-def _log_of(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure: Failure) -> Path | None:
-    for process in placement.processes():
+def _log_of(run: RunDirectory, attempt: Attempt, outline: PlanOutline, failure: Failure) -> Path | None:
+    for process in outline.processes():
         if process.name == failure.component:
             return attempt.path / process.log
     if failure.component == "job" or re.match(r"agent-\d+$|head$", failure.component):
@@ -290,12 +291,13 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: PlanOutline, failure
     return None
 
 
-def _followed(first: ExaminedFailure | None, told: Sequence[EventText]) -> list[EventText]:
+def _followed(first: ExaminedFailure | None, texts: Sequence[EventText]) -> list[EventText]:
     if first is None:
         return []
     # Agents poll, so the recorded order of events within one second means nothing.
-    after = [h for h in told if h.time >= first.failure.time - MOMENT_S and h.who != first.failure.component]
-    return [h for h in after if h.level != "info" or h.who == "head"][:FOLLOWED]
+    begin, component = first.failure.time - MOMENT_S, first.failure.component
+    later = [text for text in texts if text.time >= begin and text.who != component]
+    return [text for text in later if text.level != "info" or text.who == "head"][:FOLLOWED]
 
 
 def _line(attempt: Attempt) -> AttemptLine:

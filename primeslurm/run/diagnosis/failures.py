@@ -92,7 +92,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             why = f" ({event.reason})" if event.reason else ""
             return Failure(at, name, host, exit_text(code) + why, code)
         case NodeLost(node=node, reason=reason):
-            return Failure(at - _silence(reason), f"node {node}", node, reason)
+            return Failure(at - _seconds_silent(reason), f"node {node}", node, reason)
         case ProcessContinued(name=name, seconds=seconds):
             return Failure(
                 at - seconds,
@@ -129,63 +129,63 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
 
 
 def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
-    over = next((event.time for event in events if isinstance(event, AttemptEnds)), None)
-    if over is None:
+    end = next((event.time for event in events if isinstance(event, AttemptEnds)), None)
+    if end is None:
         return []
     reported = {event.node for event in events if isinstance(event, NodeLost)}
-    beats = [beat for beat in heartbeats if not beat.ended and beat.name not in reported]
-    silent = [beat for beat in beats if beat.time < over - SILENT_S]
+    unreported = [beat for beat in heartbeats if not beat.ended and beat.name not in reported]
+    silent = [beat for beat in unreported if beat.time < end - SILENT_S]
     return [
-        Failure(
-            beat.time, f"node {beat.name}", beat.name, f"last heartbeat {duration(over - beat.time)} before the end"
-        )
+        Failure(beat.time, f"node {beat.name}", beat.name, f"last heartbeat {duration(end - beat.time)} before the end")
         for beat in silent
     ]
 
 
-def _unexplained_end(events: Sequence[Event], known: Sequence[Failure]) -> list[Failure]:
+def _unexplained_end(events: Sequence[Event], others: Sequence[Failure]) -> list[Failure]:
     # The head names a suspect. If no other event reports a failure of it, the head's reason is the only record.
     ending = next((e for e in events if isinstance(e, AttemptEnds) and e.process == "head"), None)
     if ending is None or ending.outcome != "failed":
         return []
     suspect = ending.suspect or "head"
-    if any(suspect in (failure.component, failure.node) for failure in known):
+    if any(suspect in (failure.component, failure.node) for failure in others):
         return []
-    return [Failure(ending.time - _silence(ending.reason), suspect, "", ending.reason)]
+    return [Failure(ending.time - _seconds_silent(ending.reason), suspect, "", ending.reason)]
 
 
-def _silence(reason: str) -> float:
+def _seconds_silent(reason: str) -> float:
     """Return how many seconds ago the node failed when the head gave it up."""
     match = _SILENCE.search(reason)
     return float(match[1]) if match else 0.0
 
 
-def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
+def _with_recovery(all_failures: list[Failure], events: Sequence[Event]) -> list[Failure]:
     started = {
         event.name if isinstance(event, ProcessStarted) else event.process: event.time
         for event in events
         if isinstance(event, ProcessStarted | RouterComplete)
     }
-    last = {failure.component: failure.time for failure in found}
+    last = {failure.component: failure.time for failure in all_failures}
     lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
-    space = max((event.time for event in events if isinstance(event, FileSystemFault) and not event.what), default=0.0)
-    harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
+    disk_free = max(
+        (event.time for event in events if isinstance(event, FileSystemFault) and not event.what), default=0.0
+    )
+    reasons = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
 
-    trained = max((event.time for event in events if isinstance(event, StepTrained)), default=0.0)
-    waited = {(event.behind[0], event.time - event.seconds) for event in events if isinstance(event, RanksUnresponsive)}
+    last_step = max((event.time for event in events if isinstance(event, StepTrained)), default=0.0)
+    stalls = {(event.behind[0], event.time - event.seconds) for event in events if isinstance(event, RanksUnresponsive)}
 
-    def over(failure: Failure) -> bool:
+    def has_recovered(failure: Failure) -> bool:
         name = failure.component
         if name == FILE_SYSTEM:
-            return failure.time < space
+            return failure.time < disk_free
         if failure.recovered:
             return True
-        if (name, failure.time) in waited:
-            return trained > failure.time
+        if (name, failure.time) in stalls:
+            return last_step > failure.time
         if name in lost:
             # A spare replaced the node, or the node was a spare. Otherwise an event names it as a reason.
-            return not any(f"{name}:" in reason for reason in harm)
+            return not any(f"{name}:" in reason for reason in reasons)
         # A start after the last failure also covers the failures before it.
         return name in started and started[name] > last[name]
 
-    return [msgspec.structs.replace(failure, recovered=over(failure)) for failure in found]
+    return [msgspec.structs.replace(failure, recovered=has_recovered(failure)) for failure in all_failures]

@@ -48,8 +48,8 @@ def lines_until(path: Path, moment: float) -> list[str]:
 
 def error_line(lines: Sequence[str]) -> str | None:
     """Return the error line of a log: of a known cause, of an exception, or with a word such as `error`."""
-    if known := in_log(lines):
-        return _bare(known[0][1])
+    if matches := in_log(lines):
+        return _bare(matches[0][1])
     if (raised := _exception(lines)) is not None:
         return _bare(lines[raised])
     return next((_bare(line) for line in reversed(lines) if _GENERIC.search(line) and not is_benign(line)), None)

@@ -27,7 +27,7 @@ SILENT_S = 10.0
 RECHECK_S = 3.0
 # Largest clock difference between hosts that counts as synchronised.
 SKEW_S = 2.0
-_GLANCE_S = 0.2
+_POLL_S = 0.2
 # Directories of an attempt that the head, agents and processes write to.
 _WRITTEN = (".", "agents", "events", "state")
 
@@ -97,7 +97,7 @@ def check_liveness(
     last_time = fleet.time if fleet else None
     silent_s = SILENT_S * (fleet.heartbeat_s if fleet else 1.0)
     head_file = {path: last_time}
-    if not agents and not _doubtful(head_file, now, silent_s):
+    if not agents and not _suspicious(head_file, now, silent_s):
         return RunLiveness()
     assignment = attempt.assignment()
     names = {agent.rank: agent.name for agent in assignment.agents.values()}
@@ -107,31 +107,33 @@ def check_liveness(
         if not (report and report.ended) and (rank in names or not names)  # neither spares nor replaced agents
     }
     agent_files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
-    quiet = unresponsive_writers(head_file | agent_files, now, recheck_s, silent_s)
-    agents_found = [
+    unresponsive = unresponsive_writers(head_file | agent_files, now, recheck_s, silent_s)
+    unresponsive_agents = [
         UnresponsiveAgent(
-            rank, report.name if report else names.get(rank, f"rank {rank}"), quiet[attempt.agent_file(rank)]
+            rank, report.name if report else names.get(rank, f"rank {rank}"), unresponsive[attempt.agent_file(rank)]
         )
         for rank, report in sorted(reports.items())
-        if attempt.agent_file(rank) in quiet
+        if attempt.agent_file(rank) in unresponsive
     ]
-    if path not in quiet:
-        return RunLiveness(None, tuple(agents_found))
-    since = quiet[path]
+    if path not in unresponsive:
+        return RunLiveness(None, tuple(unresponsive_agents))
+    since = unresponsive[path]
     head = names.get(0) or next((r.name for rank, r in reports.items() if rank == 0 and r), "")
     causes = file_system_faults(attempt.path)
     if fleet is None:
         causes.append(f"{path} is {'empty' if _size(path) == 0 else 'damaged'}")
     if last_time is not None and last_time > now + SKEW_S:
         causes.append(f"the last record of the head is dated {duration(last_time - now)} in the future: clocks differ")
-    causes += _who_else(len(reports), agents_found)
+    causes += _compare_with_agents(len(reports), unresponsive_agents)
     causes += find_causes(
-        attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in agents_found)]) if name]
+        attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in unresponsive_agents)]) if name]
     )
     seconds = None if since is None else max(0.0, now - since)
     age = f"for {duration(seconds)}" if seconds is not None else f"in the last {duration(recheck_s)}"
     text = f"the head{f' (on {head})' if head else ''} has not written {age}; this status is from then"
-    return RunLiveness(HeadSilence(text, since, seconds, len(reports), len(agents_found), causes), tuple(agents_found))
+    return RunLiveness(
+        HeadSilence(text, since, seconds, len(reports), len(unresponsive_agents), causes), tuple(unresponsive_agents)
+    )
 
 
 def unresponsive_writers(
@@ -144,23 +146,27 @@ def unresponsive_writers(
     """
     # The clocks of the writer, the file server and this host may differ by hours. Time stamps therefore only select
     # candidates. A writer is unresponsive if its file does not change while this process watches it.
-    before = {path: _print(path) for path in files}
-    doubtful = _doubtful(files, now, silent_s)
+    before = {path: _file_state(path) for path in files}
+    suspicious = _suspicious(files, now, silent_s)
     deadline = time.monotonic() + recheck_s
-    while doubtful:
-        doubtful = {path for path in doubtful if _print(path) == before[path]}
+    while suspicious:
+        suspicious = {path for path in suspicious if _file_state(path) == before[path]}
         if time.monotonic() >= deadline:
             break
-        time.sleep(_GLANCE_S if doubtful else 0.0)
+        time.sleep(_POLL_S if suspicious else 0.0)
     # The later of the two clocks counts: a clock that was set back by a day must not report a day of silence.
     return {
-        path: max(_clocks(before[path], said, now), default=None) for path, said in files.items() if path in doubtful
+        path: max(_plausible_times(before[path], recorded, now), default=None)
+        for path, recorded in files.items()
+        if path in suspicious
     }
 
 
-def _doubtful(files: Mapping[Path, float | None], now: float, silent_s: float) -> set[Path]:
-    ages = {path: min(_clocks(_print(path), said, now), default=None) for path, said in files.items()}
-    strange = {path for path, said in files.items() if said is None or said > now + SKEW_S}
+def _suspicious(files: Mapping[Path, float | None], now: float, silent_s: float) -> set[Path]:
+    ages = {
+        path: min(_plausible_times(_file_state(path), recorded, now), default=None) for path, recorded in files.items()
+    }
+    strange = {path for path, recorded in files.items() if recorded is None or recorded > now + SKEW_S}
     return strange | {path for path, at in ages.items() if at is None or at < now - silent_s}
 
 
@@ -170,18 +176,18 @@ def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:
     return {int(path.stem): find_record(path, AgentReport) for path in paths if path.stem.isdecimal()}
 
 
-def state_from_agent(last: str, own: str | None) -> str:
+def state_from_agent(last: str, reported: str | None) -> str:
     """Return the state of a process whose agent is responsive while the head is not.
 
-    `last` is the state in the head's last record. `own` is the state in the agent's heartbeat; None if it does not list
-    the process.
+    `last` is the state in the head's last record. `reported` is the state in the agent's heartbeat; None if it does not
+    list the process.
     """
-    if own is None:
+    if reported is None:
         return last
-    if own == "ready":
+    if reported == "ready":
         return last if last in ("HEALTHY", "STALE") else "HEALTHY"
-    return {"waiting": "STARTING", "loading": "LOADING", "failed": "DEAD", "backoff": "RESTARTING"}.get(own) or (
-        "RESTARTING" if own == "fallen" else "DONE"
+    return {"waiting": "STARTING", "loading": "LOADING", "failed": "DEAD", "backoff": "RESTARTING"}.get(reported) or (
+        "RESTARTING" if reported == "fallen" else "DONE"
     )
 
 
@@ -191,7 +197,7 @@ def unresponsive_nodes(assignment: AssignmentRecord, agents: Sequence[Unresponsi
     return {node: since[agent.rank] for node, agent in assignment.agents.items() if agent.rank in since}
 
 
-def _who_else(agents: int, silent: Sequence[UnresponsiveAgent]) -> list[str]:
+def _compare_with_agents(agents: int, silent: Sequence[UnresponsiveAgent]) -> list[str]:
     if not agents:
         return []
     if not silent:
@@ -204,7 +210,7 @@ def _who_else(agents: int, silent: Sequence[UnresponsiveAgent]) -> list[str]:
     return [f"{len(silent)} of {agents} agents do not write either: {names}"]
 
 
-def _print(path: Path) -> tuple[int, int, int, float] | None:
+def _file_state(path: Path) -> tuple[int, int, int, float] | None:
     try:
         # NFS answers stat() from its cache. open() makes the client ask the server (close-to-open consistency).
         with path.open("rb") as handle:
@@ -214,8 +220,8 @@ def _print(path: Path) -> tuple[int, int, int, float] | None:
     return seen.st_ino, seen.st_mtime_ns, seen.st_size, seen.st_mtime
 
 
-def _clocks(seen: tuple[int, int, int, float] | None, said: float | None, now: float) -> list[float]:
-    clocks = [said, seen[3] if seen else None]
+def _plausible_times(seen: tuple[int, int, int, float] | None, recorded: float | None, now: float) -> list[float]:
+    clocks = [recorded, seen[3] if seen else None]
     return [clock for clock in clocks if clock is not None and 0 < clock <= now + SKEW_S]
 
 
@@ -231,8 +237,8 @@ def file_system_faults(directory: Path) -> list[str]:
     """Return reasons why a run cannot write its directory, as seen from this host without writing."""
     try:
         seen = files.retrying(directory, lambda: os.statvfs(directory))
-        about = {directory / name: files.status(directory / name) for name in _WRITTEN}
-        modes = {part: stat.S_IMODE(found.st_mode) for part, found in about.items() if found}
+        stats = {directory / name: files.status(directory / name) for name in _WRITTEN}
+        modes = {part: stat.S_IMODE(entry.st_mode) for part, entry in stats.items() if entry}
     except OSError as error:
         return [f"{directory} cannot be looked at from here: {error.strerror}"]
     faults = []

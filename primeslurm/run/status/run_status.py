@@ -20,9 +20,8 @@ from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport, FleetView, HeartbeatReport
 from primeslurm.records.metrics import Row, recent_rows
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, ReplicaLoad, RolloutProgress, TrainerState
-from primeslurm.run.bad_nodes import BadNode
+from primeslurm.run.bad_nodes import BadNode, excluded
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
-from primeslurm.run.node_exclusion import excluded
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.advice import Advice, advise, tunables_of
 from primeslurm.run.status.event_text import EventText, newest_texts, notable
@@ -50,12 +49,14 @@ MAX_UNHEALTHY = 256
 
 # Returns Slurm's state of a job, with the reason while it is pending; None if Slurm does not know the job.
 JobQuery = Callable[[JobRecord], str | None]
-# Returns what keeps a pending job from starting unless somebody acts.
+# Returns the reasons why a pending job does not start unless somebody acts.
 FindObstacles = Callable[[JobRecord], list[Obstacle]]
 # Result of a `JobQuery` if Slurm does not answer.
 NO_ANSWER = "NO ANSWER"
-# Reason in a `JobQuery` of a pending heterogeneous job that cannot start any more.
+# Reason in a `JobQuery` of a pending heterogeneous job that can never start.
 BROKEN_UP = "others of its components have ended"
+# Start of a cause that comes from the output of srun.
+SRUN_REPORTS = "srun reports"
 # Start of the result of a `JobQuery` while a submission is in progress and the job has no id.
 SUBMITTING = "SUBMITTING"
 # Slurm's states of a job that has started and has not ended.
@@ -185,16 +186,18 @@ def read_status(
     """
     now = time.time() if now is None else now
     attempt = run.latest()
-    placement = read_outline(attempt)
+    outline = read_outline(attempt)
     job, end = attempt.job(), attempt.end()
     fleet = attempt.fleet()
-    over = end is not None
-    signs = RunLiveness() if over else check_liveness(attempt, fleet, now, find_causes=find_causes, recheck_s=recheck_s)
-    states = _states(placement, attempt, fleet, signs, over=over)
-    silent = fleet.silent if fleet and signs.silence is None else {}
-    progress = progress_of(attempt, placement.task)
+    ended = end is not None
+    liveness = RunLiveness()
+    if not ended:
+        liveness = check_liveness(attempt, fleet, now, find_causes=find_causes, recheck_s=recheck_s)
+    states = _states(outline, attempt, fleet, liveness, ended=ended)
+    silent = fleet.silent if fleet and liveness.silence is None else {}
+    progress = progress_of(attempt, outline.task)
     begun = progress is not None and progress.begun
-    phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun, attempt.cancel_file)
+    phase, reason = _phase(fleet, liveness.silence, end, job, job_state, begun, attempt.cancel_file)
     orchestrator = progress if isinstance(progress, OrchestratorState) else None
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = run.recipe()
@@ -203,7 +206,7 @@ def read_status(
         run=run.name,
         run_id=run.run_id,
         directory=str(run.path),
-        task=placement.task,
+        task=outline.task,
         attempt=attempt.number,
         job_id=(job.job_id or None) if job else None,
         phase=phase,
@@ -214,23 +217,23 @@ def read_status(
         version=progress.version if progress else None,
         elapsed_s=_elapsed(attempt, end.time if end else now),
         eta_s=_eta(steps, step, max_steps) if phase == "running" else None,
-        progress=_without_what_is_well(progress),
+        progress=_shown_progress(progress),
         metrics=(steps or [{}])[-1],
-        history=_history(placement.task, steps[-HISTORY:]),
-        roles=_by_role(placement, states),
-        replicas=_replicas(placement, states, orchestrator or OrchestratorState()),
-        unhealthy=_unhealthy(placement, attempt, states, silent) if end is None else [],
-        processes=_describe(placement.processes(), attempt, states, silent) if processes else [],
+        history=_history(outline.task, steps[-HISTORY:]),
+        roles=_by_role(outline, states),
+        replicas=_replicas(outline, states, orchestrator or OrchestratorState()),
+        unhealthy=_unhealthy(outline, attempt, states, silent) if end is None else [],
+        processes=_describe(outline.processes(), attempt, states, silent) if processes else [],
         events=newest_texts(notable(recent_events(attempt)), RECENT),
-        waits_for=_waits_for(run, None if signs.silence else fleet) if end is None or end.requeued else "",
+        waits_for=_shortage(run, None if liveness.silence else fleet) if end is None or end.requeued else "",
         damaged=checkpoints.set_asides(run.path),
         excluded=excluded(run.path) if end is None or end.requeued else [],
         advice=advise(orchestrator.roles, tunables_of(recipe), orchestrator.shares.values())
         if orchestrator and phase == "running"
         else [],
         obstacles=find_obstacles(job) if job is not None and phase in ("pending", "requeued") else [],
-        emulated=placement.emulated,
-        silence=signs.silence if phase in ("silent", "lost") else None,
+        emulated=outline.emulated,
+        silence=liveness.silence if phase in ("silent", "lost") else None,
     )
 
 
@@ -255,7 +258,7 @@ def _phase(
         return end.outcome, end.reason + why
     if end is not None:
         state = job_state(job) if job else None
-        return ("requeued", f"{end.reason}; job {state or 'starts again'}{_way_on(job, state)}")
+        return ("requeued", f"{end.reason}; job {state or 'starts again'}{_remedy(job, state)}")
     if fleet and silence is None:
         if fleet.ending:
             return "ending", fleet.ending.reason
@@ -279,7 +282,7 @@ def _phase(
     return "failed", f"job {state}"
 
 
-def _waits_for(run: RunDirectory, fleet: FleetView | None) -> str:
+def _shortage(run: RunDirectory, fleet: FleetView | None) -> str:
     reported = fleet.waits_for if fleet else ""
     return reported or shortage(run.path, RESERVE_BYTES) or (RESERVE_RELEASED if reserve_released(run.path) else "")
 
@@ -287,13 +290,13 @@ def _waits_for(run: RunDirectory, fleet: FleetView | None) -> str:
 def _terminated(end: EndRecord, job: JobRecord, state: str | None) -> tuple[str, str]:
     # Slurm sends the same SIGTERM for `scancel` and for a requeue after a node failure. Only the job's state tells.
     if state is not None and state.startswith("PENDING"):
-        return "requeued", f"by Slurm; job {state}{_way_on(job, state)}"
+        return "requeued", f"by Slurm; job {state}{_remedy(job, state)}"
     if state is not None and state.startswith(("RUNNING", "COMPLETING")):
         return "ending", f"by Slurm; job {state}"
     return end.outcome, end.reason
 
 
-def _way_on(job: JobRecord | None, state: str | None) -> str:
+def _remedy(job: JobRecord | None, state: str | None) -> str:
     if job is not None and "held" in (state or ""):
         return f"; Slurm holds it: `scontrol release {job.job_id}` lets it start"
     if BROKEN_UP in (state or ""):
@@ -316,44 +319,42 @@ def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
 
 
 def _states(
-    placement: PlanOutline, attempt: Attempt, fleet: FleetView | None, signs: RunLiveness, *, over: bool
+    outline: PlanOutline, attempt: Attempt, fleet: FleetView | None, liveness: RunLiveness, *, ended: bool
 ) -> Mapping[str, str]:
     # The head's states count while it is responsive. Otherwise the agents' heartbeats count, and processes of an
     # unresponsive agent are UNKNOWN.
     states = fleet.states if fleet else {}
-    if over and (fleet is None or fleet.ending is None):  # the head ended before it recorded final states
-        return {process.name: _unless_over(states.get(process.name, "STARTING")) for process in placement.processes()}
-    if signs.silence is None:
+    if ended and (fleet is None or fleet.ending is None):  # the head ended before it recorded final states
+        return {process.name: _final_state(states.get(process.name, "STARTING")) for process in outline.processes()}
+    if liveness.silence is None:
         return states
     assignment = attempt.assignment()
-    unheard = unresponsive_nodes(assignment, signs.agents)
-    reports = {node: attempt.heartbeat(node, assignment) for node in assignment.agents if node not in unheard}
+    unresponsive = unresponsive_nodes(assignment, liveness.agents)
+    reports = {node: attempt.heartbeat(node, assignment) for node in assignment.agents if node not in unresponsive}
     current = {}
-    for process in placement.processes():
+    for process in outline.processes():
         last, node = states.get(process.name, "STARTING"), assignment.moved.get(process.name, process.node)
         report = reports.get(node)
         if report is None:
-            current[process.name] = _unless_over(last)
+            current[process.name] = _final_state(last)
         else:
             record = report.processes.get(process.name)
             current[process.name] = state_from_agent(last, record.state if record else None)
     return current
 
 
-def _unless_over(last: str) -> str:
+def _final_state(last: str) -> str:
     return last if last in ("DONE", "LOST", "DEAD") else "UNKNOWN"
 
 
-def _by_role(placement: PlanOutline, states: Mapping[str, str]) -> dict[str, dict[str, int]]:
+def _by_role(outline: PlanOutline, states: Mapping[str, str]) -> dict[str, dict[str, int]]:
     table: dict[str, Counter[str]] = {}
-    for process in placement.processes():
+    for process in outline.processes():
         table.setdefault(process.role, Counter())[states.get(process.name, "STARTING")] += 1
     return {role: dict(counts) for role, counts in table.items()}
 
 
-def _replicas(
-    placement: PlanOutline, states: Mapping[str, str], orchestrator: OrchestratorState
-) -> list[ReplicaStatus]:
+def _replicas(outline: PlanOutline, states: Mapping[str, str], orchestrator: OrchestratorState) -> list[ReplicaStatus]:
     return [
         ReplicaStatus(
             index=replica.index,
@@ -363,11 +364,11 @@ def _replicas(
             loads=orchestrator.replicas.get(str(replica.index), {}),
             share=orchestrator.shares.get(str(replica.index)),
         )
-        for replica in placement.replicas
+        for replica in outline.replicas
     ]
 
 
-def _without_what_is_well(
+def _shown_progress(
     progress: OrchestratorState | TrainerState | None,
 ) -> RlProgress | TrainerState | NoProgress:
     if not isinstance(progress, OrchestratorState):
@@ -378,9 +379,9 @@ def _without_what_is_well(
 
 
 def _unhealthy(
-    placement: PlanOutline, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, HeartbeatReport]
+    outline: PlanOutline, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, HeartbeatReport]
 ) -> list[ProcessStatus]:
-    unhealthy = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
+    unhealthy = (process for process in outline.processes() if states.get(process.name, "STARTING") not in FINE)
     return _describe(
         [process for _, process in zip(range(MAX_UNHEALTHY), unhealthy, strict=False)], attempt, states, silent
     )

@@ -65,19 +65,14 @@ def assemble(
 
     If weights will be loaded from `files`, they are not initialized.
     """
-    layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
+    layout = recipe.trainer.parallelism
     settings = SimpleNamespace(parallelism=_parallelism(recipe), training=_training(recipe))
     dtype = getattr(torch, recipe.model.dtype)
     dims = Dims.of(layout, world.size, settings.parallelism.spmd_backend)
     dist_utils.set_spmd_backend(settings.parallelism.spmd_backend)
     if model_builder.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic_model.build(config, dims, recipe, world.device)
-        return PolicyModel(
-            *(model, adapter, dims, hf_names, source, dtype, world.device),
-            layout=layout,
-            micro_batch_tokens=recipe.trainer.micro_batch_tokens,
-            host_states=memory.optimizer_state_offload,
-        )
+        return PolicyModel(model, adapter, dims, hf_names, source, dtype, world.device)
     spec = model_builder.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
     stored = files.fp8_names() if files and model_directory.is_quantized(config) else frozenset()
     draft = ModelDraft(recipe, spec, settings, stored)
@@ -91,7 +86,7 @@ def assemble(
     model = _shard(draft, dims)
     if files:
         _leave_to_files(model)
-    _initialise(model, memory, world)
+    _initialise(model, recipe.trainer.memory, world)
     # After the allocation, because the FP8 gather hooks into FSDP's sharded tensors.
     if recipe.trainer.fp8:
         fp8_gather.install(model)
@@ -106,10 +101,7 @@ def assemble(
         shared,
         recipe.trainer.lora,
         stored_fp8=stored,
-        layout=layout,
-        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         compiled=bool(recipe.trainer.compile),
-        host_states=memory.optimizer_state_offload,
     )
 
 

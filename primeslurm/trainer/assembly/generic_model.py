@@ -1,7 +1,4 @@
-"""Any causal language model of transformers, with or without a vision encoder, run by its own code and sharded by FSDP.
-
-Attention masks are dense, so memory grows with the square of the row length.
-"""
+"""Any causal language model of transformers, with its own code, sharded by FSDP. Masks are dense (quadratic memory)."""
 
 from __future__ import annotations
 

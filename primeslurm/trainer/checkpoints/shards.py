@@ -167,10 +167,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class ShardReader(dcp.FileSystemReader):
-    """Reads this rank's tensors, each stored piece once, and verifies every piece that has a digest.
-
-    A piece is read from its local copy (`copies`, by file name) if the digest matches.
-    """
+    """Reads each stored piece once, from its local copy (`copies`, by file name) if possible, and verifies digests."""
 
     def __init__(
         self, directory: Path, counter: ByteCounter, threads: int, copies: Mapping[str, Path] | None = None

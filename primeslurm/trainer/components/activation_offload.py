@@ -1,8 +1,4 @@
-"""Offload of saved activations to host memory until the backward pass.
-
-Copies overlap with computation on their own streams. Only tensors that activation checkpointing saves are offloaded;
-with `full` these are the layers' inputs.
-"""
+"""Offload of the activations that checkpointing saves to host memory, until the backward pass."""
 
 from __future__ import annotations
 
@@ -62,6 +58,8 @@ class ActivationOffload:
         self._back = torch.cuda.Stream(device) if cuda else None
         self._layer: _Layer | None = None
 
+    # Copies overlap with computation: to the host while the next layer computes, and back while the backward pass is at
+    # the layer after.
     def install(self, model: Any) -> None:
         layers = list(model.layers.values())
         for index, layer in enumerate(layers):

@@ -2,7 +2,7 @@
 
 Before a forward pass, all ranks compute the scales of whole blocks together, and each rank quantizes its shards. The
 gathered data equal, bit for bit, the quantization of the gathered weights. Modules see a placeholder tensor instead of
-the weight, so that gradients stay in the compute dtype. Shards of other weights than experts often split blocks.
+the weight, so that gradients stay in the compute dtype.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 
 def _fits(parameter: Any) -> bool:
     """Return whether a parameter is used by FP8 products only, and all of its shards consist of whole blocks."""
+    # Experts hold most of a large model's weights. Shards of other weights often split blocks.
     info, size = parameter._module_info, parameter._orig_size
     multiplies = isinstance(info.module, FP8Experts) and type(info.module)._grouped_mm is FP8Experts._grouped_mm
     if not multiplies or lora.is_adapter(info.param_name) or len(size) != 3 or parameter.offload_to_cpu:

@@ -1,12 +1,10 @@
 """Tokenized SFT data in the run directory: each rank tokenizes a part of the data once, and all ranks map all parts.
 
-Without these files, each rank would tokenize everything in each attempt. For 100,000 long conversations, that would
-take half an hour and 15 GB per rank.
-
-    <run>/tokens/NNNNN.tokens     tokens of a part, 4 bytes each; trained tokens are bitwise inverted
-    <run>/tokens/NNNNN.images     image spans of the same part
-    <run>/tokens/NNNNN.ends       end of each example in both files, 8 bytes each
-    <run>/tokens/record.json      digest of the inputs and sizes of the parts, written last
+Files in `<run>/tokens`:
+    NNNNN.tokens     tokens of a part, 4 bytes each; trained tokens are bitwise inverted
+    NNNNN.images     image spans of the same part
+    NNNNN.ends       end of each example in both files, 8 bytes each
+    record.json      digest of the inputs and sizes of the parts, written last
 """
 
 from __future__ import annotations
@@ -86,6 +84,8 @@ def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: 
 
     Raises RankError if a rank cannot read its part, a line is invalid, or no example is short enough.
     """
+    # Without these files, each rank would tokenize everything in each attempt. For 100,000 long conversations, that
+    # would take half an hour and 15 GB per rank.
     directory = run_dir / "tokens"
     made_of = world.share(world.attempt(lambda: _made_of(conversations, source) if world.is_main else "", _DOING))
     record = world.share(world.attempt(lambda: _read(directory, made_of) if world.is_main else None, _DOING))

@@ -1,16 +1,9 @@
 """Context parallelism: each rank holds one contiguous shard of each row, and only attention sees the other shards.
 
-There are two styles:
-
 - `ulysses`: an all-to-all before attention gives each rank whole rows of some heads, and a second one after it
   restores the shards. It moves less data and balances causal attention, but needs as many query heads as ranks.
 - `allgather`: each rank gathers all keys and values of a layer and attends from its own queries. The backward pass
   reduce-scatters the gradients.
-
-Recurrent layers support `ulysses` only, because each state depends on all earlier tokens.
-
-Shards are contiguous instead of head-and-tail pairs, because Ulysses and recurrences need rows in order. Packed rows
-have many short documents, so causal attention is nearly balanced anyway.
 """
 
 from __future__ import annotations
@@ -85,6 +78,8 @@ class ContextParallel:
     group: ProcessGroup
 
     def shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Contiguous instead of head-and-tail pairs, because Ulysses and recurrences need rows in order. Packed rows
+        # have many short documents, so causal attention is nearly balanced anyway.
         return tensor.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 
     def masks(self, masks: Any, seq_len: int) -> Any:
@@ -109,6 +104,7 @@ class ContextParallel:
                 self._attach_scan(module)
 
     def _attach_scan(self, scan: Any) -> None:
+        # Each state depends on all earlier tokens, so whole rows are needed.
         if self.style != "ulysses":
             raise ValueError(f"cp_style: {self.style} has nothing to gather for recurrent layers; use ulysses")
         if scan.heads % self.group.size():
@@ -188,12 +184,7 @@ def all_heads(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: int) -> LocalDocuments:
-    """Return the keys and documents that the queries of one rank see.
-
-    Args:
-        documents: Document boundaries of whole rows, one row after another. No document crosses the end of a row.
-        rank: Rank within the group that shares the rows.
-    """
+    """Return the keys and documents that one rank's queries see. `documents` are those of whole rows, row after row."""
     boundaries = documents.cu_seq_q.tolist()
     piece = seq_len // ranks
     keys, queries_of, keys_of = [], [], []

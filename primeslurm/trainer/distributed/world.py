@@ -40,8 +40,7 @@ class RankError(Exception):
 class World:
     """This rank, and the collectives over host memory that it shares with the others.
 
-    `control` is a gloo group with a long timeout, for everything that waits for rank 0's disk or for the orchestrator.
-    A GPU collective would busy-wait, and its watchdog would kill the process.
+    `control` is a gloo group with a long timeout, for all that waits for rank 0's disk or for the orchestrator.
     """
 
     rank: int
@@ -148,10 +147,7 @@ class HostCopy:
 
 
 def host_memory(device: torch.device) -> Callable[[int], NDArray[np.uint8]]:
-    """Return an allocator of byte buffers for copies to a device, pinned if the device is a GPU.
-
-    Callers that copy asynchronously must keep the buffer until the copy is done.
-    """
+    """Return an allocator of byte buffers, pinned for a GPU. Callers must keep a buffer until its copy is done."""
     if device.type != "cuda":
         return lambda size: np.empty(size, np.uint8)
 
@@ -183,6 +179,7 @@ def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> 
             CommConfig(init_timeout_seconds=int(timeout_s), trace_buf_size=0),
             enable_cpu_backend=host_tensors and device.type == "cuda",
         )
+    # A GPU collective would busy-wait, and its watchdog would kill a process that waits for a disk.
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     interrupt.share(store or dist.TCPStore("127.0.0.1", gate_port, is_master=False))
     collective_count.report(liveness())

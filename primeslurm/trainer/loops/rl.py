@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
 from primeslurm.recipe import Recipe
@@ -56,42 +57,35 @@ class WeightTransfer(Protocol):
         """Flush the files of `version` to disk. Must precede the commit of a checkpoint of that step."""
 
 
+@dataclass
 class RlTask:
     """The RL training loop of one rank."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        train_step: TrainStep,
-        transfer: WeightTransfer,
-        saver: Checkpoints,
-        world: World,
-        link: TrainerLink,
-        journal: Journal,
-    ) -> None:
-        self._recipe = recipe
-        self._train_step = train_step
-        self._transfer = transfer
-        self._saver = saver
-        self._world = world
-        self._link = link
-        self._journal = journal
-        policy = train_step.policy
+    recipe: Recipe
+    train_step: TrainStep
+    transfer: WeightTransfer
+    saver: Checkpoints
+    world: World
+    link: TrainerLink
+    journal: Journal
+
+    def __post_init__(self) -> None:
+        policy = self.train_step.policy
         self._shard = RankShard(policy.dp_rank, policy.dp_world, policy.cp_rank, policy.cp_world)
-        self._prefetch = Prefetch(link, self._shard, recipe.trainer.batch_timeout_s)
-        self._limits = PhaseLimits.of(recipe)
-        self._timer = PhaseTimer(journal, world.is_main, self._limits)
+        self._prefetch = Prefetch(self.link, self._shard, self.recipe.trainer.batch_timeout_s)
+        self._limits = PhaseLimits.of(self.recipe)
+        self._timer = PhaseTimer(self.journal, self.world.is_main, self._limits)
 
     def run(self) -> int:
         """Train until max_steps, until the orchestrator stops the run, or until an interrupt. Return the exit code."""
         step = self._resume()
         choice = Choice.FINISHED
-        while step < self._recipe.max_steps:
+        while step < self.recipe.max_steps:
             with self._timer.phase("wait"):
                 choice, batch = self._next(step + 1)
             if choice is Choice.TRANSFER:
                 with self._timer.phase("publish"):
-                    self._transfer.repeat(step)
+                    self.transfer.repeat(step)
                 continue
             if batch is None:
                 break
@@ -99,91 +93,91 @@ class RlTask:
             self._step(step, batch)
         self._prefetch.cancel()
         self._flush(step)
-        self._saver.finish(step, self._train_step, self._timer)
+        self.saver.finish(step, self.train_step, self._timer)
         interrupted = choice is Choice.INTERRUPTED
-        self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
+        self.journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exit_codes.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
-        self._timer.step = step = self._saver.restore(self._train_step)
-        for damaged in self._saver.damaged:
-            self._journal.write(damaged)
-        self._journal.write(CheckpointLoaded(step))
+        self._timer.step = step = self.saver.restore(self.train_step)
+        for damaged in self.saver.damaged:
+            self.journal.write(damaged)
+        self.journal.write(CheckpointLoaded(step))
         with self._timer.phase("publish"):
-            self._transfer.resume(step)
+            self.transfer.resume(step)
         return step
 
     def _next(self, step: int) -> tuple[Choice, Batch | None]:
         """Get this rank's rows of the next batch. Rank 0 asks first, and the others follow its decision."""
         choice, batch, failure = Choice.TRAIN, None, None
-        if self._world.is_main:
+        if self.world.is_main:
             try:
                 choice, batch = self._ask(step)
             except TransferWanted:
                 choice = Choice.TRANSFER
             except LinkError as error:
                 choice, failure = Choice.FAILED, error
-        choice = Choice(self._world.decide(choice))
+        choice = Choice(self.world.decide(choice))
         if choice is Choice.FAILED:
             raise failure or LinkError(f"rank 0 got no batch for step {step}")
-        if choice is Choice.TRAIN and not self._world.is_main:
+        if choice is Choice.TRAIN and not self.world.is_main:
             batch = self._fetch(step)
             if batch is None:
                 raise LinkError(f"rank 0 got a batch for step {step}, but this rank got none")
         return choice, batch
 
     def _ask(self, step: int) -> tuple[Choice, Batch | None]:
-        self._saver.require_owned()
+        self.saver.require_owned()
         batch = self._fetch(step)
         if batch is not None:
             return Choice.TRAIN, batch
-        return (Choice.INTERRUPTED if self._world.interrupt.requested() else Choice.FINISHED), None
+        return (Choice.INTERRUPTED if self.world.interrupt.requested() else Choice.FINISHED), None
 
     def _fetch(self, step: int) -> Batch | None:
         # Only rank 0 may give up on an interrupt: the others fetch a batch that rank 0 already has.
         def interrupted() -> bool:
             liveness().heartbeat()
-            return self._world.is_main and self._world.interrupt.requested()
+            return self.world.is_main and self.world.interrupt.requested()
 
         if not interrupted() and (batch := self._prefetched(step)) is not None:
             return batch
-        timeout_s = self._recipe.trainer.batch_timeout_s
-        return self._link.get_batch(step, self._shard, timeout_s, interrupted)
+        timeout_s = self.recipe.trainer.batch_timeout_s
+        return self.link.get_batch(step, self._shard, timeout_s, interrupted)
 
     def _prefetched(self, step: int) -> Batch | None:
         try:
             return self._prefetch.take(step)
         except TransferWanted:
-            if self._world.is_main:
+            if self.world.is_main:
                 raise
             return None
 
     def _step(self, step: int, batch: Batch) -> None:
         self._timer.step = step
-        if step < self._recipe.max_steps:
+        if step < self.recipe.max_steps:
             self._prefetch.begin(step + 1)
-        metrics = self._train_step.train(batch, self._timer)
+        metrics = self.train_step.train(batch, self._timer)
         self._transfer_policy(step)
         # A step is reported before it is saved, so its checkpoint seconds are those of the previous save.
-        metrics |= self._timer.take(self._world.size)
-        if self._world.is_main:
-            self._link.step_done(step, metrics)
+        metrics |= self._timer.take(self.world.size)
+        if self.world.is_main:
+            self.link.step_done(step, metrics)
             if metrics["skipped"]:
-                self._journal.write(StepSkipped(step, str(metrics["grad_norm"])))
-            self._journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
+                self.journal.write(StepSkipped(step, str(metrics["grad_norm"])))
+            self.journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-        if self._recipe.commits(step):
+        if self.recipe.commits(step):
             self._flush(step)
-        self._saver.after(step, self._train_step, self._timer)
+        self.saver.after(step, self.train_step, self._timer)
         # The first step compiles kernels and creates communicators. From now on a long wait means a hang.
         if self._timer.steps_done == 1:
-            self._world.tighten(self._limits.collective_s, self._train_step.policy.dims)
+            self.world.tighten(self._limits.collective_s, self.train_step.policy.dims)
 
     def _flush(self, version: int) -> None:
         with self._timer.phase("checkpoint"):
-            self._transfer.flush(version)
+            self.transfer.flush(version)
 
     def _transfer_policy(self, version: int) -> None:
         with self._timer.phase("publish"):
-            sent_s = self._transfer.transfer(version)
-        self._journal.write(WeightsPublished(version, round(sent_s, 3)))
+            sent_s = self.transfer.transfer(version)
+        self.journal.write(WeightsPublished(version, round(sent_s, 3)))

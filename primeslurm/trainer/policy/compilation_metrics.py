@@ -25,11 +25,7 @@ class CompilationMetrics:
         utils.clear_compilation_metrics()
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of the last step, summed over all ranks. A collective.
-
-        `compiles` counts compiled forward graphs, `recompiles` those compiled before, `compile_s` their time in both
-        passes.
-        """
+        """Return the counts and seconds of compilations of the last step, summed over all ranks. A collective."""
         if not self._compiled:
             return {}
         compilations = utils.get_compilation_metrics()  # torch keeps the last 64
@@ -40,6 +36,7 @@ class CompilationMetrics:
         seconds = sum(each.duration_us or 0 for each in compilations) / 1e6
         if reasons and self._steps > WARM_UP_STEPS:
             log.warning("layers were recompiled in %.1f s: %s", seconds, "; ".join(sorted(set(reasons))))
+        # Recompiled graphs had been compiled for other inputs before. The time includes backward graphs.
         counts = torch.tensor([len(forward), len(reasons), seconds], dtype=torch.float32)
         sums = self._world.sum(counts.to(self._world.device)).tolist()
         return dict(zip(("compiles", "recompiles", "compile_s"), sums, strict=True))

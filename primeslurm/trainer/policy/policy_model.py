@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from primeslurm.nn.layers.vision import VisionInput
-from primeslurm.recipe.sections.trainer import Lora, Parallelism
+from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.components import lora, router_replay
 from primeslurm.trainer.components.loss import Targets
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
@@ -41,14 +41,8 @@ class PolicyModel:
     """Tensors of the checkpoint that are not trained, but that engines expect. On rank 0 only."""
     stored_fp8: frozenset[str] = frozenset()
     """Names of the weights that the source checkpoint stores in FP8."""
-    layout: Parallelism = field(kw_only=True)
-    """Parallelism over the ranks."""
-    micro_batch_tokens: int = field(kw_only=True)
-    """Tokens per micro batch and rank."""
-    compiled: bool = field(default=False, kw_only=True)
+    compiled: bool = False
     """Whether layers are compiled."""
-    host_states: bool = field(default=False, kw_only=True)
-    """Whether the optimizer state is in host memory."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         return lora.base_weights(self.model)

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """The policy with the recipe's loss (or `loss`), optimizer and learning rate schedule.
+    """The policy with the recipe's loss, optimizer and schedule. Without a `reader`, training is on text only.
 
-    `reader` is None for text-only training. Without a `meter`, steps have no metrics of operations.
+    Without a `meter`, steps have no metrics of operations.
     """
 
     def __init__(
@@ -51,14 +51,16 @@ class TrainStep:
         meter: FlopsMeter | None = None,
     ) -> None:
         self.policy = policy
-        self._config = config = recipe.trainer.optimizer
-        self._loss = loss or (from_recipe(recipe.trainer.loss) if recipe.task == "rl" else cross_entropy)
+        self._settings = trainer = recipe.trainer
+        self._loss = loss or (from_recipe(trainer.loss) if recipe.task == "rl" else cross_entropy)
         self._world = world
         self._reader = reader
         self._meter = meter
         self._compilations = CompilationMetrics(policy.compiled, world)
-        self.optimizer = optimizers.build(config, policy.model, policy.dtype, policy.host_states)
-        self.scheduler = optimizers.schedule(config, recipe.max_steps, self.optimizer)
+        self.optimizer = optimizers.build(
+            trainer.optimizer, policy.model, policy.dtype, trainer.memory.optimizer_state_offload
+        )
+        self.scheduler = optimizers.schedule(trainer.optimizer, recipe.max_steps, self.optimizer)
         self._skipped_in_a_row = 0
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
@@ -96,7 +98,7 @@ class TrainStep:
 
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
-        layout, micro_batches = self.policy.layout, self._micro_batches(batch)
+        layout, micro_batches = self._settings.parallelism, self._micro_batches(batch)
         for number, rows in enumerate(micro_batches, 1):
             liveness().heartbeat()
             if layout.reduce_gradients == "step":
@@ -117,7 +119,7 @@ class TrainStep:
 
     def _micro_batches(self, batch: Batch) -> list[Sequence[Row]]:
         length = len(batch.rows[0].positions)
-        default = micro_batch_rows(self.policy.micro_batch_tokens, self.policy.cp_world, length)
+        default = micro_batch_rows(self._settings.micro_batch_tokens, self.policy.cp_world, length)
         count = batch.info.rows_at_once or default
         return [batch.rows[start : start + count] for start in range(0, len(batch.rows), count)]
 
@@ -157,7 +159,7 @@ class TrainStep:
         """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""
         norm = dist_utils.clip_grad_norm_(
             list(self.policy.model.parameters()),
-            self._config.max_norm or math.inf,
+            self._settings.optimizer.max_norm or math.inf,
             foreach=True,
             ep_enabled=self.policy.dims.ep_enabled,
         ).to(self._world.device)

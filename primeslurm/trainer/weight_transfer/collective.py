@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -172,39 +173,37 @@ class _Outbox:
             self._channel.fail(f"rank {self._rank}: {error}")
 
 
+@dataclass
 class CollectiveTransfer:
     """Sends every version to the engines directly. Publishes only the last one, as the result of the run."""
 
-    def __init__(
-        self, sender: Sender, publisher: Publisher, last: int, model: str, link: TrainerLink, world: World
-    ) -> None:
-        self._sender = sender
-        self._publisher = publisher
-        self._last = last
-        self._model = model
-        self._link = link
-        self._world = world
+    sender: Sender
+    publisher: Publisher
+    last: int
+    model: str
+    link: TrainerLink
+    world: World
 
     def resume(self, version: int) -> None:
-        self._publisher.discard_after(version)
+        self.publisher.discard_after(version)
         if version:
             self._announce_and_send(version)
-        elif self._world.is_main:
-            retry_until_written(lambda: self._link.announce(0, self._model))
+        elif self.world.is_main:
+            retry_until_written(lambda: self.link.announce(0, self.model))
 
     def transfer(self, version: int) -> float:
         self._announce_and_send(version)
-        return self._sender.seconds
+        return self.sender.seconds
 
     def repeat(self, version: int) -> None:
-        self._sender.send(version)
+        self.sender.send(version)
 
     def flush(self, version: int) -> None:
-        self._publisher.flush(version)
+        self.publisher.flush(version)
 
     def _announce_and_send(self, version: int) -> None:
-        if self._world.is_main:
-            retry_until_written(lambda: self._link.announce(version, ""))
-        self._sender.send(version)
-        if version == self._last:
-            self._publisher.publish(version)
+        if self.world.is_main:
+            retry_until_written(lambda: self.link.announce(version, ""))
+        self.sender.send(version)
+        if version == self.last:
+            self.publisher.publish(version)

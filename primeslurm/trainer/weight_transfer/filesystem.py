@@ -31,10 +31,7 @@ FILE_BYTES = 2 * 2**30
 
 
 class Publisher:
-    """Writes versions of the policy to `<run>/weights`. All methods are collectives.
-
-    It keeps the newest `keep` versions, and those that committed checkpoints need.
-    """
+    """Writes versions to `<run>/weights`. Keeps the newest `keep`, and those of checkpoints. All are collectives."""
 
     def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
         self._policy = policy
@@ -123,40 +120,40 @@ class Publisher:
             raise RuntimeError(f"{written - len(index)} tensors were written by more than one rank")
 
 
+@dataclass
 class FilesystemTransfer:
     """Publishes every version as files. Engines read them whenever they start."""
 
-    def __init__(self, publisher: Publisher, run_dir: Path, model: str, link: TrainerLink, world: World) -> None:
-        self._publisher = publisher
-        self._run_dir = run_dir
-        self._model = model
-        self._link = link
-        self._world = world
-        self._announced = 0
-        """Newest version that engines may read. It must not change, even if a resumed run repeats its step."""
+    publisher: Publisher
+    run_dir: Path
+    model: str
+    link: TrainerLink
+    world: World
+    announced: int = 0
+    """Newest version that engines may read. It must not change, even if a resumed run repeats its step."""
 
     def resume(self, version: int) -> None:
         """Announce `version`, after publishing it again if its files are missing or damaged."""
-        if version and not self._publisher.is_sound(version):
-            self._publisher.publish(version)
-            self._publisher.flush(version)
-        self._announce(version, str(filesystem.version_dir(self._run_dir, version)) if version else self._model)
-        self._publisher.discard_after(self._announced)
+        if version and not self.publisher.is_sound(version):
+            self.publisher.publish(version)
+            self.publisher.flush(version)
+        self._announce(version, str(filesystem.version_dir(self.run_dir, version)) if version else self.model)
+        self.publisher.discard_after(self.announced)
 
     def transfer(self, version: int) -> float:
-        if version > self._announced:
-            self._announce(version, str(self._publisher.publish(version)))
+        if version > self.announced:
+            self._announce(version, str(self.publisher.publish(version)))
         return 0.0
 
     def repeat(self, version: int) -> None:
         """Do nothing: the files already exist."""
 
     def flush(self, version: int) -> None:
-        self._publisher.flush(version)
+        self.publisher.flush(version)
 
     def _announce(self, version: int, path: str) -> None:
-        announced = retry_until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
-        self._announced = self._world.decide(announced)
+        announced = retry_until_written(lambda: self.link.announce(version, path)) if self.world.is_main else 0
+        self.announced = self.world.decide(announced)
 
 
 @dataclass(frozen=True)

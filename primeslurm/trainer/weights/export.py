@@ -172,10 +172,7 @@ class Encoding:
 
 
 def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:
-    """Return the encoding of a run's policies: the engines' format for RL, and not quantized for SFT.
-
-    `stored` are the weights that the model's checkpoint stores in FP8.
-    """
+    """Return the encoding of a run's policies. For RL it is that of the engines, whose files store `stored` in FP8."""
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.task == "sft":
         return Encoding(dtype)

@@ -236,7 +236,7 @@ def _group_of_dimension(tensor: DTensor, dimension: int) -> Any:
 
 
 def row_slices(place: TensorLocation, region: Region, whole_rows: bool = False) -> Iterator[RowSlice]:
-    """List the reads for a region: of one row (all of the first dimension if `whole_rows`), or up to CHUNK_BYTES."""
+    """List the reads for a region, of whole rows if `whole_rows`. Each has one row, or at most CHUNK_BYTES."""
     shape, width = place.shape, place.torch_dtype.itemsize
     if not shape:
         yield RowSlice((), 0, 1)

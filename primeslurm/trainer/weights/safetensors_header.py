@@ -1,9 +1,4 @@
-"""Read the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
-
-The safetensors library maps files into memory. This module gives offsets instead, so that loading can read byte ranges
-into pinned buffers with `preadv`, retry after errors of network file systems (which kill a process that uses a
-mapping), and check all sizes before it allocates memory.
-"""
+"""Read the header of a safetensors file: names, dtypes, shapes and offsets of its tensors."""
 
 from __future__ import annotations
 
@@ -70,6 +65,9 @@ class _Entry(msgspec.Struct, frozen=True):
 def read_header(path: Path) -> dict[str, TensorLocation]:
     """Return the locations of all tensors of a file. Raises OSError, and ValueError if the file is damaged."""
 
+    # The safetensors library maps files into memory. Offsets let loading read byte ranges into pinned buffers with
+    # `preadv`, retry after errors of network file systems (which kill a process that uses a mapping), and check all
+    # sizes before it allocates memory.
     def read(file: BinaryIO) -> tuple[int, int, bytes]:
         size, beginning = os.fstat(file.fileno()).st_size, file.read(_LENGTH)
         length = struct.unpack("<Q", beginning)[0] if len(beginning) == _LENGTH else size

@@ -204,10 +204,10 @@ def check(run: Path, told: int, before: int) -> int:
     for step in committed:
         directory = checkpoints.step_dir(run, step)
         assert checkpoints.damage(directory) == []
-        found = {"model": {"matrix": torch.full((ROWS, WIDTH), -1.0)}}
+        actual = {"model": {"matrix": torch.full((ROWS, WIDTH), -1.0)}}
         reader = shards.ShardReader(directory / "trainer", shards.ByteCounter(), 1)
-        dcp.load(found, storage_reader=reader, no_dist=True)
-        assert found["model"]["matrix"].unique().tolist() == [float(step)], f"step {step} has other values"
+        dcp.load(actual, storage_reader=reader, no_dist=True)
+        assert actual["model"]["matrix"].unique().tolist() == [float(step)], f"step {step} has other values"
     return newest
 
 

@@ -83,20 +83,20 @@ def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
     (root / "run").mkdir()
-    found = {"first": run_round(root, 0), "same nodes": run_round(root, 1)}
+    actual = {"first": run_round(root, 0), "same nodes": run_round(root, 1)}
     shutil.rmtree(root / "nodes" / "1")
-    found["node 1 is another"] = run_round(root, 2)
+    actual["node 1 is another"] = run_round(root, 2)
     assert copy_of(root, 1, 6, keeper=2).read_bytes() == copy_of(root, 1, 6, keeper=1).read_bytes()
     own = copy_of(root, 0, 6, keeper=0)
     data = bytearray(own.read_bytes())
     data[len(data) // 2] ^= 1
     own.write_bytes(data)
     os.truncate(copy_of(root, 2, 6, keeper=2), 1000)
-    found["copies are torn"] = run_round(root, 3)
+    actual["copies are torn"] = run_round(root, 3)
     shutil.rmtree(root / "nodes" / "1")
     shutil.rmtree(root / "nodes" / "2")
-    found["nodes 1 and 2 are others"] = run_round(root, 4)
-    print(json.dumps(found))
+    actual["nodes 1 and 2 are others"] = run_round(root, 4)
+    print(json.dumps(actual))
 
 
 if __name__ == "__main__":

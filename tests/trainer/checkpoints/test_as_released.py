@@ -40,11 +40,11 @@ def test_fp8_blocks_are_dequantized(case: Case, world: World, tmp_path: Path) ->
     # More rows than a block has, and not a multiple of them.
     wider = Case(case.name, lambda: _wider(case.config()))
     meant = to_fp8(write(wider, tmp_path))
-    found = exported(build(make_recipe(tmp_path), world))
+    actual = exported(build(make_recipe(tmp_path), world))
     assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for name, tensor in meant.items() if "embed" not in name)
-    assert set(found) == set(meant)
+    assert set(actual) == set(meant)
     for name, tensor in meant.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def _wider(config: Any) -> Any:
@@ -58,10 +58,10 @@ def test_stacked_experts_are_loaded_and_exported_separately(world: World, tmp_pa
     source = write(BY_NAME["qwen3_5_moe"], tmp_path)
     before = stack_experts(source)
     assert len(tensors(source)) < len(before)
-    found = exported(build(make_recipe(source), world))
-    assert set(found) == set(before)
+    actual = exported(build(make_recipe(source), world))
+    assert set(actual) == set(before)
     for name, tensor in before.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def test_policy_from_fp8_is_published_in_compute_dtype(world: World, tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_exported_checkpoint_matches_published_fp8_policy(world: World, tmp_path
     path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
     Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, train_step, timer)
     checkpoint_export.export(recipe, checkpoints.step_dir(run, 1), out)
-    found, expected = tensors(out), tensors(path)
-    assert set(found) == set(expected) == set(tensors(source))
+    actual, expected = tensors(out), tensors(path)
+    assert set(actual) == set(expected) == set(tensors(source))
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
     configs = [json.loads((directory / "config.json").read_text())["quantization_config"] for directory in (out, path)]
     assert configs[0] == configs[1]
 
@@ -245,9 +245,9 @@ def test_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> 
     policy = build(make_recipe(kimi), world)
     same_model(policy, build(make_recipe(plain), world))
     Publisher(policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
-    found = tensors(filesystem.version_dir(tmp_path, 1))
-    assert set(found) == set(named | vision)
-    assert all(torch.equal(found[name], tensor) for name, tensor in (named | vision).items())
+    actual = tensors(filesystem.version_dir(tmp_path, 1))
+    assert set(actual) == set(named | vision)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in (named | vision).items())
 
 
 @pytest.mark.parametrize(("family", "impl"), [("deepseek_v3", "custom"), ("glm4_moe", "hf")])

@@ -56,12 +56,12 @@ def test_restarted_ranks_read_valid_copies(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["first"] == [0, 0, 0], "there is no checkpoint"
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert actual["first"] == [0, 0, 0], "there is no checkpoint"
     # Replicated state is in one rank's file. Each rank's own tensor is nearly everything that it reads.
-    near = {name: [share > 0.9 for share in shares] for name, shares in found.items()}
-    assert near["same nodes"] == [True, True, True], found
+    near = {name: [share > 0.9 for share in shares] for name, shares in actual.items()}
+    assert near["same nodes"] == [True, True, True], actual
     assert near["node 1 is another"] == [True, True, True], "rank 1's comes from node 2"
     assert near["copies are torn"] == [False, True, True], "rank 0's has its size alone, rank 2's comes from node 0"
     assert near["nodes 1 and 2 are others"] == [True, False, True], "rank 1's keeper is gone, too"
-    assert found["copies are torn"][0] < 0.1 > found["nodes 1 and 2 are others"][1]
+    assert actual["copies are torn"][0] < 0.1 > actual["nodes 1 and 2 are others"][1]

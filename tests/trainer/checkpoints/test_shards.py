@@ -160,7 +160,7 @@ def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_pa
             trainer={"optimizer": {"lr": 1e-3}, "memory": {"optimizer_state_offload": host}},
             checkpoint={"interval": 1, "moments": moments, "asynchronous": host},
         )
-        found = []
+        actual = []
         for attempt in (1, 2):
             train_step = TrainStep(build(recipe, world), recipe, world)
             saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
@@ -170,8 +170,8 @@ def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_pa
                 saver.finish(1, train_step, timer)
             else:
                 assert saver.restore(train_step) == 1
-            found.append((weights(train_step), train_step.optimizer.state_dict()))
-        (weights_before, before), (weights_after, after) = found
+            actual.append((weights(train_step), train_step.optimizer.state_dict()))
+        (weights_before, before), (weights_after, after) = actual
         assert all(torch.equal(tensor, weights_after[name]) for name, tensor in weights_before.items())
         rounded = [name for name in before if name.endswith((".exp_avg", ".exp_avg_sq"))]
         assert len(rounded) == 2 * len(weights_before)
@@ -212,10 +212,10 @@ def test_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(writer.files) == 4 and all(record.digest.startswith("xxh3:") for record in writer.files)
     checkpoints.commit(tmp_path, 1, 1, writer.files)
     assert checkpoints.damage(tmp_path) == []
-    found = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
-    dcp.load(found, storage_reader=shards.ShardReader(tmp_path / "trainer", shards.ByteCounter(), 4), no_dist=True)
-    assert found["x"] == 5
-    assert all(torch.equal(found[n], v) for n, v in state.items() if isinstance(v, torch.Tensor))
+    actual = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
+    dcp.load(actual, storage_reader=shards.ShardReader(tmp_path / "trainer", shards.ByteCounter(), 4), no_dist=True)
+    assert actual["x"] == 5
+    assert all(torch.equal(actual[n], v) for n, v in state.items() if isinstance(v, torch.Tensor))
 
 
 def test_incomplete_files_are_not_committed(tmp_path: Path) -> None:
@@ -270,11 +270,11 @@ def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
         for step in committed:
             directory = checkpoints.step_dir(tmp_path, step)
             assert checkpoints.damage(directory) == []
-            found = {f"t{number}": torch.zeros(1 << 18) for number in range(8)}
+            actual = {f"t{number}": torch.zeros(1 << 18) for number in range(8)}
             dcp.load(
-                found, storage_reader=shards.ShardReader(directory / "trainer", shards.ByteCounter(), 2), no_dist=True
+                actual, storage_reader=shards.ShardReader(directory / "trainer", shards.ByteCounter(), 2), no_dist=True
             )
-            assert all(bool((tensor == step).all()) for tensor in found.values())
+            assert all(bool((tensor == step).all()) for tensor in actual.values())
         told = committed[-1]
 
 

@@ -25,8 +25,8 @@ RULES = (PACKED, WINDOW, and_masks(PACKED, WINDOW), attention.get_causal_mask_mo
 @pytest.mark.parametrize("keys", [16, 12])
 def test_dense_mask_matches_its_rule(rule: Callable[..., torch.Tensor], keys: int) -> None:
     expected = create_mask(rule, len(LENGTHS), 1, 16, keys, "cpu")
-    found = dense(rule, len(LENGTHS), 16, keys, torch.device("cpu"))
-    assert found.shape == expected.shape and torch.equal(found, expected)
+    actual = dense(rule, len(LENGTHS), 16, keys, torch.device("cpu"))
+    assert actual.shape == expected.shape and torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kernels", ["FA2", "FA3"])

@@ -95,10 +95,10 @@ def test_losses_match_the_formulas_of_their_papers(config: Config, formula: Form
             exact = exact + config.kl_tau * ((logp - targets.logprobs)[here] ** 2).sum()
     (gradient,) = torch.autograd.grad(exact, logp)
     sums = from_recipe(config)(logp, torch.zeros_like(logp), targets)
-    (found,) = torch.autograd.grad(sums.loss, logp)
+    (actual,) = torch.autograd.grad(sums.loss, logp)
     torch.testing.assert_close(sums.loss, exact, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
-    without = (found == 0).sum().item()
+    torch.testing.assert_close(actual, gradient, rtol=1e-10, atol=1e-12)
+    without = (actual == 0).sum().item()
     high, low = (sums.metrics[f"masked_{side}_fraction"].item() for side in ("high", "low"))
     assert high > 0 and (low > 0 or getattr(config, "min_ratio", 1) == 0), "the data must be on both sides"
     assert sums.metrics["masked_fraction"].item() == high + low
@@ -115,10 +115,10 @@ def test_gradient_of_teacher_kl_equals_that_of_an_advantage(config: Config) -> N
     alone = from_recipe(config.model_copy(update={"ref_kl": None}))
     towards = (targets.ref_logprobs - logp).detach()
     kl = from_recipe(config)(logp, torch.zeros_like(logp), targets).loss - alone(logp, logp, targets).loss
-    (found,) = torch.autograd.grad(kl, logp)
+    (actual,) = torch.autograd.grad(kl, logp)
     pulled = alone(logp, logp, Targets(**{**vars(targets), "advantages": towards}))
     (gradient,) = torch.autograd.grad(pulled.loss, logp)
-    torch.testing.assert_close(found, 0.3 * gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual, 0.3 * gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_gspo_of_packed_rows_matches_the_paper() -> None:
@@ -144,10 +144,10 @@ def test_gspo_of_packed_rows_matches_the_paper() -> None:
     exact = total / 6
     (rows,) = pack(docs, 64, 1, 1.0)
     arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
-    found = packed_loss(config, arrays, docs, current) / loss_tokens(docs)
-    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-8)  # advantages of rows are float32
+    actual = packed_loss(config, arrays, docs, current) / loss_tokens(docs)
+    torch.testing.assert_close(actual, exact, rtol=1e-6, atol=1e-8)  # advantages of rows are float32
     leaves = list(current.values())
-    for mine, theirs in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(exact, leaves), strict=True):
+    for mine, theirs in zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(exact, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
 

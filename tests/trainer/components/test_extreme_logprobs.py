@@ -65,8 +65,8 @@ def changed(tensor: torch.Tensor, value: float) -> torch.Tensor:
 def gradient(config: Loss, logprobs: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, dict[str, float]]:
     own = logprobs.clone().requires_grad_()
     sums = from_recipe(config)(own, torch.ones(TOKENS), targets)
-    (found,) = torch.autograd.grad(sums.loss, own)
-    return found, {name: value.item() for name, value in sums.metrics.items()}
+    (actual,) = torch.autograd.grad(sums.loss, own)
+    return actual, {name: value.item() for name, value in sums.metrics.items()}
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -74,16 +74,16 @@ def gradient(config: Loss, logprobs: torch.Tensor, targets: Targets) -> tuple[to
 @pytest.mark.parametrize("config", LOSSES, ids=lambda config: config.type)
 def test_token_with_impossible_logprob_is_not_trained(config: Loss, value: float, sign: float) -> None:
     logprobs, targets = sample(sign)
-    found, metrics = gradient(config, logprobs, replace(targets, logprobs=changed(targets.logprobs, value)))
-    assert found[ODD] == 0
+    actual, metrics = gradient(config, logprobs, replace(targets, logprobs=changed(targets.logprobs, value)))
+    assert actual[ODD] == 0
     assert metrics["impossible_fraction"] == 1, "metrics are sums until they are divided by the tokens"
     assert all(map(math.isfinite, metrics.values()))
     others = torch.arange(TOKENS) != ODD
     if isinstance(config, GspoLoss):  # in its own sequence, the token counts as one that did not move
         others = torch.arange(TOKENS) // 6 != ODD // 6
-        assert found.isfinite().all()
+        assert actual.isfinite().all()
     expected, plain = gradient(config, logprobs, targets)
-    assert torch.equal(found[others], expected[others]), "bit for bit"
+    assert torch.equal(actual[others], expected[others]), "bit for bit"
     assert plain["impossible_fraction"] == 0 and plain.get("capped_fraction", 0) == 0
 
 
@@ -93,24 +93,24 @@ def test_ratio_cap_limits_the_gradient_of_a_token(config: Any, value: float) -> 
     logprobs, targets = sample(-1.0)
     # The trainer finds it unlikely as well: no trust region of probabilities drops it.
     logprobs = changed(logprobs, -5.0)
-    found, metrics = gradient(config, logprobs, replace(targets, logprobs=changed(targets.logprobs, value)))
+    actual, metrics = gradient(config, logprobs, replace(targets, logprobs=changed(targets.logprobs, value)))
     cap = config.max_ratio if isinstance(config, CispoLoss) else config.ratio_cap
     exact = -targets.advantages[ODD].item() * cap + config.kl_tau * 2 * (-5.0 - value)
-    assert found[ODD].item() == pytest.approx(exact, rel=1e-5)
+    assert actual[ODD].item() == pytest.approx(exact, rel=1e-5)
     if not isinstance(config, CispoLoss):
         assert metrics["capped_fraction"] == 1
     expected, _ = gradient(config, logprobs, replace(targets, logprobs=changed(targets.logprobs, -5.0)))
     others = torch.arange(TOKENS) != ODD
-    assert torch.equal(found[others], expected[others])
+    assert torch.equal(actual[others], expected[others])
 
 
 def test_ratio_cap_limits_the_gradient_of_a_sequence() -> None:
     logprobs, targets = sample(-1.0)
     first = torch.arange(TOKENS) < 6
-    found, metrics = gradient(
+    actual, metrics = gradient(
         GspoLoss(), logprobs, replace(targets, logprobs=torch.where(first, logprobs - 20, logprobs))
     )
-    torch.testing.assert_close(found, torch.where(first, -10 * targets.advantages, -targets.advantages))
+    torch.testing.assert_close(actual, torch.where(first, -10 * targets.advantages, -targets.advantages))
     assert metrics["capped_fraction"] == 6
 
 
@@ -127,9 +127,9 @@ def test_gradient_of_teacher_kl_is_bounded(teacher: float, trainer: float, engin
         advantages=torch.zeros(TOKENS),
     )
     config = DppoLoss(kl_tau=0.0, ref_kl=1.0, mask_low=9.0, mask_high=9.0)
-    found, metrics = gradient(config, changed(logprobs, trainer), targets)
+    actual, metrics = gradient(config, changed(logprobs, trainer), targets)
     ratio = min(math.exp(trainer - engine), 10.0)
-    assert found[ODD].item() == pytest.approx(-ratio * min(max(teacher - trainer, -15), 15), rel=1e-2, abs=1e-6)
+    assert actual[ODD].item() == pytest.approx(-ratio * min(max(teacher - trainer, -15), 15), rel=1e-2, abs=1e-6)
     assert all(map(math.isfinite, metrics.values()))
 
 

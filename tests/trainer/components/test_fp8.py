@@ -54,19 +54,19 @@ SIZES = {"hidden_size": 160, "intermediate_size": 200, "moe_intermediate_size": 
 def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape: tuple[int, int]) -> None:
     values = matrix(*shape)
     values[:128, :128] = 0
-    found = quantize(values, block)
-    assert found.scales.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    for i in range(found.scales.shape[0]):
-        for j in range(found.scales.shape[1]):
+    actual = quantize(values, block)
+    assert actual.scales.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    for i in range(actual.scales.shape[0]):
+        for j in range(actual.scales.shape[1]):
             part = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
             scale = max(values[part].float().abs().max(), torch.tensor(1e-30)) / 448
-            assert found.scales[i, j] == scale
+            assert actual.scales[i, j] == scale
             assert torch.equal(
-                found.data[part].float(), (values[part].float() * (1 / scale)).to(found.data.dtype).float()
+                actual.data[part].float(), (values[part].float() * (1 / scale)).to(actual.data.dtype).float()
             )
-    assert ((found.values(torch.float64) - values.double()).abs() <= rounding(values, block)).all()
+    assert ((actual.values(torch.float64) - values.double()).abs() <= rounding(values, block)).all()
     view = quantize(values.T.contiguous().T, block)
-    assert view.data.is_contiguous() and torch.equal(view.values(), found.values())
+    assert view.data.is_contiguous() and torch.equal(view.values(), actual.values())
 
 
 def test_tiny_gradients_keep_their_precision() -> None:
@@ -137,7 +137,7 @@ def test_linear_layer_and_gradients_are_within_rounding() -> None:
     out.backward(gradient)
     rows, upstream = x.detach().flatten(0, 1), gradient.flatten(0, 1)
     padded = [torch.nn.functional.pad(t, (0, 0, 0, 56)) for t in (upstream, rows)]
-    for found, (a, a_block), (b, b_block) in (
+    for actual, (a, a_block), (b, b_block) in (
         (out.detach().flatten(0, 1), (rows, ROWS), (w.detach(), BLOCKS)),
         (x.grad.flatten(0, 1), (upstream, ROWS), (w.detach().T, BLOCKS)),
         (w.grad, (padded[0].T, ROWS), (padded[1].T, ROWS)),
@@ -145,21 +145,21 @@ def test_linear_layer_and_gradients_are_within_rounding() -> None:
         da, db = rounding(a.contiguous(), a_block), rounding(b.contiguous(), b_block)
         a, b = a.double(), b.double()
         bound = a.abs() @ db.T + da @ b.abs().T + da @ db.T
-        difference = (found.double() - a @ b.T).abs()
+        difference = (actual.double() - a @ b.T).abs()
         assert (difference <= bound * (1 + 1e-5)).all()
-        assert relative_error(found, a @ b.T) < 0.05
+        assert relative_error(actual, a @ b.T) < 0.05
 
 
 def test_grouped_products_and_gradients_are_near_float32() -> None:
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
-    found, expected = [], []
-    for product, results in ((fp8.grouped_product, found), (_grouped, expected)):
+    actual, expected = [], []
+    for product, results in ((fp8.grouped_product, actual), (_grouped, expected)):
         rows, weight = matrix(OFFSETS[-1], 256).float(), matrix(5, 128, 256, seed=1).float()
         rows.requires_grad_(), weight.requires_grad_()
         out = product(rows, weight, offsets)
         out.backward(matrix(OFFSETS[-1], 128, seed=2).float())
         results += [out.detach(), rows.grad, weight.grad]
-    for mine, exactly in zip(found, expected, strict=True):
+    for mine, exactly in zip(actual, expected, strict=True):
         assert 1e-4 < relative_error(mine, exactly.double()) < 0.05
 
 
@@ -251,10 +251,10 @@ def test_model_computes_the_same_layers_in_fp8_as_engines(
         elif isinstance(module, GroupedExperts):
             experts += 1
     assert "lm_head" in kept and kept <= KEPT
-    found, theirs = run(policy, routed)
+    actual, theirs = run(policy, routed)
     assert 2 * experts <= grouped.products <= 3 * experts
     # A product is off by 3 to 4 %, and a random model damps none of it from layer to layer.
-    assert 0.01 < relative_error(found, logits.double()) < 0.15
+    assert 0.01 < relative_error(actual, logits.double()) < 0.15
     assert theirs.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.cosine_similarity(theirs[name].flatten(), gradient.flatten(), dim=0) > 0.95, name
@@ -263,9 +263,9 @@ def test_model_computes_the_same_layers_in_fp8_as_engines(
 def test_absorbed_weight_is_rounded_with_straight_through_gradient() -> None:
     weight = matrix(200, 160).float().requires_grad_()
     gradient = matrix(200, 160, seed=1).float()
-    found = fp8.rounded(weight)
-    found.backward(gradient)
-    assert torch.equal(found, quantize(weight.detach(), BLOCKS).values())
+    actual = fp8.rounded(weight)
+    actual.backward(gradient)
+    assert torch.equal(actual, quantize(weight.detach(), BLOCKS).values())
     assert torch.equal(weight.grad, gradient)
 
 

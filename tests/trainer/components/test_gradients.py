@@ -102,8 +102,8 @@ def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if case.name in used:
             write(case, directory / case.name)
             images = any(layout.case == case.name and layout.images for layout in TWO_RANKS)
-            found = gradients(Layout(case.name, images=images), directory, world)
-            torch.save(found, directory / f"{case.name}.pt")
+            actual = gradients(Layout(case.name, images=images), directory, world)
+            torch.save(actual, directory / f"{case.name}.pt")
     return directory
 
 

@@ -187,15 +187,15 @@ def test_observed_tokens_add_only_weighted_cross_entropy() -> None:
     )
     sums = evaluate(function, logits, both, mask | observed)
     sums.loss.backward()
-    found, logits.grad = logits.grad, None
+    actual, logits.grad = logits.grad, None
     alone = evaluate(function, logits, targets, mask)
     nll = -logits.double().log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     expected = (weights * nll)[observed].sum()
     (alone.loss + expected).backward()
     assert sums.metrics["echo_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
     assert sums.loss.item() == pytest.approx(alone.loss.item() + expected.item(), rel=1e-5)
-    assert found is not None and logits.grad is not None
-    torch.testing.assert_close(found, logits.grad, atol=1e-5, rtol=1e-4)
+    assert actual is not None and logits.grad is not None
+    torch.testing.assert_close(actual, logits.grad, atol=1e-5, rtol=1e-4)
     for name in alone.metrics.keys() - {"loss", "echo_loss"}:
         assert sums.metrics[name].item() == pytest.approx(alone.metrics[name].item(), rel=1e-5), name
 

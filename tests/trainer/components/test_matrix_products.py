@@ -20,16 +20,16 @@ def test_logits_and_gradients_match_grouped_products(
 ) -> None:
     path = write(BY_NAME[name], tmp_path)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-    found = []
+    actual = []
     for grouped in (True, False):
         policy = build(make_recipe(path, trainer={"grouped_mm": grouped}), world)
         if not grouped:
             monkeypatch.setattr(torch, "_grouped_mm", None)  # nobody calls it
         logits = policy.logits(tokens, torch.arange(SEQ_LEN)[None])[0]
         logits.float().square().mean().backward()
-        found.append([logits.detach(), *(p.grad for p in policy.model.parameters() if p.grad is not None)])
-    assert len(found[0]) == len(found[1]) > 5
-    for grouped, single in zip(*found, strict=True):
+        actual.append([logits.detach(), *(p.grad for p in policy.model.parameters() if p.grad is not None)])
+    assert len(actual[0]) == len(actual[1]) > 5
+    for grouped, single in zip(*actual, strict=True):
         torch.testing.assert_close(single, grouped, atol=1e-5, rtol=1e-4)
 
 

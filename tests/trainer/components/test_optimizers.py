@@ -113,12 +113,12 @@ def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]
     named = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": False} if sees else None}
     policy = assemble(config, path, make_recipe(path, model=named, trainer=trainer), world)
     built = optimizers.build(Optimizer(type="muon", lr=0.1), policy.model, torch.float32)
-    found: tuple[set[str], set[str]] = (set(), set())
+    actual: tuple[set[str], set[str]] = (set(), set())
     for optimizer in built:
         for group in optimizer.param_groups:
-            found[not isinstance(optimizer, Muon)].update(group["param_names"])
-    assert sum(map(len, found)) == sum(p.requires_grad for p in policy.model.parameters())
-    return found
+            actual[not isinstance(optimizer, Muon)].update(group["param_names"])
+    assert sum(map(len, actual)) == sum(p.requires_grad for p in policy.model.parameters())
+    return actual
 
 
 def test_muon_trains_exactly_the_matrices_of_layers(world: World) -> None:
@@ -150,17 +150,17 @@ def rates(schedule: str, floor: float, steps: int = 10) -> Iterator[float]:
 
 def test_decay_reaches_the_minimum_one_step_after_the_last() -> None:
     for schedule in ("linear", "cosine"):
-        found = list(rates(schedule, 0.25, steps=11))
-        assert found[9] > found[10] == pytest.approx(0.25 * 2.0)
+        actual = list(rates(schedule, 0.25, steps=11))
+        assert actual[9] > actual[10] == pytest.approx(0.25 * 2.0)
 
 
 def test_schedules() -> None:
     assert list(rates("constant", 0.0)) == [1.0] + [2.0] * 9
     linear, cosine = list(rates("linear", 0.25)), list(rates("cosine", 0.25))
-    for found in (linear, cosine):
-        assert found[:3] == [1.0, 2.0, 2.0]
-        assert found == sorted(found[:2]) + sorted(found[2:], reverse=True)
-        assert found[-1] > 0.25 * 2.0
+    for actual in (linear, cosine):
+        assert actual[:3] == [1.0, 2.0, 2.0]
+        assert actual == sorted(actual[:2]) + sorted(actual[2:], reverse=True)
+        assert actual[-1] > 0.25 * 2.0
     progress = [step / 8 for step in range(8)]
     assert linear[2:] == pytest.approx([2.0 * (0.25 + 0.75 * (1 - p)) for p in progress])
     assert cosine[2:] == pytest.approx([2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi * p)) / 2) for p in progress])
@@ -186,17 +186,17 @@ def runs(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("layout", ["two", "two-one", "one-two"])
 def test_ranks_and_resumes_match_one_process(layout: str, kind: str, runs: Path) -> None:
-    expected, found = trained(runs / "one" / kind), trained(runs / layout / kind)
-    assert set(found) == set(expected)
-    differ = torch.cat([((found[name] - expected[name]).abs() > 1e-5).flatten() for name in expected])
+    expected, actual = trained(runs / "one" / kind), trained(runs / layout / kind)
+    assert set(actual) == set(expected)
+    differ = torch.cat([((actual[name] - expected[name]).abs() > 1e-5).flatten() for name in expected])
     # The sign of a gradient that is almost nothing is anyone's guess.
     assert differ.float().mean() < 0.002
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_resumed_run_matches_uninterrupted_run(kind: str, runs: Path) -> None:
-    expected, found = trained(runs / "one" / kind), trained(runs / "one-one" / kind)
-    for name, tensor in found.items():
+    expected, actual = trained(runs / "one" / kind), trained(runs / "one-one" / kind)
+    for name, tensor in actual.items():
         assert torch.equal(tensor, expected[name]), name
 
 
@@ -209,9 +209,9 @@ def test_resumed_run_matches_uninterrupted_run(kind: str, runs: Path) -> None:
 )
 def test_state_offload_does_not_change_results(layout: str, kind: str, runs: Path) -> None:
     """Also for a run that resumes in the other mode."""
-    expected, found = trained(runs / "two" / kind), trained(runs / layout / kind)
-    assert set(found) == set(expected)
-    for name, tensor in found.items():
+    expected, actual = trained(runs / "two" / kind), trained(runs / layout / kind)
+    assert set(actual) == set(expected)
+    for name, tensor in actual.items():
         assert torch.equal(tensor, expected[name]), name
 
 
@@ -223,10 +223,10 @@ def test_checkpoint_of_offloaded_state_loads_without_offload(kind: str, runs: Pa
 
 def described(directory: Path) -> dict[str, object]:
     (trainer,) = directory.glob("*2/trainer")
-    found = dcp.FileSystemReader(trainer).read_metadata().state_dict_metadata
+    actual = dcp.FileSystemReader(trainer).read_metadata().state_dict_metadata
     return {
         name: (each.size, each.properties.dtype, sorted(tuple(chunk.offsets) for chunk in each.chunks))
         if isinstance(each, TensorStorageMetadata)
         else type(each)
-        for name, each in found.items()
+        for name, each in actual.items()
     }

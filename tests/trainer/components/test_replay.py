@@ -83,10 +83,12 @@ def test_invalid_experts_are_not_replayed(wrong: tuple[int, int], moe_model: Pat
     unknown, repeated = routed.clone(), routed.clone()
     unknown[:, 10], repeated[:, 10] = 255, torch.tensor(wrong)
     with torch.no_grad():
-        replayed, expected, found = (policy.logits(TOKENS, positions, routed=r)[0] for r in (routed, unknown, repeated))
-    assert torch.equal(found, expected)
+        replayed, expected, actual = (
+            policy.logits(TOKENS, positions, routed=r)[0] for r in (routed, unknown, repeated)
+        )
+    assert torch.equal(actual, expected)
     others = torch.arange(SEQ_LEN) != 10
-    assert torch.equal(found[:, others], replayed[:, others])
+    assert torch.equal(actual[:, others], replayed[:, others])
 
 
 def test_router_with_top_k_1_replays_expert_0(world: World) -> None:

@@ -17,9 +17,9 @@ PIXELS = np.random.default_rng(0).integers(0, 255, (33, 40, 3), dtype=np.uint8)
 
 
 def stored(kind: str, mode: str = "RGB") -> bytes:
-    found = io.BytesIO()
-    Image.fromarray(PIXELS).convert(mode).save(found, kind)
-    return found.getvalue()
+    actual = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(actual, kind)
+    return actual.getvalue()
 
 
 SEEDS = [stored(kind) for kind in FORMATS] + [stored("PNG", "RGBA"), stored("PNG", "P"), stored("WEBP", "RGBA")]
@@ -34,13 +34,13 @@ def test_every_format_is_read(kind: str) -> None:
 @fuzzed(20)
 @given(st.sampled_from(SEEDS).flatmap(texts))
 def test_damaged_images_raise_errors_with_their_name(data: bytes) -> None:
-    found = "image photo: "
+    actual = "image photo: "
     try:
         with _naming("photo"):
-            found = _decoded(data).mode
+            actual = _decoded(data).mode
     except ValueError as error:
-        found = str(error)[: len(found)]
-    assert found in ("RGB", "image photo: ")
+        actual = str(error)[: len(actual)]
+    assert actual in ("RGB", "image photo: ")
 
 
 def test_formats_decoded_by_external_programs_are_rejected() -> None:
@@ -50,14 +50,14 @@ def test_formats_decoded_by_external_programs_are_rejected() -> None:
 
 def test_errors_of_all_decoders_are_handled() -> None:
     """Pillow's AVIF decoder raises RuntimeError."""
-    found, whole = [], stored("AVIF")
+    actual, whole = [], stored("AVIF")
     for place in range(0, len(whole) - 8, 8):
         try:
             with _naming("photo"):
                 _decoded(whole[:place] + b"\xff" * 8 + whole[place + 8 :])
         except ValueError as error:
-            found.append(type(error.__cause__))
-    assert RuntimeError in found
+            actual.append(type(error.__cause__))
+    assert RuntimeError in actual
 
 
 def test_decompression_bomb_is_rejected_before_decoding() -> None:

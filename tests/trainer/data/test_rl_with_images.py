@@ -81,14 +81,14 @@ def make(number: int, parts: tuple[Part, ...], processor: Any) -> Seen:
     rng = np.random.default_rng(number)
     tokens: list[int] = []
     mask: list[bool] = []
-    spans, found = [], []
+    spans, actual = [], []
     for part in parts:
         if isinstance(part, int):
             new = rng.integers(3, 100, abs(part)).tolist()
         else:
             image = noise(part, rng)
-            found.append(processor(images=[image], return_tensors="pt"))
-            count = int(found[-1]["image_grid_thw"].prod()) // MERGE**2
+            actual.append(processor(images=[image], return_tensors="pt"))
+            count = int(actual[-1]["image_grid_thw"].prod()) // MERGE**2
             spans.append(ImageSpan(uri(image), len(tokens) + 1, len(tokens) + 1 + count))
             new = [IMAGES["vision_start_token_id"], *[IMAGES["image_token_id"]] * count, IMAGES["vision_end_token_id"]]
         tokens += new
@@ -102,7 +102,7 @@ def make(number: int, parts: tuple[Part, ...], processor: Any) -> Seen:
         np.where(sampled, 0, -1).astype(np.int32),
     )
     names = ("pixel_values", "image_grid_thw")
-    images = {name: torch.cat([one[name] for one in found]) for name in names if found}
+    images = {name: torch.cat([one[name] for one in actual]) for name in names if actual}
     return Seen(rollout, images, sampled & (np.arange(len(tokens)) < (CUT_AT if number == 0 else SEQ_LEN)))
 
 
@@ -204,9 +204,9 @@ def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tm
     assert metrics["tokens"] == len(own) and metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert 0.1 < metrics["masked_fraction"] < 0.9
     assert metrics["masked_fraction"] == pytest.approx((~keep).float().mean().item())
-    ((found, targets),) = given
+    ((actual, targets),) = given
     by_engine = targets.logprobs.argsort()  # rows hold the rollouts in another order
-    assert (found[by_engine] - own.detach()[engine.argsort()]).abs().max() < 5e-6
+    assert (actual[by_engine] - own.detach()[engine.argsort()]).abs().max() < 5e-6
     assert torch.equal(targets.logprobs[by_engine], engine.sort().values)
 
     before, after = load_file(model / "model.safetensors"), exported(train_step.policy)
@@ -224,8 +224,8 @@ def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tm
 
 def released(reference: Any) -> dict[str, torch.Tensor]:
     """Return the gradients outside of the encoder by checkpoint name."""
-    found = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None and ".visual." not in name}
-    return {name: grad.mT if ".experts." in name else grad for name, grad in found.items()}
+    actual = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None and ".visual." not in name}
+    return {name: grad.mT if ".experts." in name else grad for name, grad in actual.items()}
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def test_token_files_store_image_spans(model: Path, reader: ImageReader, tmp_pat
     path = write_lines(tmp_path, conversation("x", "r.png", "b.png"), {"prompt": "ab", "completion": "cd"})
     conversations = sft_data.Conversations(path, AutoTokenizer.from_pretrained(model), SEQ_LEN, reader)
     parts = tuple(token_files.write_part(tmp_path, conversations, rank, 2) for rank in range(2))
-    found = token_files.TokenFiles(tmp_path, parts)
+    actual = token_files.TokenFiles(tmp_path, parts)
     wanted = loaded(conversations)
-    assert [found[i].images for i in range(len(found))] == [example.images for example in wanted]
+    assert [actual[i].images for i in range(len(actual))] == [example.images for example in wanted]
     assert [len(example.images) for example in wanted] == [2, 0]
 
 

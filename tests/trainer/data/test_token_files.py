@@ -42,9 +42,9 @@ def lines(count: int) -> list[dict[str, Any]]:
     return [*chats[: count // 2], LONG, SEPARATED, *chats[count // 2 :]]
 
 
-def same(found: ExampleList, wanted: Sequence[Example]) -> bool:
-    pairs = [(found[i], each) for i, each in enumerate(wanted)]
-    return len(found) == len(wanted) and all(
+def same(actual: ExampleList, wanted: Sequence[Example]) -> bool:
+    pairs = [(actual[i], each) for i, each in enumerate(wanted)]
+    return len(actual) == len(wanted) and all(
         np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.mask, b.mask) for a, b in pairs
     )
 

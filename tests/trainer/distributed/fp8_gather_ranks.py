@@ -35,8 +35,8 @@ class Model(nn.Module):
         self.head = nn.Linear(dim, 8)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(sum(layer(rows, counts) for layer in self.experts))
-        return found
+        actual: torch.Tensor = self.head(sum(layer(rows, counts) for layer in self.experts))
+        return actual
 
 
 def train(shape: tuple[int, int, int], in_fp8: bool, reshard: bool) -> tuple[list[torch.Tensor], int]:
@@ -75,9 +75,9 @@ def main() -> None:
     join(Interrupt(), timeout_s=600)
     for name, shape in SHAPES.items():
         for reshard in (True, False):
-            found, stacks = train(shape, True, reshard)
+            actual, stacks = train(shape, True, reshard)
             expected, _ = train(shape, False, reshard)
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)), name
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True)), name
             print(f"STACKS {name}: {stacks}", flush=True)
 
 

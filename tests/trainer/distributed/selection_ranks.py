@@ -38,9 +38,9 @@ def main() -> None:
         expected = sparse_attention.select(query, keys, weight, context, TOP_K)
         scored[0] = 0
         own = slice(rank * piece, (rank + 1) * piece)
-        found = sparse_attention.select(query[:, own], keys, weight[:, own], context.shard(world), TOP_K)
-        assert found.shape == expected[:, own].shape and found.dtype == expected.dtype
-        assert torch.equal(found.sort().values, expected[:, own].sort().values)
+        actual = sparse_attention.select(query[:, own], keys, weight[:, own], context.shard(world), TOP_K)
+        assert actual.shape == expected[:, own].shape and actual.dtype == expected.dtype
+        assert torch.equal(actual.sort().values, expected[:, own].sort().values)
         print(f"SCORED {scored[0]}", flush=True)
 
 

@@ -72,8 +72,8 @@ def test_out_transform_matches_one_rank(style: context_parallel.Style, world: Wo
 
     expected = alone[0](q, k, v, attention_masks=documents, out_transform=weigh)
     masks = group.masks({"full": documents}, SEQ_LEN)["full"]
-    found = shared[0](q, k, v, attention_masks=masks, out_transform=weigh)
-    torch.testing.assert_close(found, expected)
+    actual = shared[0](q, k, v, attention_masks=masks, out_transform=weigh)
+    torch.testing.assert_close(actual, expected)
     assert not torch.allclose(expected, alone[0](q, k, v, attention_masks=documents))
 
 

@@ -46,7 +46,7 @@ def test_every_layer_dispatches_with_deepep(moe_model: Path, monkeypatch: pytest
     config = spec.model
     before = list(config.traverse(AllToAllTokenDispatcher.Config))
     convert(ModelDraft(make_recipe(moe_model, trainer=parallelism(deepep_num_sms=24)), spec))
-    after = [found for _, found, _, _ in config.traverse(DeepEPTokenDispatcher.Config)]
+    after = [actual for _, actual, _, _ in config.traverse(DeepEPTokenDispatcher.Config)]
     assert [(c.num_experts, c.top_k) for c in after] == [(c.num_experts, c.top_k) for _, c, _, _ in before]
     assert after and not list(config.traverse(AllToAllTokenDispatcher.Config))
 

@@ -53,10 +53,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[
 def test_two_ranks_match_one(
     case: Case, two_ranks: dict[str, tuple[dict[str, float], Path]], world: World, tmp_path: Path
 ) -> None:
-    found, directory = two_ranks[case.name]
+    actual, directory = two_ranks[case.name]
     expected = train(recipe(directory / "model", case, 1), tmp_path, world)[0]
     for name in COMPARED:
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     theirs, ours = (tensors(filesystem.version_dir(run, 1)) for run in (directory, tmp_path))
     assert set(theirs) == set(ours)
     for name, tensor in theirs.items():

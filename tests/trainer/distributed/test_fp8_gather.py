@@ -40,9 +40,9 @@ def test_shards_quantized_with_common_scales_match_the_whole(dtype: torch.dtype)
 
 def test_transposed_weight_matches_its_quantization() -> None:
     values = matrix(2, 256, 384)
-    found, expected = quantize(values, BLOCKS).transposed(), quantize(values.mT, BLOCKS)
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(found.scales, expected.scales)
+    actual, expected = quantize(values, BLOCKS).transposed(), quantize(values.mT, BLOCKS)
+    assert torch.equal(actual.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(actual.scales, expected.scales)
 
 
 @pytest.mark.parametrize(

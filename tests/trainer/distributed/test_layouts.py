@@ -38,12 +38,12 @@ def recipe_for(model: Path, loss: dict[str, Any] | None = None, **parallelism: A
 
 @pytest.fixture(scope="module")
 def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    found = []
+    actual = []
     for loss in (None, SEQUENCES):
         directory = tmp_path_factory.mktemp("one")
-        found.append((train(recipe_for(moe_model, loss), directory, world), published(directory, STEPS)))
-    assert all(0 < metrics["masked_fraction"] < 1 for metrics in found[1][0])
-    return found
+        actual.append((train(recipe_for(moe_model, loss), directory, world), published(directory, STEPS)))
+    assert all(0 < metrics["masked_fraction"] < 1 for metrics in actual[1][0])
+    return actual
 
 
 @pytest.mark.parametrize(

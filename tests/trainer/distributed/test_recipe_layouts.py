@@ -40,8 +40,8 @@ def layouts(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks", "trainer_layouts", *asked]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    found = map(json.loads, done.stdout.splitlines())
-    return {layout["recipe"]: layout for layout in found}
+    actual = map(json.loads, done.stdout.splitlines())
+    return {layout["recipe"]: layout for layout in actual}
 
 
 @pytest.mark.parametrize("name", WHOLE)

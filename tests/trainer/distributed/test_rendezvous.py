@@ -70,9 +70,9 @@ def test_gate_protects_the_store_from_strangers(meeting: Meeting) -> None:
     for store in (bare, meeting.store):
         store.set("key", "ours")
         store.set("count", "1")
-    found = attack(port, meeting.port, meeting.way, meeting.inner)
-    assert found[0] == "took over True True" and bare.get("key") == b"theirs"
-    assert len(found) == 4 and all(error.endswith("Error") for error in found[1:]), found
+    actual = attack(port, meeting.port, meeting.way, meeting.inner)
+    assert actual[0] == "took over True True" and bare.get("key") == b"theirs"
+    assert len(actual) == 4 and all(error.endswith("Error") for error in actual[1:]), actual
     assert meeting.store.get("key") == b"ours" and meeting.store.check(["count"])
 
 

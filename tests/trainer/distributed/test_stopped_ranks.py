@@ -58,8 +58,8 @@ class Ranks:
         self.now += LOOK_S * FASTER
         for agent in self.agents:
             agent.check(self.now)
-        found = unresponsive_ranks({str(rank): agent.of(str(rank)).report() for rank, agent in enumerate(self.agents)})
-        return found.behind if found else ()
+        actual = unresponsive_ranks({str(rank): agent.of(str(rank)).report() for rank, agent in enumerate(self.agents)})
+        return actual.behind if actual else ()
 
     def stop(self, rank: int) -> None:
         """Stop a rank."""
@@ -91,10 +91,10 @@ def training(source: Path, directory: Path, size: int, /, **sections: Any) -> It
         heartbeats = HeartbeatLimits(hang_timeout_s=LIMIT_S)
         plan = Process(name=str(rank), role="trainer", node=0, argv=("python",), log="log", heartbeats=heartbeats)
         agents[-1].started(plan, process.pid, page, None)
-    found = Ranks(processes, pages, agents)
+    actual = Ranks(processes, pages, agents)
     try:
-        found.until(lambda: all((heartbeat.step or 0) >= 2 for heartbeat in found.heartbeats()), "no second step")
-        yield found
+        actual.until(lambda: all((heartbeat.step or 0) >= 2 for heartbeat in actual.heartbeats()), "no second step")
+        yield actual
     finally:
         for process in processes:
             process.kill()
@@ -106,8 +106,8 @@ def training(source: Path, directory: Path, size: int, /, **sections: Any) -> It
 @pytest.fixture(scope="module")
 def ranks(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     trainer = {"optimizer": {"lr": 1e-5}, "parallelism": LAYOUT, "micro_batch_tokens": 64}
-    with training(moe_model, tmp_path_factory.mktemp("stopped"), RANKS, trainer=trainer) as found:
-        yield found
+    with training(moe_model, tmp_path_factory.mktemp("stopped"), RANKS, trainer=trainer) as actual:
+        yield actual
 
 
 def is_named_to_the_end(ranks: Ranks, victim: int) -> None:

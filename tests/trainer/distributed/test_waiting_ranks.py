@@ -52,8 +52,8 @@ def test_missing_rank_is_named(ranks: list[tuple[subprocess.Popen[str], Heartbea
     ):  # ranks come there one after the other, and count after that
         assert time.monotonic() < deadline and all(process.poll() is None for process, _ in ranks)
         time.sleep(0.2)
-    found = unresponsive_ranks({f"trainer-rank-{rank}": report(page, 40.0 + rank) for rank, page in enumerate(pages)})
-    assert found is not None and found.behind == ("trainer-rank-1",) and found.heartbeat.phase == "optimizer"
+    actual = unresponsive_ranks({f"trainer-rank-{rank}": report(page, 40.0 + rank) for rank, page in enumerate(pages)})
+    assert actual is not None and actual.behind == ("trainer-rank-1",) and actual.heartbeat.phase == "optimizer"
     waiting = ranks[0][0]
     waiting.send_signal(heartbeats.DUMP_SIGNAL)  # it is in a collective, and yet tells where
     assert waiting.stderr is not None

@@ -24,7 +24,7 @@ def without_padding(row: Row) -> Row:
 
 def test_short_rows_train_like_padded_rows(moe_model: Path, world: World, tmp_path: Path) -> None:
     recipe = make_recipe(moe_model, trainer={"router_replay": True})
-    found = []
+    actual = []
     for shortened in (False, True):
         policy = build(recipe, world)
         train_step = TrainStep(policy, recipe, world)
@@ -33,7 +33,7 @@ def test_short_rows_train_like_padded_rows(moe_model: Path, world: World, tmp_pa
         rows = [without_padding(row) if shortened and i % 2 else row for i, row in enumerate(plain.rows)]
         assert len({len(row.token_ids) for row in rows}) == 1 + shortened
         again = Batch.decode([bytearray(frame) for frame in Batch(info, rows).encode()])
-        found.append(train_step.train(again, make_timer(tmp_path)))
-    padded, short = found
+        actual.append(train_step.train(again, make_timer(tmp_path)))
+    padded, short = actual
     for name in ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm"):
         assert short[name] == pytest.approx(padded[name], rel=1e-5, abs=1e-7), name

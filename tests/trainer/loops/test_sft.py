@@ -126,8 +126,8 @@ def test_rows_are_full() -> None:
     rows = sft_data.batch(examples, 1, len(examples), 4096, 0, 0, 1).rows
     assert len(rows) <= 1.05 * sum(lengths) / 4096
     trained = [row.token_ids[row.mask] for row in rows]
-    found = dict(zip(*np.unique(np.concatenate(trained), return_counts=True), strict=True))
-    assert found == dict(enumerate(lengths)), "each example is in one row, whole"
+    actual = dict(zip(*np.unique(np.concatenate(trained), return_counts=True), strict=True))
+    assert actual == dict(enumerate(lengths)), "each example is in one row, whole"
 
 
 def test_the_loss_falls(moe_model: Path, demonstrations: Path, world: World, tmp_path: Path) -> None:

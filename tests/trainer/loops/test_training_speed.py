@@ -22,21 +22,21 @@ PEAK = 989e12  # of H100 and H200 in bfloat16
 
 def test_both_steps_are_timed(world: World) -> None:
     options = ["--layers", "1", "--seq", "64", "--rows", "2", "--steps", "1", "--lm-head-chunk", "64", "--vocab", "256"]
-    found = measure(arguments([*options, "--against", "torchtitan"]), world)
-    assert found["tokens_per_step"] == 128 and found["speed_ratio"] > 0
-    assert found["ours"]["tokens_per_s"] > 0 and found["torchtitan"]["tokens_per_s"] > 0
+    actual = measure(arguments([*options, "--against", "torchtitan"]), world)
+    assert actual["tokens_per_step"] == 128 and actual["speed_ratio"] > 0
+    assert actual["ours"]["tokens_per_s"] > 0 and actual["torchtitan"]["tokens_per_s"] > 0
 
 
 def test_compiled_and_eager_steps_are_timed(world: World) -> None:
     options = ["--layers", "1", "--seq", "64", "--documents", "3", "--steps", "1", "--vocab", "256"]
-    found = measure(arguments([*options, "--against", "eager"]), world)
-    assert found["speed_ratio"] > 0
-    assert found["first_step"] == found["eager_first_step"], "the same weights and rows"
+    actual = measure(arguments([*options, "--against", "eager"]), world)
+    assert actual["speed_ratio"] > 0
+    assert actual["first_step"] == actual["eager_first_step"], "the same weights and rows"
     lengths = document_lengths(64, 1, 3)
     assert sum(lengths) == 8 * 64 and len(lengths) == sum((1, 1, 1, 1, 2, 2, 2, 3))
     shape = shape_of(SHAPES["tiny"].build(1, None, 256).to_dict())
     visible, whole = flops_per_token(shape, lengths, 64)
-    assert found["flops_per_token"] == visible < whole, "no key of another document is counted"
+    assert actual["flops_per_token"] == visible < whole, "no key of another document is counted"
 
 
 def test_features_that_torchtitan_lacks_are_rejected(world: World) -> None:

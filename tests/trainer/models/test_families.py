@@ -51,9 +51,9 @@ def test_logits_and_checkpoint_round_trip(case: Case, world: World, tmp_path: Pa
     assert (packed - alone).abs().max() < case.tolerance
 
     original = tensors(path)
-    found = exported(policy)
-    assert set(found) == set(original)
-    for name, tensor in found.items():
+    actual = exported(policy)
+    assert set(actual) == set(original)
+    for name, tensor in actual.items():
         assert torch.equal(tensor, original[name]), name
 
 

@@ -13,7 +13,7 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 
 import primeslurm.models
-from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.models.registry import bundled, families, family_of
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
 from primeslurm.plan.planner import make_plan
@@ -91,7 +91,7 @@ def test_a_made_up_family_in_one_folder_is_planned_built_and_rendered(
     assert family_of("aspen") in bundled()
 
     recipe = Recipe.model_validate(recipe_data(model={"path": str(aspen), "impl": "custom"}, trainer={"fp8": False}))
-    plan = make_plan(recipe, site(), tmp_path / "run", look_at_files(recipe)).plan
+    plan = make_plan(recipe, site(), tmp_path / "run", read_file_metadata(recipe)).plan
     assert not [finding for finding in plan.findings if "aspen" in finding.text]
     assert plan.process("engine-r0-0").argv
 

@@ -21,13 +21,13 @@ def test_products_and_gradients_match_einsum(appending: bool, sliced: bool) -> N
     expected = torch.einsum("bqhd,hdr->bqhr", values, matrices)
     if appending:
         expected = torch.cat([expected, beside], -1)
-    found = head_products(values, matrices, beside if appending else None)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, expected)
+    actual = head_products(values, matrices, beside if appending else None)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, expected)
     weight = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     inputs = (whole, matrices, beside) if appending else (whole, matrices)
     wanted = torch.autograd.grad((expected * weight).sum(), inputs)
-    gradients = torch.autograd.grad((found * weight).sum(), inputs)
+    gradients = torch.autograd.grad((actual * weight).sum(), inputs)
     for mine, reference in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(mine, reference)
 

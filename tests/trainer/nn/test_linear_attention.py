@@ -145,6 +145,6 @@ def test_cpu_uses_plain_recurrences() -> None:
     [(torch.float32, 64, "bfloat16"), (torch.bfloat16, 24, "multiples of 16"), (torch.bfloat16, 512, "up to 256")],
 )
 def test_unsupported_inputs_of_the_kernels(dtype: torch.dtype, size: int, reason: str) -> None:
-    found = linear_attention._unfit(((dtype, size),))
-    assert found is not None
-    assert reason in found
+    actual = linear_attention._unfit(((dtype, size),))
+    assert actual is not None
+    assert reason in actual

@@ -67,8 +67,8 @@ def test_best_visible_keys_are_selected(at_once: int, monkeypatch: pytest.Monkey
         seen = range(start, token + 1)
         score = {key: float(weight[0, token] @ (query[0, token] @ keys[0, key]).relu()) for key in seen}
         best = sorted(score, key=lambda key: -score[key])[:top_k]
-        for found in (selected[0, token], *([later[0, token - 12]] if token >= 12 else [])):
-            chosen = [key for key in found.tolist() if key >= 0]
+        for actual in (selected[0, token], *([later[0, token - 12]] if token >= 12 else [])):
+            chosen = [key for key in actual.tolist() if key >= 0]
             assert sorted(score[key] for key in chosen) == pytest.approx(sorted(score[key] for key in best))
             assert set(chosen) <= set(seen) and len(set(chosen)) == len(best)
 
@@ -80,8 +80,8 @@ def test_indexer_rounding_uses_power_of_two_scales() -> None:
     data, scales = index_rounding.quantize(rows)
     assert torch.equal(scales, scales.log2().round().exp2())
     assert data.float().abs().amax(-1)[5:].ge(224).all(), "no scale is larger than it must be"
-    found = index_rounding.rounded(rows)
-    assert torch.equal(found.float(), data.float() * scales[:, None])
+    actual = index_rounding.rounded(rows)
+    assert torch.equal(actual.float(), data.float() * scales[:, None])
     # e4m3 has three bits after the point, and numbers below 2^-6 are 2^-9 apart
-    assert ((found.float() - rows.float()).abs() <= rows.float().abs() / 16 + scales[:, None] * 2.0**-10).all()
-    assert torch.equal(index_rounding.rounded(found), found)
+    assert ((actual.float() - rows.float()).abs() <= rows.float().abs() / 16 + scales[:, None] * 2.0**-10).all()
+    assert torch.equal(index_rounding.rounded(actual), actual)

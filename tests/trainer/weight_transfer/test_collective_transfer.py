@@ -27,9 +27,9 @@ def tensors() -> dict[str, torch.Tensor]:
     """Odd sizes and mixed dtypes, so that every message needs padding."""
     generator = torch.Generator().manual_seed(0)  # its own: threads draw at the same time
     draw = partial(torch.randn, generator=generator)
-    found = {EXPERT.format(i): draw(3, 5).bfloat16() for i in range(4)}
-    found |= {EXPERT.format(i) + "_scale_inv": draw(1, 1) for i in range(4)}
-    return found | {"layers.0.norm.weight": draw(7), "head.weight": draw(3, 3).to(torch.float8_e4m3fn)}
+    actual = {EXPERT.format(i): draw(3, 5).bfloat16() for i in range(4)}
+    actual |= {EXPERT.format(i) + "_scale_inv": draw(1, 1) for i in range(4)}
+    return actual | {"layers.0.norm.weight": draw(7), "head.weight": draw(3, 3).to(torch.float8_e4m3fn)}
 
 
 def share(sender: int, senders: int) -> list[Named]:
@@ -75,9 +75,9 @@ def take(session: TransferSession, rank: int, address: str, experts: Experts) ->
     store = Store(address, 10)
     channel = Channel(session, rank, store, CPU, 10, experts)
     received = list(receive(channel, store.catalogue(), session.senders, experts, CPU))
-    found = {name: tensor.clone() for item in received for name, tensor in item.each()}
+    actual = {name: tensor.clone() for item in received for name, tensor in item.each()}
     channel.close()
-    return found
+    return actual
 
 
 def together(*calls: Callable[[], Any]) -> list[Future[Any]]:

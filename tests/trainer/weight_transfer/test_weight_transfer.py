@@ -41,9 +41,9 @@ def take(place: messages.SessionPlace, worker: int, experts: Experts) -> dict[st
     store, cpu = collective.Store(place.store, 60), torch.device("cpu")
     channel = collective.Channel(session, place.first_rank + worker, store, cpu, 60, experts)
     received = collective.receive(channel, store.catalogue(), session.senders, experts, cpu)
-    found = {name: tensor.clone() for item in received for name, tensor in item.each()}
+    actual = {name: tensor.clone() for item in received for name, tensor in item.each()}
     channel.close()
-    return found
+    return actual
 
 
 class Orchestrator:
@@ -102,10 +102,10 @@ async def test_every_layout_transfers_the_loaded_policy(tmp_path: Path) -> None:
         published = filesystem.version_dir(tmp_path / name, 1)
         assert filesystem.damage(published) == []
         assert len(list(published.glob("*.safetensors"))) == RANKS, "every rank writes its share"
-        found = tensors(published)
+        actual = tensors(published)
         index = json.loads((published / "model.safetensors.index.json").read_text())
-        assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in found.values())}
-        for whole in (found, received[0] | received[1]):
+        assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in actual.values())}
+        for whole in (actual, received[0] | received[1]):
             assert_stored_alike(whole, original)
         assert any(key not in received[0] for key in original), "experts of the other worker are not sent"
         largest = max(count for layout, count in printed if layout == name)
@@ -151,8 +151,8 @@ async def test_restarted_trainer_keeps_versions_that_engines_may_read(
             by_files.transfer(version)
 
     def written() -> dict[int, int]:
-        found = filesystem.published(tmp_path)
-        return {v: (filesystem.version_dir(tmp_path, v) / filesystem.MANIFEST).stat().st_mtime_ns for v in found}
+        actual = filesystem.published(tmp_path)
+        return {v: (filesystem.version_dir(tmp_path, v) / filesystem.MANIFEST).stat().st_mtime_ns for v in actual}
 
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
     await asyncio.to_thread(train, 0, 3)

@@ -53,14 +53,14 @@ def test_converted_model_has_the_same_weights(
     meant = released(name, store, source)
     (source / "tokenization_own.py").write_text("# the model's own\n")
     convert.convert(source, out)
-    found = tensors(out)
+    actual = tensors(out)
     index = json.loads((out / INDEX).read_text())
-    assert set(found) == set(meant) == set(index["weight_map"])
-    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in found.values())}
-    quantised = [name for name, tensor in found.items() if tensor.dtype == torch.bfloat16]
+    assert set(actual) == set(meant) == set(index["weight_map"])
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in actual.values())}
+    quantised = [name for name, tensor in actual.items() if tensor.dtype == torch.bfloat16]
     assert quantised
     for name, tensor in meant.items():
-        assert torch.equal(found[name].float(), tensor.to(found[name].dtype).float()), name
+        assert torch.equal(actual[name].float(), tensor.to(actual[name].dtype).float()), name
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     assert (out / "tokenization_own.py").exists() and (out / "tokenizer.json").exists()

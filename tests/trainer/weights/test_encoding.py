@@ -41,19 +41,19 @@ def test_policy_is_published_in_fp8(world: World, tmp_path: Path) -> None:
         1
     )
     original = load_file(source / "model.safetensors")
-    found = tensors(path)
-    halved = {name for name in found if name + tensor_names.FP8_SCALE in found}
+    actual = tensors(path)
+    halved = {name for name in actual if name + tensor_names.FP8_SCALE in actual}
     assert {name.rsplit(".", 2)[-2] for name in halved} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
-    assert set(found) == set(original) | {name + tensor_names.FP8_SCALE for name in halved}
+    assert set(actual) == set(original) | {name + tensor_names.FP8_SCALE for name in halved}
     for name, tensor in original.items():
         if name in halved:
             expected = quantize(tensor.bfloat16(), BLOCKS)
-            assert torch.equal(found[name].view(torch.uint8), expected.data.view(torch.uint8)), name
-            assert torch.equal(found[name + tensor_names.FP8_SCALE], expected.scales), name
+            assert torch.equal(actual[name].view(torch.uint8), expected.data.view(torch.uint8)), name
+            assert torch.equal(actual[name + tensor_names.FP8_SCALE], expected.scales), name
         else:
-            assert torch.equal(found[name], tensor.bfloat16()), name
+            assert torch.equal(actual[name], tensor.bfloat16()), name
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(config["modules_to_not_convert"])
@@ -119,9 +119,9 @@ def test_stack_of_experts_is_encoded_like_single_experts(fp8: bool) -> None:
     encoding = Encoding(torch.bfloat16, fp8)
     pattern, experts = "model.layers.0.mlp.experts.{}.up_proj.weight", (2, 5, 7)
     stack = torch.randn(3, 200, 130)
-    found = encoding.encode(pattern, stack, experts)
-    assert set(found) == ({pattern, pattern + tensor_names.FP8_SCALE} if fp8 else {pattern})
+    actual = encoding.encode(pattern, stack, experts)
+    assert set(actual) == ({pattern, pattern + tensor_names.FP8_SCALE} if fp8 else {pattern})
     for row, expert in enumerate(experts):
         for name, tensor in encoding.encode(pattern.format(expert), stack[row]).items():
-            whole = found[name.replace(f".{expert}.", ".{}.")]
+            whole = actual[name.replace(f".{expert}.", ".{}.")]
             assert torch.equal(whole[row].view(torch.uint8), tensor.view(torch.uint8))

@@ -41,9 +41,9 @@ def test_export_matches_published_weights(moe_model: Path, world: World, tmp_pat
     done = primeslurm("export", run, out, "--step", "1", cwd=tmp_path)
     assert (done.code, done.out) == (0, f"{out}\n"), done.err
     expected = tensors(filesystem.version_dir(run, 1))
-    found = tensors(out)
-    assert set(found) == set(expected)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    actual = tensors(out)
+    assert set(actual) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     AutoTokenizer.from_pretrained(out)
     _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)

@@ -32,8 +32,8 @@ def test_mxfp4_matches_transformers() -> None:
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
     expected = convert_moe_packed_tensors(blocks, scales)
-    found = dequantize("mxfp4", blocks.reshape(1, 255, 256), scales.contiguous()).mT
-    assert torch.equal(found, expected) and found.unique().numel() > 1000
+    actual = dequantize("mxfp4", blocks.reshape(1, 255, 256), scales.contiguous()).mT
+    assert torch.equal(actual, expected) and actual.unique().numel() > 1000
 
 
 @pytest.mark.parametrize("group", [16, 32, 128])
@@ -46,10 +46,10 @@ def test_int4_matches_compressed_tensors(group: int, scale: torch.dtype, tmp_pat
     save_file({f"up_proj.{name}": tensor for name, tensor in parts.items()}, tmp_path / "model.safetensors")
     files = TensorFiles.read(tmp_path)
     assert set(files.places) == {"up_proj.weight"}
-    found = torch.empty(67, 384)
+    actual = torch.empty(67, 384)
     with Loader(files, torch.device("cpu")) as loader:
-        loader.fill({"up_proj.weight": found})
-    assert torch.equal(found, expected.float())
+        loader.fill({"up_proj.weight": actual})
+    assert torch.equal(actual, expected.float())
 
 
 def _decompressed(parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -67,10 +67,10 @@ def test_stack_is_read_in_chunks_of_any_size(at_once: int, tmp_path: Path, monke
     torch.manual_seed(0)
     parts, expected = mxfp4(5, 24, 96)
     save_file({f"stack{name}": tensor for name, tensor in parts.items()}, tmp_path / "model.safetensors")
-    found = torch.empty(5, 96, 24)
+    actual = torch.empty(5, 96, 24)
     with Loader(TensorFiles.read(tmp_path), torch.device("cpu")) as loader:
-        loader.fill({"stack": found})
-    assert torch.equal(found, expected.float())
+        loader.fill({"stack": actual})
+    assert torch.equal(actual, expected.float())
 
 
 def _oss() -> Any:
@@ -84,10 +84,10 @@ def test_released_gpt_oss_matches_transformers(world: World, tmp_path: Path) -> 
     meant = to_mxfp4(source)
     theirs = AutoModelForCausalLM.from_pretrained(source, quantization_config=Mxfp4Config(dequantize=True))
     policy = build(make_recipe(source), world)
-    found, expected = exported(policy), theirs.state_dict()
-    assert set(found) == set(meant) == set(expected)
+    actual, expected = exported(policy), theirs.state_dict()
+    assert set(actual) == set(meant) == set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor.float()), name
+        assert torch.equal(actual[name], tensor.float()), name
         assert torch.equal(tensor, meant[name]), name
     path = Publisher(policy, tmp_path, Encoding(torch.bfloat16), 1, world).publish(1)
     config = json.loads((path / "config.json").read_text())
@@ -105,10 +105,10 @@ def test_released_kimi_matches_compressed_tensors(family: str, world: World, tmp
     else:
         meant = _below_language_model(source, meant)
     assert any(name.endswith("weight_packed") for name in tensors(source))
-    found = exported(build(make_recipe(source), world))
-    assert set(found) == set(meant)
+    actual = exported(build(make_recipe(source), world))
+    assert set(actual) == set(meant)
     for name, tensor in meant.items():
-        assert torch.equal(found[name], tensor.float()), name
+        assert torch.equal(actual[name], tensor.float()), name
 
 
 def _below_language_model(directory: Path, meant: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

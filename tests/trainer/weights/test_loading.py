@@ -45,10 +45,10 @@ def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
     save_file(stored | codes, tmp_path / "model.safetensors")
     outputs = finish(start_ranks(2, "tests.trainer.weights.loading_ranks", str(tmp_path), str(tmp_path)))
     for rank in range(2):
-        found = torch.load(tmp_path / str(rank), weights_only=True)
-        assert set(found) == set(meant | four_bits)
+        actual = torch.load(tmp_path / str(rank), weights_only=True)
+        assert set(actual) == set(meant | four_bits)
         for name, tensor in (meant | four_bits).items():
-            assert torch.equal(found[name], tensor.float()), name
+            assert torch.equal(actual[name], tensor.float()), name
     counts = [counts for output in outputs for counts in printed(output, "READ")]
     # Runs of a few bytes are read with what lies between them: here stacks, split within each of their matrices.
     twice = ("stack.1", "mx.2", "mx.2's scales")

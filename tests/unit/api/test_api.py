@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import primeslurm
-from primeslurm.api.checks.recipe_check import emulated_plan_of
+from primeslurm.api.checks.recipe_check import plan_emulated
 from primeslurm.api.recipes import emulation
 from primeslurm.api.sites import with_python
 from primeslurm.base.files import write_json
@@ -132,7 +132,7 @@ def test_emulated_run_plans_once_and_uses_the_cluster_addresses(
         with pytest.raises(primeslurm.ClusterError):
             ready.start()
     assert len(placements) == 1 and told == [loaded.cluster]
-    assert found == emulated_plan_of(loaded.recipe, up).plan
+    assert found == plan_emulated(loaded.recipe, up).plan
     assert found.addresses == up.network.addresses != loaded.site.network.addresses
 
 

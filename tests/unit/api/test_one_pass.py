@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.api.checks.recipe_check import Examined, examine
+from primeslurm.api.checks.recipe_check import Examination, examine
 from primeslurm.api.sites import draft_site
 from primeslurm.recipe.reading.recipe_files import read_recipe
 from tests.support.cli import primeslurm
@@ -60,12 +60,12 @@ FAULTS = {
 """Overrides of the recipe, and the field of the finding of each."""
 
 
-def found(*overrides: str, site: Path = SITE) -> Examined:
+def found(*overrides: str, site: Path = SITE) -> Examination:
     draft = read_recipe(RECIPE, [EVALUATED, *overrides])
     return examine(draft, draft_site(site), local=False, environments=False)
 
 
-def fields(examined: Examined) -> list[str]:
+def fields(examined: Examination) -> list[str]:
     return sorted(error.field for error in examined.errors)
 
 

@@ -18,7 +18,7 @@ from primeslurm.wire.transport import secret
 
 
 class Calls:
-    """What was flushed and renamed below a directory, in order."""
+    """Record flushes and renames below a directory, in order."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []

@@ -98,7 +98,9 @@ def test_an_operation_is_retried_for_a_minute(
         files.read_bytes(storage.root / "file")
     assert (raised.value.errno, raised.value.filename) == (errno.ESTALE, str(storage.root / "file"))
     assert RETRY_S - files.LONGEST_PAUSE_S <= storage_time.now - began <= RETRY_S
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2, "when it begins, and when it is over"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2, (
+        "at the begin and at the end of the outage"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EISDIR])
@@ -164,10 +166,10 @@ def test_a_file_is_written_again_after_a_failed_flush(storage: FaultyStorage) ->
         flushed.clear()
         with pytest.raises(OSError, match=r"Input/output error \(flush\)"):
             durable.sync(storage.root / "file")
-        assert flushed == [b"newer"], "a second flush would succeed, and the content be lost"
+        assert flushed == [b"newer"], "a second flush would succeed although the content is lost"
         flushed[:] = []
         durable.sync(storage.root)
-        assert flushed == [b"directory"] * 2, "names are not in this machine's memory"
+        assert flushed == [b"directory"] * 2, "names are already at the server"
     assert [path.name for path in storage.root.glob(".*")] == []
 
 
@@ -202,7 +204,7 @@ def test_chunks_are_made_again_for_each_try(storage: FaultyStorage) -> None:
 def test_a_directory_with_an_open_file_is_removed_once_it_is_closed(
     number: int, storage: FaultyStorage, storage_time: FakeTime
 ) -> None:
-    """NFS keeps such a file as .nfs0000...; a rank of the attempt before may still be ending."""
+    """NFS keeps such a file as .nfs0000...; a rank of an earlier attempt may still be ending."""
     (storage.root / "directory" / "below" / "shard").write_text("x")
     storage.fail = once(number, operations=("rmdir",))
     with storage.installed():

@@ -13,8 +13,10 @@ from primeslurm.plan.forecast import RoleMemory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.slurm.render import render
 from tests.support.cli import primeslurm
 from tests.support.golden import assert_golden
+from tests.support.planning import reviewed
 from tests.support.recipes import model_dir, recipe_data, site, write_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,9 +54,13 @@ def test_verdict_on_cpus_has_no_memory(tmp_path: Path) -> None:
 
 def test_gpus_of_spare_nodes_count(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "glm5_pd.yaml", ["deployment.spares.train=1"])
-    plan = derive(recipe, load_site(ROOT / "sites" / "h200.yaml"), tmp_path / "run")
+    where = load_site(ROOT / "sites" / "h200.yaml")
+    plan, (_, estimate) = derive(recipe, where, tmp_path / "run"), reviewed(recipe, where)
     used = resources(plan, role_rows(plan))
     assert used["nodes"].startswith("29 GPU nodes (232 ") and used["time"].startswith("at most 11,136 GPU-hours")
+    assert "35 nodes, 232 GPUs" in render(plan).splitlines()[1]
+    assert estimate is not None
+    assert [amount.value for amount in estimate.amounts if amount.name == "GPU-hours"] == [11136]
 
 
 def test_local_runs_use_this_machine(tmp_path: Path) -> None:

@@ -226,6 +226,25 @@ def test_interrupted_wait_prints_how_to_cancel(
     assert (said in capsys.readouterr().err.replace("\n", " ")) is continues
 
 
+@pytest.mark.parametrize(
+    ("executor", "in_step", "warned"), [("local", True, 1), ("local", False, 0), ("slurm", True, 0)]
+)
+def test_local_run_in_a_slurm_step_gets_a_warning(
+    executor: str,
+    in_step: bool,
+    warned: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    if in_step:
+        monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    plan = plan_of(tmp_path / "run", ()).model_copy(update={"executor": executor})
+    _announce(Submitted(plan, 1, "5"), wait=False, as_json=False)
+    assert capsys.readouterr().err.count("Slurm ends this run together with the step") == warned
+
+
 def test_verbs_print_json(place: Path) -> None:
     cancelled = primeslurm("cancel", "older", "--yes", "--json", cwd=place)
     assert json.loads(cancelled.out) == {"run": "older", "cancelled": False, "phase": "completed"}

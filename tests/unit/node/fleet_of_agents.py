@@ -1,4 +1,4 @@
-"""Agents that report to a fleet, by hand."""
+"""Fake agents that report to a fleet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def process(
 
 
 class Agents:
-    """One agent per node of a plan, all of them fit and all processes ready, unless told otherwise."""
+    """One agent per node of a plan. By default, all are fit and all processes are ready."""
 
     def __init__(self, *nodes: tuple[Process, ...], **options: Any) -> None:
         self.fleet = Fleet(plan_of(Path("/runs/x"), *nodes, stall_timeout_s=100, **options), started_at=0.0)

@@ -27,7 +27,7 @@ def test_a_run_ends_after_three_attempts_without_a_new_step(tmp_path: Path) -> N
     directory.mkdir(parents=True)
     checkpoints.commit(directory, 38, 1)
     requeued = []
-    for number in range(1, 5):  # the first of them has committed step 38
+    for number in range(1, 5):  # the first attempt has committed step 38
         attempt = run.attempt(number)
         attempt.prepare(plan)
         ending = Ending(Outcome.FAILED, "a trainer rank was killed", "trainer-rank-0")
@@ -80,7 +80,7 @@ def test_an_error_that_repeats_before_any_progress_ends_the_run_after_the_second
 
 
 class ForgetfulSlurm:
-    """A fake controller that has requeued one component of a job, and may requeue the others if it is told to."""
+    """A fake controller that has requeued one component of a job, and requeues the others on request."""
 
     def __init__(self, others: str, restarts: int, *, obeys: bool = True) -> None:
         self.others, self.restarts, self.obeys = others, restarts, obeys

@@ -26,7 +26,7 @@ FIRST, SECOND = StartRecord("s1", "5", "n1", 1.0), StartRecord("s2", "5", "n1", 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run whose submission was interrupted before sbatch had answered."""
+    """A run whose submission was interrupted before sbatch answered."""
     run = RunDirectory(tmp_path / "run")
     run.attempt(1).prepare(plan_of(run.path, ()))
     run.attempt(1).record_job(SUBMITTED)
@@ -35,11 +35,11 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_every_start_of_a_job_has_an_attempt_of_its_own(run: RunDirectory) -> None:
     assert enter(run, "ours", FIRST, wait_s=0.0).number == 1
-    assert enter(run, "ours", FIRST, wait_s=0.0).number == 1, "the same start again, without the nodes that are lost"
+    assert enter(run, "ours", FIRST, wait_s=0.0).number == 1, "the same start again, without the lost nodes"
     write_json(run.attempt(1).fleet_file, {"time": 1.0})
     second = enter(run, "ours", SECOND, wait_s=0.0)
     assert second.number == 2 and second.plan() == run.attempt(1).plan()
-    assert not second.fleet_file.exists(), "what the start before has told its agents"
+    assert not second.fleet_file.exists(), "the orders of the start before are removed"
     assert second.start() == SECOND
 
 
@@ -69,7 +69,7 @@ def test_a_job_that_does_not_own_the_run_learns_its_owner(submission: str, job_i
     enter(run, "ours", FIRST, wait_s=0.0)
     before = sorted(run.path.rglob("*"))
     stranger = StartRecord("s9", job_id, "n2", 3.0)
-    for wait_s in (0.0, 60.0):  # of the head, and of another agent
+    for wait_s in (0.0, 60.0):  # the head, and another agent
         with pytest.raises(NotOwnerError, match=rf"belongs to slurm job 5 .*login1.*; job {job_id} ends without"):
             enter(run, submission, stranger, wait_s=wait_s)
     assert sorted(run.path.rglob("*")) == before

@@ -14,9 +14,8 @@ from primeslurm.node.head.fleet import Fleet, News
 from primeslurm.plan.model import HetGroup, Plan, Process
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState
-from primeslurm.run.bad_nodes import BadNode
+from primeslurm.run.bad_nodes import BadNode, excludable_nodes, excluded, write_excluded
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
-from primeslurm.run.node_exclusion import excludable_nodes, excluded, write_excluded
 from tests.support.plans import plan_of, python
 
 FULL = "0.10 GiB free in the run directory /runs/x"
@@ -86,7 +85,7 @@ def test_a_full_disk_blames_no_node() -> None:
 
 
 def fleet_of(*sizes: int, **options: int) -> Fleet:
-    """A fleet of groups with these numbers of nodes, each with one process."""
+    """Return a fleet of groups of these sizes, with one process per node."""
     count = sum(sizes)
     work = [(Process(name=f"p{i}", role="engine", node=i, argv=python("pass"), log=f"{i}.log"),) for i in range(count)]
     plan = plan_of(Path("/runs/x"), *work, **options)
@@ -225,7 +224,7 @@ def test_only_nodes_that_can_be_spared_are_excluded() -> None:
 
 
 def test_excluding_nodes_that_are_down_leaves_enough_when_they_return() -> None:
-    """A job that has to wait for one of them is not kept away from both."""
+    """A job that has to wait for one of the nodes must not exclude both."""
     down = {**SIX, "n4": False, "n5": False}
     assert names(excludable_nodes(plan(("gpu", 5)), BAD[4:], {"gpu": down})) == ["n5"]
     assert names(excludable_nodes(plan(("gpu", 4)), BAD[4:], {"gpu": down})) == ["n5", "n4"]

@@ -26,7 +26,7 @@ from tests.support.plans import plan_of, python
 from tests.unit.node.test_attempt_start import Clock
 
 SLEEP = python("import time; time.sleep(600)")
-# A trainer that dies in the first attempt and ends well in the second.
+# A trainer that dies in the first attempt and succeeds in the second.
 SECOND_TRY = python("import sys; sys.exit(0 if sys.argv[1] == '2' else 1)", "${attempt}")
 
 
@@ -52,7 +52,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RunDirectory, str]]]:
 
     yield run
     for plan, job_id in started:
-        with contextlib.suppress(RunError):  # it has ended by itself
+        with contextlib.suppress(RunError):  # it has already ended
             submit.cancel(plan, job_id)
 
 
@@ -117,7 +117,7 @@ def test_ending_the_controller_ends_every_agent_and_process(start: Callable[...,
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentTask]:
-    """The only task of a run that completes, called in this process as submitit does."""
+    """Run the only task of a run that completes, in this process, as submitit does."""
     last = process("trainer-rank-0", 0, python("pass"), "trainer")
     plan = plan_of(tmp_path / "run", (last,)).model_copy(update={"addresses": {"local-0": "127.0.0.1"}})
     attempt = RunDirectory(tmp_path / "run").attempt(1)
@@ -129,7 +129,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentTask
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
     monkeypatch.setenv(START, "first")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    signal.signal(signal.SIGTERM, lambda *_: None)  # submitit passes over it
+    signal.signal(signal.SIGTERM, lambda *_: None)  # submitit ignores it
     yield AgentTask(plan.run_dir, 1, "w")
     for number, handler in handlers.items():
         signal.signal(number, handler)

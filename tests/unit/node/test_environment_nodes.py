@@ -36,7 +36,7 @@ def worker(name: str, node: int) -> Process:
 
 
 def make_plan(directory: Path, *environments: tuple[Process, ...], spares: int = 0, **options: int) -> Plan:
-    """The orchestrator on node 0, an engine on node 1, and environment workers on the nodes after them."""
+    """Return a plan: the orchestrator on node 0, an engine on node 1, environment workers on the other nodes."""
     first = ((process("orchestrator", "orchestrator", 0),), (process("engine-r0-0", "engine", 1, gpus=(0,)),))
     made = plan_of(directory / "run", *first, *environments, spares=spares, **options)
     nodes = [
@@ -56,7 +56,7 @@ def make_plan(directory: Path, *environments: tuple[Process, ...], spares: int =
 
 
 class Environments(Agents):
-    """Agents of a plan with environment nodes, after the assignment."""
+    """Return agents of a plan with environment nodes, after the assignment."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__((process("x", "engine", 0),))
@@ -69,7 +69,7 @@ class Environments(Agents):
         return self.decide(now) or self.decide(now + 1)
 
     def homes(self) -> dict[str, int]:
-        """Ranks that run the workers, by worker."""
+        """Return the rank that runs each worker."""
         workers = [p for p in self.fleet.plan.processes() if p.role == "environment"]
         return {p.name: self.fleet.assignment.rank_of[self.fleet.assignment.home(p)] for p in workers}
 
@@ -117,7 +117,7 @@ def test_agents_take_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     try:
         before = {name: running.wait_state(name, "ready").pid for name in names}
         lost, left = running.agents[3], running.agents[2]
-        if cut_off:  # from the file system, so it learns of its replacement late
+        if cut_off:  # cut off from the file system, so it learns late that it was replaced
             monkeypatch.setattr(lost, "_read_head", lambda now: None)
         monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
 

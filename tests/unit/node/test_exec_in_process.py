@@ -14,14 +14,14 @@ SLEEP = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Iterator[list[int]]:
-    """A process, its agent, and a process that has ended."""
+    """Return a process, its agent, and a process that has ended."""
     (tmp_path / "work").mkdir()
     ended = subprocess.Popen(["true"])
     ended.wait()
     started = []
     for env, cwd in (({"WHO": "process"}, tmp_path / "work"), ({"WHO": "agent", "PATH": "/usr/bin:/bin"}, tmp_path)):
         process = subprocess.Popen(SLEEP, env=env, cwd=cwd, stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline()  # past exec: its environment is its own
+        assert process.stdout is not None and process.stdout.readline()  # after exec it has its own environment
         started.append(process)
     yield [*(process.pid for process in started), ended.pid]
     for process in started:

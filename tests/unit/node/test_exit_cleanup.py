@@ -48,7 +48,7 @@ def test_only_directories_of_the_killed_process_are_removed(tmp_path: Path) -> N
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         cleanup = int(owner.stdout.readline())
-        # Slurm warns, and ends, every process of a step: this one has to be there when the others are gone
+        # Slurm signals every process of a step. This one must outlive the others.
         assert settled(lambda: ignores(cleanup, signal.SIGTERM))
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
             subprocess.run(["kill", f"-{number.value}", str(cleanup)], check=True)

@@ -1,4 +1,4 @@
-"""HCAs, GPUs and interfaces in made-up /sys trees."""
+"""HCAs, GPUs and interfaces in fake /sys trees."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def hgx(machine: Machine) -> Machine:
-    """Two PCI switches on each of two sockets; a GPU and an HCA under each, one more HCA directly at socket 1."""
+    """Two sockets with two PCI switches each. Each switch has a GPU and an HCA. Socket 1 has another HCA."""
     for index, (root, switch) in enumerate([("pci0000:00", "00"), ("pci0000:00", "20"), ("pci0000:80", "80")]):
         numa = int(root == "pci0000:80")
         machine.gpu(f"{root}/{switch}:01.0/0000:{switch}:02.0/0000:{index}1:00.0", numa)

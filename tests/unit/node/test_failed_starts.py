@@ -27,7 +27,7 @@ NO_MODULE = "ModuleNotFoundError: No module named 'deep_ep'"
 
 
 def failed(starts: int, error: str = ERROR, state: str = "backoff") -> ProcessReport:
-    """An engine that has ended so often before it was ready."""
+    """Return the report of an engine that has ended this often before it was ready."""
     return ProcessReport(state, exit_code=1, restarts=starts, reason=error, failed_starts=starts, start_error=error)
 
 
@@ -35,7 +35,7 @@ LOADING = ProcessReport("loading")
 
 
 def ends(*errors: str, code: int = 1) -> Supervision:
-    """A process whose starts have ended so."""
+    """Return a process whose starts have ended with these errors."""
     supervision = Supervision(process())
     for error in errors:
         supervision.started(0)
@@ -65,7 +65,7 @@ def test_only_own_errors_before_readiness_count() -> None:
     supervision.started(2)
     supervision.renew("moved")
     supervision.exited(3, 1, ending=False)
-    assert supervision.failed_starts == 1, "it was ended, and that says nothing"
+    assert supervision.failed_starts == 1, "it was ended on purpose, which does not count"
     supervision.started(4)
     supervision.tick(5, prerequisites=True, ready=True)
     supervision.reason = ERROR
@@ -79,7 +79,7 @@ def test_an_attempt_ends_when_all_engines_of_a_role_fail_alike_and_one_of_them_t
     agents.states = dict.fromkeys(names, LOADING)
     agents.assigned()
     agents.states["decode-0"] = failed(2)
-    assert agents.decide(1.0) is None, "the other one may yet come up"
+    assert agents.decide(1.0) is None, "the other engine may still become ready"
     agents.states["decode-1"] = failed(1)
     ending = agents.decide(2.0)
     assert ending == Ending(
@@ -122,7 +122,7 @@ def test_all_engines_must_fail_alike(reports: dict[str, ProcessReport | None], d
 def test_a_restart_group_counts_as_one_engine() -> None:
     starts = FailedStarts([process(name="a", unit="u"), process(name="b", unit="u")])
     reports = {"a": failed(2, state="fallen"), "b": failed(2, "DistStoreError: wait timeout", state="fallen")}
-    assert starts.check(reports.get, set()) is not None, "the other one only waited for it"
+    assert starts.check(reports.get, set()) is not None, "the other engine only waited for this one"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def replica(index: int, *engines: str) -> Replica:
 
 
 def two_replicas(**options: int) -> Agents:
-    """The orchestrator, and two nodes with an engine and its router each."""
+    """Return the orchestrator, and two nodes with an engine and its router each."""
     nodes = [
         (process(name=f"engine-r{i}-0", node=i + 1), process("router", name=f"router-{i}", node=i + 1)) for i in (0, 1)
     ]
@@ -43,7 +43,7 @@ def two_replicas(**options: int) -> Agents:
 
 
 def trainer_of_two(spares: int) -> Agents:
-    """A trainer with a rank on each of nodes 1 and 2."""
+    """Return a trainer with a rank on each of nodes 1 and 2."""
     ranks = [process("trainer", "attempt", f"t{i}", health=False, node=i + 1) for i in (0, 1)]
     members = [(rank.model_copy(update={"unit": "trainer"}),) for rank in ranks]
     agents = Agents((process("orchestrator", name="orchestrator"),), *members, spares=spares)
@@ -52,7 +52,7 @@ def trainer_of_two(spares: int) -> Agents:
 
 
 def group_of_two(**options: int) -> Agents:
-    """A restart group over nodes 1 and 2, and another replica on the head's node."""
+    """Return a restart group over nodes 1 and 2, and another replica on the head's node."""
     members = [(process(name=f"engine-r0-{i}", node=i + 1, unit="r0"),) for i in (0, 1)]
     first = (process("router", name="router-0"), process("router", name="router-1"), process(name="engine-r1-0"))
     replicas = (replica(0, "engine-r0-0", "engine-r0-1"), replica(1, "engine-r1-0"))
@@ -255,7 +255,7 @@ def test_environments_that_load_nowhere_end_the_run_without_blame() -> None:
     agents = Agents((process("environment"),), (process("environment", name="f", node=1),), spares=1)
     why = "environments.0.id = x: no such environment"
     agents.environments, agents.checking = {0: why, 1: why}, {2}
-    assert agents.decide(1.0) is None, "one has not tried yet"
+    assert agents.decide(1.0) is None, "one node has not loaded them yet"
     agents.environments[2], agents.checking = why, set()
     ending = agents.decide(2.0)
     assert ending is not None and ending.final and ending.suspect == "environments"

@@ -110,7 +110,7 @@ def test_a_forked_process_gets_signals(server: ForkServer, tmp_path: Path) -> No
     child.send(signal.SIGINT)
     child.terminate()
     assert ended(child) < 0
-    child.send(signal.SIGTERM)  # to nobody
+    child.send(signal.SIGTERM)  # nobody reads it
     child.kill()
 
 
@@ -153,7 +153,7 @@ def test_processes_wait_for_the_imports_of_their_server(tmp_path: Path) -> None:
     first = servers.of((PROGRAM,))
     assert first is not None
     first.close()
-    wait_for(lambda: servers.importing((PROGRAM,), sys.executable, ENV))  # another one
+    wait_for(lambda: servers.importing((PROGRAM,), sys.executable, ENV))  # another server
     assert servers.of((PROGRAM,)) is not first
     servers.close()
 
@@ -161,7 +161,7 @@ def test_processes_wait_for_the_imports_of_their_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["no.such.module", "this"])
 def test_processes_import_by_themselves_if_the_server_fails(module: str, tmp_path: Path, monkeypatch: Any) -> None:
     servers, modules = ForkServers(tmp_path, tmp_path), (PROGRAM, module)
-    if module == "this":  # it is imported, but far too slowly
+    if module == "this":  # the import takes far too long
         monkeypatch.setattr(fork_client, "IMPORT_S", 0.0)
         assert not servers.importing(modules, sys.executable, ENV)
     else:
@@ -194,7 +194,7 @@ def test_an_agent_forks_processes_with_the_same_imports(start: Callable[..., Run
     os.kill(first, signal.SIGKILL)
     running.wait(lambda: running.report("a").restarts == 1 and running.report("a").state == "ready")
     assert psutil.Process(running.report("a").pid).ppid() == server.pid
-    server.kill()  # and, with it, what it has forked
+    server.kill()  # with all forked processes
     running.wait(lambda: all(running.report(name).restarts > 0 and running.report(name).pid for name in "ab"))
     assert psutil.Process(running.report("b").pid).ppid() not in (server.pid, os.getpid())
 

@@ -47,7 +47,7 @@ class Node:
         return self.condition._replace(waited_s=self.waited_s)
 
     def run(self, seconds: float, *, process: bool = True, agent: bool = True, starved: float = 0.0) -> None:
-        """Let time pass. `starved` is the fraction of it in which the process waits for a CPU."""
+        """Let time pass. The process waits for a CPU in the fraction `starved` of it."""
         end = self.now + seconds
         while self.now < end:
             step = min(TICK_S, end - self.now)

@@ -85,12 +85,12 @@ def test_preemption_and_end_are_read_from_slurm() -> None:
 @pytest.mark.parametrize(
     ("now", "signal_s", "stop_s", "expected"),
     [
-        (9000.0, 120, 100, False),  # Slurm's warning will do, and comes by itself
+        (9000.0, 120, 100, False),  # Slurm's own warning is early enough
         (9999.0, 120, 100, False),
         (9000.0, 120, 700, False),  # too early
         (9299.0, 120, 700, False),
         (9300.0, 120, 700, True),
-        (9300.0, 120, 0, False),  # nothing is known of checkpoints yet
+        (9300.0, 120, 0, False),  # there was no checkpoint yet
     ],
 )
 def test_a_long_checkpoint_stops_the_trainer_before_the_warning(

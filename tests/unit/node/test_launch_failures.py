@@ -50,7 +50,7 @@ def test_srun_errors_of_the_newest_start_are_read(tmp_path: Path) -> None:
     codes = {"n002": 127, "n005": 2, "n007": 2, "n008": 2}
     assert early_exits(lines) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
     assert kills(lines) == {"n001": "Killed"}
-    assert kills(f"{lines}{AGAIN}\n") == {}, "srun had killed it as it could not reach another node"
+    assert kills(f"{lines}{AGAIN}\n") == {}, "srun killed it because another node was unreachable"
     assert kills("srun: error: Node failure on n[003-004]\n") == {"n003": "node failure", "n004": "node failure"}
     assert JobOutput(path, "2").news() == ""
 
@@ -65,9 +65,9 @@ def test_an_agent_finds_that_the_head_was_killed(tmp_path: Path) -> None:
     assert watch.killed(HEARTBEATS_BEFORE_LOOK, now=20.0) is None
     with path.open("a") as handle:
         handle.write("srun: error: n001: task 0: Out Of Memory\n")
-    assert watch.killed(HEARTBEATS_BEFORE_LOOK - 1.0, now=30.0) is None, "it was heard of"
+    assert watch.killed(HEARTBEATS_BEFORE_LOOK - 1.0, now=30.0) is None, "it has sent a heartbeat"
     assert watch.killed(HEARTBEATS_BEFORE_LOOK, now=40.0) == "Out Of Memory"
-    assert HeadKillDetector(plan, {}).killed(HEARTBEATS_BEFORE_LOOK, now=50.0) is None, "no job of Slurm"
+    assert HeadKillDetector(plan, {}).killed(HEARTBEATS_BEFORE_LOOK, now=50.0) is None, "not a Slurm job"
 
 
 def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -
     output = JobOutput(path, "1")
     with pytest.raises(FileNotFoundError):
         output.news()
-    pieces = (  # what is appended, and what is new then
+    pieces = (  # appended text, and the new lines
         (b"primeslurm: start 0\nold\nprimeslurm: sta", ""),
         (b"rt 1", ""),
         (b"1\nprimeslurm: start 1\nfirst", ""),
@@ -100,7 +100,7 @@ def test_names_of_the_nodes_by_rank(tmp_path: Path) -> None:
 
 
 def needing(given: Plan, *nodes: int) -> Plan:
-    """A plan whose groups need so many of their nodes, and have the rest as spares."""
+    """Return a plan whose groups need this many nodes. The other nodes are spares."""
     needed = [node for node in given.nodes if node.index_in_group < nodes[node.group]]
     return given.model_copy(update={"nodes": tuple(needed)})
 
@@ -110,7 +110,7 @@ def test_a_job_may_start_without_nodes_that_spares_replace(tmp_path: Path) -> No
     assert spares_suffice(single, names, {"n2"})
     assert not spares_suffice(single, names, {"n1", "n2"}), "there is one spare"
     assert not spares_suffice(single, names, {"n0"}), "the head has none"
-    assert not spares_suffice(single, (), {"n2"}), "nobody knows the nodes"
+    assert not spares_suffice(single, (), {"n2"}), "the nodes are unknown"
     het = needing(plan(tmp_path, group(0, "control", 2), group(1, "train", 2)), 1, 2)
     assert spares_suffice(het, names, {"n1"}) and not spares_suffice(het, names, {"n2"})
     alone = needing(plan(tmp_path, group(0, "control", 1), group(1, "train", 3)), 1, 2)
@@ -135,10 +135,10 @@ RECORD = EndRecord("failed", "x", "y", None, requeued=True, why_not_requeued="",
 @pytest.mark.parametrize(
     ("end", "state", "unreached", "reason", "suspect"),
     [
-        (RECORD, "RUNNING", {"n1": "gone"}, None, ""),  # the head has said how it ended
-        (None, "CANCELLED", {}, None, ""),  # by scancel
+        (RECORD, "RUNNING", {"n1": "gone"}, None, ""),  # the head has recorded the end
+        (None, "CANCELLED", {}, None, ""),  # scancel
         (None, "COMPLETING", {}, None, ""),
-        (None, "PENDING", {"n1": "gone"}, None, ""),  # Slurm has requeued it by itself
+        (None, "PENDING", {"n1": "gone"}, None, ""),  # Slurm has requeued the job
         (None, "", {}, None, ""),
         (None, "RUNNING", {"n1": "gone"}, "node n1: no agent could be started (gone)", "n1"),
         (None, "RUNNING", {"n1": "gone", "n2": "x"}, "node n1: no agent could be started (gone), nor on 1 more", "n1"),
@@ -183,7 +183,7 @@ def test_a_missing_agent_is_explained_by_srun_or_by_its_output(output: str, reas
 
 @pytest.fixture
 def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes down how it was called, in a job of four nodes that Slurm says is running; its step succeeds."""
+    """Record calls of srun in a running job of four nodes. The step succeeds."""
     scripts = tmp_path / "bin"
     scripts.mkdir()
     running = "JobId=5 Partition=gpu JobState=RUNNING Reason=None Restarts=0 StartTime=now"
@@ -202,7 +202,7 @@ def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Attempt:
-    """An attempt with a spare whose step srun has ended, because it did not reach n2."""
+    """An attempt with a spare. srun has ended its step, because it did not reach n2."""
     run = RunDirectory(tmp_path / "run")
     attempt = run.attempt(1)
     attempt.prepare(needing(plan(run.path, group(0, "all", 4)), 3))
@@ -216,7 +216,7 @@ def stopped(tmp_path: Path) -> Attempt:
 def test_the_step_starts_again_even_after_an_assignment(
     assigned: bool, stopped: Attempt, fake_srun: Path, tmp_path: Path
 ) -> None:
-    """On a slow machine the head reads what srun says before srun ends it."""
+    """On a slow machine the head reads srun's error before srun ends the head."""
     if assigned:
         assignment = AssignmentRecord(
             1, {0: AssignedAgent(0, "n0"), 1: AssignedAgent(1, "n1"), 2: AssignedAgent(3, "n3")}
@@ -224,5 +224,5 @@ def test_the_step_starts_again_even_after_an_assignment(
         write_json(stopped.assignment_file, msgspec.to_builtins(assignment))
     assert BatchEpilogue(RunDirectory(tmp_path / "run"), "w", [str(fake_srun), "--label", "agent"]).complete(1) == 0
     assert (tmp_path / "called").read_text() == "--nodes=3 --ntasks=3 --nodelist=n0,n1,n3 --label agent\n"
-    assert not stopped.assignment().agents, "of heads that are gone"
+    assert not stopped.assignment().agents, "files of heads that have ended"
     assert stopped.end() is None

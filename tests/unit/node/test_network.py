@@ -40,7 +40,7 @@ def test_concurrent_agents_claim_different_ports() -> None:
     claimed = {int(agent.stdout.readline()) for agent in agents if agent.stdout}
     assert claimed == {FIRST, FIRST + 1, FIRST + 2}
     for agent in agents:
-        agent.kill()  # claims end with who made them, however it ends
+        agent.kill()  # a claim ends with its process, however that ends
         agent.communicate()
     assert Ports(ADDRESS).claim(FIRST) == FIRST
 
@@ -105,7 +105,7 @@ def listen(address: str, port: int, **options: Any) -> None:
 
 
 def test_a_kernel_without_ipv6_has_one_table_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent would end of the table that is not there, as soon as one of its ports is taken."""
+    """Without this case, the missing table would end the agent once one of its ports is taken."""
     monkeypatch.setattr(network, "_TCP6", tmp_path / "tcp6")
     ports = Ports(ADDRESS)
     port = ports.claim(FIRST)
@@ -145,7 +145,7 @@ def test_a_server_whose_port_was_taken_starts_on_another(tmp_path: Path) -> None
         assert done.succeeded, done.trace
         before = Addresses(hosts=hosts, ports={"server": {"http": first}})
         manager.tick(0.0, FleetView(time=0.0), before)
-        assert not manager.children and not manager.has_published(before), "where it is has to be published first"
+        assert not manager.children and not manager.has_published(before), "the new port must be published first"
         other = manager.ports["server"]["http"]
         assert other != first
         manager.tick(0.0, FleetView(time=0.0), Addresses(hosts=hosts, ports={"server": {"http": other}}))
@@ -179,7 +179,7 @@ def test_an_unreachable_address_is_refused(address: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], [address]))
     with pytest.raises(NetworkError, match=f"node1 resolves to {address} on this node, which no other node can reach"):
         network.own_address("node1", None, {})
-    assert network.own_address("node1", None, {"node1": address}) == address, "the site's own words count"
+    assert network.own_address("node1", None, {"node1": address}) == address, "the table of the site takes precedence"
 
 
 def test_the_first_reachable_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ esac
         ({}, []),
         ({"UCX_NET_DEVICES": "mlx5_0:1,mlx5_3:1", "NCCL_IB_HCA": "=mlx5_0:1"}, ["mlx5_0:1", "mlx5_3:1"]),
         ({"UCX_NET_DEVICES": "all", "NCCL_IB_HCA": "^mlx5_0"}, []),
-        ({"NCCL_IB_HCA": "mlx5"}, []),  # a prefix: which ones it means is not said
+        ({"NCCL_IB_HCA": "mlx5"}, []),  # a prefix does not name one adapter
     ],
 )
 def test_adapters_named_in_the_environment_are_found(env: dict[str, str], names: list[str]) -> None:
@@ -217,7 +217,7 @@ def test_versions_must_be_those_of_the_head() -> None:
     (check,) = version_checks(head, head, {"torch": "2.7"})
     assert (check.level, check.text) == ("warning", "torch is 2.9, the run was submitted with 2.7")
     (check,) = version_checks({"torch": "2.9"}, {"torch": "2.9"}, {"torch": None})
-    assert check.level == "ok", "a login node with the command line alone has no torch"
+    assert check.level == "ok", "a login node with the base install has no torch"
 
 
 def preflight(plan: Plan, rank: int, tmp_path: Path, **seconds: float) -> Preflight:
@@ -313,7 +313,7 @@ def test_a_check_that_takes_too_long_fails_the_node(
 
 
 class Clock:
-    """The module `time`, whose monotonic clock can be set forward."""
+    """A fake module `time` whose monotonic clock can be advanced."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0

@@ -1,4 +1,4 @@
-"""Local directories that no other user can make first or replace."""
+"""Local directories that no other user can create first or replace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_existing_directory_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError, match="is there already"):
             directory.make()
         directory.remove()
-        assert os.path.lexists(tmp_path / name), "nor removed"
+        assert os.path.lexists(tmp_path / name), "it is not removed either"
 
 
 def test_a_parent_in_which_everybody_may_rename_is_refused(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_another_user_cannot_make_an_agents_directory_first(
         assert attempted(lambda: ours.tmp.rename(tmp / "aside") and None).error == "PermissionError"
         assert attempted(lambda: len(list(ours.tmp.iterdir()))).error == "PermissionError"
         ours._directory.remove()
-        assert {path.lstat().st_uid for path in tmp.iterdir()} == {STRANGER}, "theirs are left to them"
+        assert {path.lstat().st_uid for path in tmp.iterdir()} == {STRANGER}, "directories of other users stay"
 
 
 @needs_second_user

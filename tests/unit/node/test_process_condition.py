@@ -25,7 +25,7 @@ own.kill(); apart.kill()
 
 @pytest.fixture
 def family() -> Iterator[tuple[int, int, int]]:
-    """A process, a child in its group, and one in a session of its own (as the programs of a sandbox are)."""
+    """Return a process, a child in its group, and one in another session, like the programs of a sandbox."""
     argv = [sys.executable, "-c", PARENT]
     parent = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True)
     assert parent.stdout is not None

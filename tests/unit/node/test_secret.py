@@ -64,8 +64,8 @@ def _directories(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
 
 
-def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses]:
-    """What may start `process`, and where it is."""
+def manager_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses]:
+    """Return the process manager of a plan with `process`, and the published addresses."""
     run = RunDirectory(tmp_path / "run")
     plan = plan_of(run.path, (process,))
     plan = plan.model_copy(update={"env": {**plan.env, secret.VARIABLE: "${secret}"}})
@@ -98,10 +98,9 @@ if __name__ == "__main__":
 """
 
 
-def started(pid: int) -> list[Path]:
-    """What `/proc` shows to their owner of a process and of all that it started."""
-    own = psutil.Process(pid)
-    pids = [pid, *(child.pid for child in own.children(recursive=True))]
+def proc_files(pid: int) -> list[Path]:
+    """Return the files in `/proc` with environment and command line of a process and its descendants."""
+    pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return [Path(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "cmdline")]
 
 
@@ -110,22 +109,22 @@ def test_processes_get_the_secret_and_proc_never_shows_it(tmp_path: Path, monkey
     (tmp_path / "reads.py").write_text(READS)
     argv = (sys.executable, str(tmp_path / "reads.py"), str(tmp_path))
     process = Process(name="p", role="environment", node=0, argv=argv, log="logs/p.log")
-    processes, addresses = crew_of(tmp_path, process)
+    processes, addresses = manager_of(tmp_path, process)
     processes.tick(time.time(), FleetView(time=0.0), addresses)
     try:
         pid, own = processes.children["p"].pid, secret.read(tmp_path / "run")
         deadline = time.monotonic() + 60
         while not (tmp_path / "done").exists() and time.monotonic() < deadline:
-            for path in started(pid):
+            for path in proc_files(pid):
                 with contextlib.suppress(OSError):
                     shown = path.read_text()
                     assert own not in shown and f"{secret.VARIABLE}=" not in shown
             time.sleep(0.02)
         for place in ("itself", "spawn", "forkserver", "fork"):
-            assert (tmp_path / place).read_text() == own[::-1], f"multiprocessing hands it on: {place}"
+            assert (tmp_path / place).read_text() == own[::-1], f"multiprocessing passes it on: {place}"
         assert "no secret was handed over" in (tmp_path / "done").read_text(), "other programs do not get it"
         held = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-        assert not [name for name in held if name.startswith("socket")], "what it was read from is gone"
+        assert not [name for name in held if name.startswith("socket")], "the socket it was read from is closed"
         written = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and own in p.read_text()]
         assert written == [tmp_path / "run" / "secret"]
     finally:
@@ -137,8 +136,8 @@ def test_an_unrelated_descriptor_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(b"x")
-        for told in (f"{theirs.fileno()}:1", "99999:1"):
-            monkeypatch.setenv(secret.HANDED_OVER, told)
+        for value in (f"{theirs.fileno()}:1", "99999:1"):
+            monkeypatch.setenv(secret.HANDED_OVER, value)
             with pytest.raises(secret.SecretError):
                 secret.own()
             assert secret.HANDED_OVER not in os.environ
@@ -147,18 +146,18 @@ def test_an_unrelated_descriptor_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_command_line_cannot_contain_the_secret(tmp_path: Path) -> None:
     process = Process(name="p", role="router", node=0, argv=("x", "${secret}"), log="logs/p.log")
-    processes, addresses = crew_of(tmp_path, process)
+    processes, addresses = manager_of(tmp_path, process)
     with pytest.raises(UnknownPlaceholder):
         processes.tick(time.time(), FleetView(time=0.0), addresses)
 
 
 def reaches(server: zmq.Socket[bytes], address: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> bool:
-    """Whether what a client says arrives."""
+    """Return whether a message of a client arrives at the server."""
     with zmq.Context.instance().socket(zmq.DEALER) as client:
         client.linger = 0
         prepare(client)
         client.connect(address)
-        with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
+        with contextlib.suppress(zmq.Again):  # already refused
             client.send(b"hello", zmq.NOBLOCK)
         if not server.poll(1000):
             return False

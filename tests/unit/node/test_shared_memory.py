@@ -44,7 +44,7 @@ def start(code: str, *args: str) -> subprocess.Popen[str]:
 
 
 def killed(process: subprocess.Popen[str]) -> SharedMemory:
-    """What was seen of a process before it was killed."""
+    """Return the files that a process mapped before it was killed."""
     memory = SharedMemory()
     memory.scan([process.pid])
     os.killpg(process.pid, signal.SIGKILL)
@@ -54,7 +54,7 @@ def killed(process: subprocess.Popen[str]) -> SharedMemory:
 
 
 def test_maps_with_undecodable_names_are_read(name: Path, tmp_path: Path) -> None:
-    """Any process of the user may have such a file, and all are looked at before anything is removed."""
+    """Any process of the user may map such a file, so all are scanned before a removal."""
     other = start(MAP, os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     process = start(MAP, str(name))
     try:

@@ -137,7 +137,7 @@ def test_a_worker_that_its_tasks_kill_is_restarted_without_limit(code: int) -> N
         s.tick(now, prerequisites=True, ready=True)
         s.exited(now, code, ending=False, served=True)
         assert s.state is ProcessState.BACKOFF
-        now += BACKOFF_S[0]  # the wait stays short, or one bad task would cost minutes
+        now += BACKOFF_S[0]  # the wait stays short: otherwise one bad task would cost minutes
 
 
 def test_a_worker_that_never_serves_is_given_up() -> None:

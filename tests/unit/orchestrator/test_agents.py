@@ -14,23 +14,19 @@ import verifiers.v1 as vf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.algorithms import Echo, Grpo, HierarchicalGrpo, MaxRl, Opd, Rae, from_recipe
 from primeslurm.orchestrator.batching.batches import Batches, averaged
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
-from primeslurm.orchestrator.worker.main import Worker
-from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.batches import batch_of
 from tests.support.recipes import recipe_data
+from tests.support.rollouts import rollouts, small_recipe, with_words
 
 relaxed = settings(deadline=None)
 AGENTS = ("proposer", "solver")
@@ -251,27 +247,11 @@ class DuelEnv(vf.Env[DuelConfig]):  # type: ignore[misc]
 
 async def test_worker_returns_the_traces_of_all_trained_agents(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)
-    made = Recipe.model_validate(
-        {
-            "name": "duel",
-            "max_steps": 5,
-            "seq_len": 64,
-            "model": {"path": str(tokenizer)},
-            "environments": [{"id": "reverse-text", "name": "duel"}],
-            "orchestrator": {"batch_size": 4, "group_size": 4, "request_timeout_s": 60},
-        }
-    )
-    environments.load("reverse-text", {})
+    made = small_recipe(tokenizer, environments=[{"id": "reverse-text", "name": "duel"}])
     with FakeEngine(tokenizer, mistakes=2) as engine:
         engine.version = 3
-        nowhere = Path("/nowhere")
-        worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(nowhere), nowhere)
-        worker._env = DuelEnv(DuelConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
-        async with serving(worker._env) as clients:
-            client = TokenClient("router-0", lambda: engine.url, made.model.path, made.max_len, 60)
-            worker._clients["router-0"] = clients[client.key] = client
-            rollouts = [await worker._rollout(Job(f"j{i}", "g", "duel", 0, 3, "router-0", "run.1:3")) for i in range(4)]
-    group = RolloutGroup("g", "duel", 0, 3, tuple(rollouts))
+        found = [await rollouts(engine, made, with_words(DuelEnv, DuelConfig)) for _ in range(4)]
+    group = RolloutGroup("g", "duel", 0, 3, tuple(found))
     agents_of_rollout = [trace[0].info.agent for trace in group.traces]
     assert agents_of_rollout == ["proposer", "solver", "solver"] * 4, "the judge is not trained"
     assert len(engine.requests) == 16

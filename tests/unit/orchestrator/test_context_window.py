@@ -12,17 +12,13 @@ import verifiers.v1 as vf
 from openai import APIStatusError
 from verifiers.v1.harnesses.utils.compaction import is_context_overflow
 
-from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.chat import ChatHarness
-from primeslurm.orchestrator.rollouts.job_protocol import Job, PromptError
-from primeslurm.orchestrator.worker.main import Worker
-from primeslurm.orchestrator.worker.token_client import TokenClient, serving
-from primeslurm.recipe import Recipe
+from primeslurm.orchestrator.rollouts.job_protocol import PromptError
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import Rollout
-from primeslurm.wire.transport.addresses import AddressBook
+from tests.support import rollouts as support
+from tests.support.rollouts import OneAgent, small_recipe, with_words
 
-ROUTER = "router-0"
 TURNS = 20
 
 
@@ -31,11 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-class TalkConfig(vf.EnvConfig):  # type: ignore[misc]
-    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
-
-
-class Talk(vf.Env[TalkConfig]):  # type: ignore[misc]
+class Talk(vf.Env[OneAgent]):  # type: ignore[misc]
     """Asks again and again, as long as the exchange goes on."""
 
     question = "Reverse: again and again"
@@ -74,27 +66,12 @@ class TwoAgents(Talk):
             await interaction.turn()
 
 
-async def rollouts(tokenizer: Path, env: type[Talk], seq_len: int, **fields: Any) -> tuple[tuple[Rollout, ...], int]:
+async def rollouts(tokenizer: Path, env: type[Talk], seq_len: int) -> tuple[tuple[Rollout, ...], int]:
     """Run one job; returns its sequences, and how many tokens were sampled in all."""
-    made = Recipe.model_validate(
-        {
-            "name": "t",
-            "max_steps": 5,
-            "seq_len": seq_len,
-            "model": {"path": str(tokenizer), **fields},
-            "environments": [{"id": "reverse-text"}],
-            "orchestrator": {"batch_size": 8, "group_size": 4, "request_timeout_s": 20},
-        }
-    )
-    environments.load("reverse-text", {})
+    made = small_recipe(tokenizer, seq_len=seq_len)
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
-        worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/x")), Path("/x"))
-        worker._env = env(TalkConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
-        async with serving(worker._env) as clients:
-            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 20)
-            worker._clients[ROUTER] = clients[client.key] = client
-            found = await worker._rollout(Job("j", "g", "reverse-text", 0, 3, ROUTER, "run.1:3"))
+        found = await support.rollouts(engine, made, with_words(env))
         assert all(len(request["token_ids"]) < made.max_len for request in engine.requests)
         return found, sum(engine.sampled)
 

@@ -1,13 +1,20 @@
-"""The dispatcher: which groups open, which jobs run, and how groups end."""
+"""The dispatcher: which groups open, which jobs run, how groups end, and the order and age of examples."""
 
 from __future__ import annotations
+
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from primeslurm.orchestrator.dispatch import MAX_FAILURES, Dispatcher, DispatchLimits, Examples
+from primeslurm.orchestrator.dispatch.completion_forecast import REFRESH_S, CompletionForecast
+from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
+from primeslurm.orchestrator.dispatch.limits import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.recipe.sections.staleness import Staleness
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ALL = frozenset({"a", "b"})
@@ -174,3 +181,161 @@ def test_rollouts_of_a_lost_replica_move_to_the_others() -> None:
     assert [job.router for job in again] == ["http://r1"] * len(lost)
     assert {job.group for job in again} == {job.group for job in lost}
     assert list(dispatcher.replicas.routers) == ["http://r1"]
+
+
+def group(example: int, version: int, environment: str = "a", size: int = 4) -> OpenGroup:
+    return OpenGroup(group_id(environment, example), environment, example, version, "r", size, list(range(size)), None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_open_groups_agree_with_a_full_scan(seed: int) -> None:
+    source, groups = random.Random(seed), OpenGroups()
+    for example in range(300):
+        action = source.choice(["add", "add", "take", "take", "take", "again", "grow", "version", "remove"])
+        present = list(groups.values())
+        if action == "add" or not present:
+            groups.add(group(example, source.randrange(5), source.choice("ab"), source.choice((2, 4))))
+        elif action == "take":
+            next_group = groups.next(source.choice(({"a"}, {"b"}, {"a", "b"})))
+            if next_group is not None:
+                next_group.jobs[f"{next_group.id}/{example}"] = groups.take(next_group)
+        elif action == "again" and (busy := [each for each in present if each.jobs]):
+            lost = source.choice(busy)
+            groups.redispatch(lost, lost.jobs.popitem()[1])
+        elif action == "grow":
+            groups.grow(source.choice(present))
+        elif action == "version":
+            groups.set_version(source.choice(present), source.randrange(5))
+        elif action == "remove":
+            groups.remove(source.choice(present))
+        for labels in ({"a"}, {"b"}, {"a", "b"}):
+            first = next((each for each in groups.values() if each.to_dispatch and each.environment in labels), None)
+            assert groups.next(labels) is first
+        for oldest in range(6):
+            assert groups.pending(oldest) == sum(each.size for each in groups.values() if each.version >= oldest)
+            assert groups.before(oldest) == [each for each in groups.values() if each.version < oldest]
+            assert groups.at(oldest) == sum(each.size for each in groups.values() if each.version == oldest)
+
+
+def test_incremental_forecast_agrees_with_a_refresh() -> None:
+    source, now = random.Random(1), 0.0
+    ahead, groups = CompletionForecast(["a", "b"], lambda: now), OpenGroups()
+    for example in range(400):
+        now += 0.01
+        new = group(example, 0, source.choice("ab"))
+        groups.add(new)
+        ahead.opened(new)
+        for index in new.to_dispatch[:3]:
+            new.jobs[f"{new.id}/{index}"] = index
+            ahead.started(new, f"{new.id}/{index}")
+        if example > 20:
+            gone = source.choice(list(groups.values()))
+            for job in gone.jobs:
+                ahead.ended(gone, job, finished=True)
+            groups.remove(gone)
+            ahead.closed(gone)
+        ahead.batch_formed()
+        now += 0.001
+        ahead.step_done()
+        incremental = ahead.landing(groups)
+        if example % 50 == 49:
+            now += REFRESH_S
+            assert ahead.landing(groups) >= 0
+            again = ahead.landing(groups)
+            assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "closed groups do not count"
+            assert set(ahead._landing) == set(groups)
+        assert incremental == pytest.approx(sum(ahead._landing.values()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ready_groups_agree_with_a_full_scan(seed: int) -> None:
+    source = random.Random(seed)
+    ready = ReadyGroups(lambda each: each.opened_version)
+    for example in range(200):
+        rollouts = ((),) * source.choice((2, 4))
+        new = RolloutGroup(group_id("a", example), "a", example, source.randrange(5), rollouts)
+        action, some = source.choice(["add", "add", "take", "put back", "replace"]), [*ready][:2]
+        if action == "add" or not some:
+            ready.add(new)
+        elif action == "take":
+            ready.remove(some)
+        elif action == "put back":
+            ready.remove(some)
+            ready.put_back(some)
+            assert [*ready][: len(some)] == some
+        else:
+            other = replace(some[0])
+            ready.replace(some[0], other)
+            assert next(iter(ready)) is other
+        assert ready.rollouts == sum(each.size for each in ready)
+        for version in range(6):
+            assert ready.before(version) == [each for each in ready if each.opened_version < version]
+    ready.sort()
+    assert [each.opened_version for each in ready] == sorted(each.opened_version for each in ready)
+
+
+RATIOS = {"a": 1.0, "b/c": 3.0}
+
+
+def test_unfinished_examples_come_first_then_the_environment_behind_its_share() -> None:
+    made = Examples(RATIOS, cursors={"a": 2}, unfinished=[("a", 1), ("gone", 0)], taken={"a-00000002"})
+    assert [made.take_next(["a", "b/c"]) for _ in range(5)] == [
+        ("a", 1),
+        *(("b/c", example) for example in range(3)),
+        ("b/c", 3),
+    ]
+    assert [made.take_next(labels) for labels in (["a"], [])] == [("a", 3), None], "example 2 is taken"
+
+
+def test_given_up_example_is_sampled_again_with_its_task() -> None:
+    made = Examples(RATIOS, cursors={"a": 3}, taken={"a-00000001"})
+    assert not made.is_unopened(("a", 1)) and made.is_unopened(("a", 3))
+    assert made.sample_again(("a", 1), 7) and not made.sample_again(("a", 1), 7)
+    assert made.is_unopened(("a", 1)) and made.was_returned(("a", 1))
+    assert made.take_next(["a"]) == ("a", 1) and made.take_task(("a", 1), set()) == 7
+    assert made.take_task(("a", 1), set()) is None, "there is no curriculum"
+    assert made.returned([]) == [] and made.returned([("a", 1)]) == [("a", 1)]
+    made.put_in_batch({"a-00000001"})
+    assert made.returned([]) == [("a", 1)]
+    made.forget_batch({"a-00000001"})
+    assert made.returned([]) == []
+
+
+def test_position_is_found_from_a_file_name() -> None:
+    made = Examples(RATIOS, cursors={"b/c": 2})
+    assert made.position_of_file("b_c-00000001") == ("b/c", 1) == made.position_of_file("b/c-00000001")
+    assert [made.position_of_file(name) for name in ("b_c-00000002", "c-00000001", "b_c-x", "")] == [None] * 4
+
+
+def test_positions_before_an_adopted_one_stay_unfinished() -> None:
+    made = Examples(RATIOS, cursors={"a": 1})
+    made.mark_opened(("a", 3))
+    assert (made.cursors["a"], made.unfinished) == (4, [("a", 1), ("a", 2)])
+    made.mark_opened(("a", 1))
+    assert made.unfinished == [("a", 2)]
+
+
+JOB = Job("a-00000000/0-i", "a-00000000", "a", 0, 3, "r0", "s")
+GROUP = RolloutGroup("a-00000000", "a", 0, 3, (rollout(JOB, 3), rollout(JOB, 5)))
+"""Opened at version 3; version 5 sampled its newest token."""
+
+
+@pytest.mark.parametrize(("rule", "version"), [("drop", 3), ("partial", 3), ("mask", 5), ("carry", 5)])
+def test_group_may_be_trained_until_its_version_is_too_old(rule: str, version: int) -> None:
+    limit = AgeLimit(2, Staleness(rule=rule))
+    last = version + 2 + 1
+    assert limit.version_of(GROUP) == version and limit.oldest_version(last) == version
+    assert [limit.is_last_chance(GROUP, step) for step in (last - 1, last, last + 1)] == [False, True, True]
+    assert [limit.is_too_old(GROUP, step) for step in (last, last + 1)] == [False, True]
+
+
+def test_continuations_and_returned_examples_finish_late() -> None:
+    limit = AgeLimit(2, was_returned={("a", 1)}.__contains__)
+    assert not limit.finishes_late("a", 0, "a-00000000") and limit.version_of(GROUP) == 3
+    assert limit.finishes_late("a", 0, "a-00000000.1001") and limit.finishes_late("a", 1, "a-00000001")
+    assert limit.version_of(replace(GROUP, id="a-00000000.1001")) == 5, "its newest token counts"
+
+
+def test_old_tokens_are_masked() -> None:
+    masked = AgeLimit(0).mask_old_tokens(GROUP, 6)
+    assert [bool(sequence.mask.any()) for sequence in masked.sequences] == [False, True]

@@ -1,11 +1,13 @@
-"""Filters of rollouts and groups, and their counts."""
+"""Filters of rollouts and groups, length penalties against their papers' formulas, and the stage that applies them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeslurm.base import durable, files
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms import Algorithm, Grpo, from_recipe
 from primeslurm.orchestrator.batching.batches import documents
-from primeslurm.orchestrator.batching.group_filter import GroupFilter, has_advantage, rollout_filters, sift
+from primeslurm.orchestrator.batching.group_filter import (
+    GroupFilter,
+    apply_length_penalty,
+    has_advantage,
+    rollout_filters,
+    sift,
+)
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
+from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGroup, GroupFinalizer
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.orchestrator import Orchestrator
+from primeslurm.recipe.rules.recipe import violations
+from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator
 from primeslurm.records.journal import Journal
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
@@ -192,3 +206,201 @@ def test_event_reports_that_no_rollout_is_trained(tmp_path: Path) -> None:
     decided(made, group(rollout(0.0), rollout()))
     decided(made, group(*[rollout()] * 4))
     assert len(path.read_text().splitlines()) == 4, "a trained group resets the count"
+
+
+Member = tuple[int, float, int]
+members = st.lists(st.tuples(st.integers(1, 60), st.floats(-1, 2, width=32), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+def group_of(made: list[Member]) -> RolloutGroup:
+    """Return one rollout with two sequences for each (sampled tokens, reward, turns)."""
+    rollouts = []
+    for tokens, reward, turns in made:
+        info = RolloutInfo("r", "g", "e", 0, reward, turns=turns)
+        first = tokens // 2
+        rollouts.append(tuple(sequence(info, count) for count in (first, tokens - first)))
+    return RolloutGroup("g", "e", 0, 0, tuple(rollouts))
+
+
+def sequence(info: RolloutInfo, tokens: int) -> Rollout:
+    mask = np.arange(tokens + 5) >= 5
+    zeros = np.zeros(len(mask), np.float32)
+    return Rollout(info, zeros.astype(np.int32), mask, zeros, np.where(mask, 0, -1).astype(np.int32))
+
+
+def lost(made: list[Member], penalty: dict[str, Any]) -> list[float]:
+    environment = Environment(id="e", length_penalty=penalty)
+    before = group_of(made)
+    after = apply_length_penalty(before, environment)
+    assert [trace[0].info.reward for trace in after.traces] == [reward for _, reward, _ in made]
+    penalties = [{one.info.length_penalty for one in trace} for trace in after.traces]
+    assert all(len(values) == 1 for values in penalties), "all sequences of a trace have the same penalty"
+    amounts = [value for values in penalties for value in values]
+    assert after.rewards == [reward - amount for (_, reward, _), amount in zip(made, amounts, strict=True)]
+    assert RolloutGroup.from_bytes(after.to_bytes()).rewards == after.rewards, "a stored group keeps its penalty"
+    return amounts
+
+
+@settings(deadline=None)
+@given(made=members, buffer=st.integers(1, 20), factor=st.sampled_from([1.0, 0.3]))
+def test_overlong_follows_dapo(made: list[Member], buffer: int, factor: float) -> None:
+    longest = 30
+    for (tokens, _, _), amount in zip(
+        made, lost(made, {"type": "overlong", "max_tokens": longest, "buffer": buffer, "factor": factor}), strict=True
+    ):
+        if tokens <= longest - buffer:
+            exact = 0.0
+        elif tokens <= longest:
+            exact = ((longest - buffer) - tokens) / buffer
+        else:
+            exact = -1.0
+        assert amount == pytest.approx(-factor * exact)
+
+
+@settings(deadline=None)
+@given(made=members)
+def test_relative_follows_kimi(made: list[Member]) -> None:
+    lengths = [tokens for tokens, _, _ in made]
+    shortest, longest = min(lengths), max(lengths)
+    for (tokens, reward, _), amount in zip(made, lost(made, {"type": "relative", "factor": 0.2}), strict=True):
+        share = 0.5 - (tokens - shortest) / (longest - shortest) if longest > shortest else 0.0
+        assert -amount == pytest.approx(0.2 * (share if reward >= 0.5 else min(0.0, share)))
+
+
+@settings(deadline=None)
+@given(made=members)
+def test_cost_grows_with_the_solve_rate(made: list[Member]) -> None:
+    rate = np.clip(np.mean([np.float64(reward) for _, reward, _ in made]), 0, 1)
+    longest, most = (max(member[i] for member in made) for i in (0, 2))
+    for (tokens, _, turns), amount in zip(made, lost(made, {"type": "cost", "tokens": 0.4, "turns": 0.2}), strict=True):
+        assert amount == pytest.approx(rate * (0.4 * tokens / longest + 0.2 * turns / most))
+
+
+def test_advantages_use_net_rewards_and_metrics_given_ones() -> None:
+    environment = Environment.model_validate({"id": "e", "length_penalty": {"type": "relative", "factor": 1.0}})
+    group = group_of([(10, 1.0, 1), (30, 1.0, 1)])
+    assert not group.has_signal
+    after = apply_length_penalty(group, environment)
+    assert after.has_signal, "a group that solves the task still differs in length"
+    (credits,) = Grpo().assign([after])
+    assert [float(credit.advantages[0]) for credit in credits] == [0.5, 0.5, -0.5, -0.5]
+    metrics = batch_metrics([after], 1, 64)
+    assert metrics["reward/mean"] == 1.0 and metrics["e/reward"] == 1.0
+    assert after.given_rewards == [1.0, 1.0], "the given reward is unchanged"
+    assert metrics["length_penalty/mean"] == 0.0 and metrics["length_penalty/fraction"] == 0.5
+    assert apply_length_penalty(group, Environment(id="e")) is group
+
+
+@pytest.mark.parametrize(
+    ("orchestrator", "penalty", "field"),
+    [
+        ({"advantages": "max_rl"}, {"type": "relative"}, "environments.0.length_penalty"),
+        ({}, {"type": "overlong", "max_tokens": 8, "buffer": 9}, "environments.0.length_penalty.buffer"),
+    ],
+)
+def test_contradictory_penalties_are_refused(orchestrator: dict[str, Any], penalty: dict[str, Any], field: str) -> None:
+    sizes = {"batch_size": 8, "group_size": 4}
+    data = recipe_data(
+        orchestrator=sizes | orchestrator, environments=[{"id": "reverse-text", "length_penalty": penalty}]
+    )
+    assert [violation.field for violation in violations(Recipe.model_validate(data))] == [field]
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "rollouts")
+
+
+@pytest.fixture
+def finalizer(tmp_path: Path, spool: Spool) -> Iterator[GroupFinalizer]:
+    made = finalizer_of(tmp_path, spool)
+    yield made
+    made.close()
+
+
+def finalizer_of(tmp_path: Path, spool: Spool, algorithm: Algorithm | None = None) -> GroupFinalizer:
+    filters = group_filter(tmp_path, algorithm, orchestrator={"filters": [{"type": "zero_advantage"}]})
+    return GroupFinalizer(filters, spool, retry_s=0.01)
+
+
+def good(name: str) -> CompleteGroup:
+    return CompleteGroup(group(rollout(1.0), rollout(0.0), name=name))
+
+
+def is_on_disk(tmp_path: Path, name: str) -> bool:
+    return (tmp_path / "rollouts" / f"{name}.group").exists()
+
+
+async def test_finalized_groups_are_on_disk_or_rejected(tmp_path: Path, finalizer: GroupFinalizer) -> None:
+    dull = group(rollout(1.0), rollout(1.0), name="b")
+    complete = good("a")
+    assert await finalizer.finalize(complete) == FinalizedGroup(complete.group)
+    assert await finalizer.finalize(CompleteGroup(dull)) == FinalizedGroup(dull, rejected="zero_advantage")
+    assert await finalizer.finalize(CompleteGroup(dull, is_scored=True)) == FinalizedGroup(dull, is_scored=True)
+    assert is_on_disk(tmp_path, "a") and is_on_disk(tmp_path, "b"), "a scored group is not filtered again"
+
+
+async def test_event_loop_continues_during_filters_and_writes(
+    tmp_path: Path, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filter and disk block until the event loop has had a thousand turns."""
+    turns, put = threading.Event(), Spool.put
+
+    class Slow(Grpo):
+        def rejects(self, group: RolloutGroup) -> str | None:
+            assert turns.wait(60)
+            return None
+
+    async def turn() -> None:
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        turns.set()
+
+    monkeypatch.setattr(Spool, "put", lambda spool, group: turns.wait(60) and put(spool, group))
+    finalizer = finalizer_of(tmp_path, spool, Slow())
+    await asyncio.gather(finalizer.finalize(good("a")), turn())
+    assert is_on_disk(tmp_path, "a")
+    finalizer.close()
+
+
+async def test_full_disk_holds_groups_back(tmp_path: Path, spool: Spool, finalizer: GroupFinalizer) -> None:
+    assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
+    finalizing = asyncio.create_task(finalizer.finalize(good("a")))
+    while not spool.waiting:
+        await asyncio.sleep(0.001)
+    assert not finalizing.done()
+    assert durable.fill_reserve(tmp_path)
+    await finalizing
+    assert is_on_disk(tmp_path, "a") and not spool.waiting
+
+
+async def test_group_is_deleted_after_its_write(
+    tmp_path: Path, finalizer: GroupFinalizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_write = threading.Event(), threading.Event()
+
+    def put(spool: Spool, group: RolloutGroup, original: Any = Spool.put) -> bool:
+        writing.set()
+        assert may_write.wait(60)
+        return bool(original(spool, group))
+
+    monkeypatch.setattr(Spool, "put", put)
+    finalizing = asyncio.create_task(finalizer.finalize(good("a")))
+    await asyncio.to_thread(writing.wait, 60)
+    deleting = asyncio.create_task(finalizer.delete(["a", "unknown"]))
+    await asyncio.sleep(0)
+    may_write.set()
+    await asyncio.gather(deleting, finalizing)
+    assert not is_on_disk(tmp_path, "a")
+
+
+async def test_error_of_an_algorithm_is_raised(tmp_path: Path, spool: Spool) -> None:
+    class Wrong(Grpo):
+        def rejects(self, group: RolloutGroup) -> str | None:
+            raise UsageError([Violation("orchestrator.algorithm", "", "it is wrong")])
+
+    finalizer = finalizer_of(tmp_path, spool, Wrong())
+    with pytest.raises(UsageError, match="it is wrong"):
+        await finalizer.finalize(good("a"))
+    assert not is_on_disk(tmp_path, "a")
+    finalizer.close()

@@ -17,21 +17,17 @@ from primeslurm.orchestrator.environments import checks
 from primeslurm.orchestrator.environments.checks import HostNeeds
 from primeslurm.orchestrator.environments.sandbox import uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.worker.main import Worker
-from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Harness
 from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.stored import task_images
-from primeslurm.wire.transport.addresses import AddressBook
 from scripts.models import tiny_model
+from tests.support.rollouts import rollouts, small_recipe
 from tests.support.verifiers_restored import restored
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
-ROUTER = "router-0"
 DONE = tool_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 SOLUTION = (EXAMPLES / "wrong-total/solution/solve.sh").read_text().splitlines()[-1]
 
@@ -54,20 +50,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def recipe(model: str, harness: str, **environment: Any) -> Recipe:
     runtime = {"type": "subprocess", "limits": {"memory_gb": 2, "disk_gb": 0.2, "wall_time_s": 300}}
     base = {"id": "harbor-local", "args": {"path": str(EXAMPLES)}, "harness": {"id": harness}, "runtime": runtime}
-    fields: dict[str, Any] = {"name": "test", "max_steps": 5, "seq_len": 65536, "model": {"path": model}}
-    fields["orchestrator"] = {"batch_size": 8, "group_size": 4, "request_timeout_s": 60}
-    return Recipe.model_validate({**fields, "environments": [{**base, **environment}]})
+    return small_recipe(model, seq_len=65536, environments=[{**base, **environment}])
 
 
 async def played(made: Recipe, engine: ScriptedEngine, tmp_path: Path) -> tuple[Rollout, ...]:
     """Run one rollout in a worker, set up as `worker.main` does it."""
     (environment,) = made.environments
     install(environment.runtime, tmp_path / "files", tmp_path / "containers", [])
-    worker = Worker(made, environment, 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
-    async with serving(worker._env) as clients:
-        client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 60)
-        worker._clients[ROUTER] = clients[client.key] = client
-        return await worker._rollout(Job("j", "g", environment.label, 0, 3, ROUTER, "run.1:3"))
+    return await rollouts(engine, made)
 
 
 @pytest.mark.parametrize(

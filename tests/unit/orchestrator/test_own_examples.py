@@ -17,9 +17,9 @@ from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from tests.support.batches import batch_of
 from tests.support.cli import primeslurm
 from tests.support.recipes import model_dir
+from tests.support.rollouts import rollouts
 from tests.support.turn_templates import CHATML, write_model
 from tests.unit.orchestrator.test_packing import group
-from tests.unit.orchestrator.test_worker import rollouts
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"

@@ -9,23 +9,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import verifiers.v1 as vf
 from transformers import PreTrainedTokenizerFast
 
-from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.orchestrator.teacher import Scoring, teacher_of
-from primeslurm.orchestrator.worker.main import Worker
-from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
-from primeslurm.wire.transport.addresses import AddressBook
+from primeslurm.wire.batches.rollout import TeacherPrompt
 from tests.support.recipes import recipe_data
+from tests.support.rollouts import TwoTurns, rollouts, small_recipe, with_words
 from tests.support.scripted_run import publish_addresses
 from tests.unit.orchestrator.test_scoring import running, teacher, until
 
@@ -39,43 +35,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(tokenizer: Path, **teacher: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "opsd",
-            "max_steps": 5,
-            "seq_len": SEQ_LEN,
-            "model": {"path": str(tokenizer), "max_len": 2 * SEQ_LEN},
-            "environments": [{"id": "reverse-text"}],
-            "orchestrator": {"batch_size": 4, "group_size": 2, "request_timeout_s": 60, "advantages": "opd"},
-            "teacher": HINT | teacher,
-        }
-    )
-
-
-class TwiceConfig(vf.EnvConfig):  # type: ignore[misc]
-    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
-
-
-class TwiceEnv(vf.Env[TwiceConfig]):  # type: ignore[misc]
-    """Asks again after the first answer."""
-
-    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        async with agents.agent.interaction(task) as interaction:
-            await interaction.turn()
-            await interaction.turn("Reverse: again")
-
-
-async def rollout(engine: FakeEngine, made: Recipe, twice: bool = False) -> tuple[Rollout, ...]:
-    """One job, run by a Worker."""
-    nowhere = Path("/nowhere")
-    worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(nowhere), nowhere)
-    if twice:
-        environments.load("reverse-text", {})
-        worker._env = TwiceEnv(TwiceConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
-    async with serving(worker._env) as clients:
-        client = TokenClient("router-0", lambda: engine.url, made.model.path, made.max_len, 60)
-        worker._clients["router-0"] = clients[client.key] = client
-        return await worker._rollout(Job("j", "g", "reverse-text", 0, 3, "router-0", "run.1:3"))
+    model = {"path": str(tokenizer), "max_len": 2 * SEQ_LEN}
+    orchestrator = {"batch_size": 4, "group_size": 2, "request_timeout_s": 60, "advantages": "opd"}
+    return small_recipe(tokenizer, model=model, orchestrator=orchestrator, teacher=HINT | teacher)
 
 
 @pytest.mark.parametrize(("into", "twice"), [("system", False), ("user", True)])
@@ -84,7 +46,7 @@ async def test_teacher_prompt_contains_the_hint(tokenizer: Path, tmp_path: Path,
     done: list[RolloutGroup] = []
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
-        found = await rollout(engine, made, twice)
+        found = await rollouts(engine, made, with_words(TwoTurns) if twice else None)
         sampling = len(engine.requests)
         scoring = Scoring(teacher(engine.url), 2, made.seq_len, done.append, longest=made.max_len - 1)
         scoring.add(RolloutGroup("g", "reverse-text", 0, 3, (found,)))
@@ -119,7 +81,7 @@ async def test_missing_hint_names_the_fields_of_the_task(tokenizer: Path) -> Non
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
         with pytest.raises(RolloutError, match=r"teacher.hint: solution is not in the task, which has answer, "):
-            await rollout(engine, recipe(tokenizer, hint="solution"))
+            await rollouts(engine, recipe(tokenizer, hint="solution"))
 
 
 @pytest.mark.parametrize(("longest", "unasked"), [(40, 0), (16, 4), (8, 12)])
@@ -131,7 +93,7 @@ async def test_tokens_that_do_not_fit_have_no_teacher_gradient(
     ids, logprobs = np.full(16, 7, np.int32), np.where(mask, -0.5, 0).astype(np.float32)
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
-        (one,) = await rollout(engine, recipe(tokenizer))
+        (one,) = await rollouts(engine, recipe(tokenizer))
         info = msgspec.structs.replace(one.info, teacher_prompt=TeacherPrompt([9] * 8, 4))
         one = replace(one, info=info, token_ids=ids, mask=mask, logprobs=logprobs, versions=np.where(mask, 3, -1))
         scoring = Scoring(teacher(engine.url), 2, SEQ_LEN, done.append, longest=longest)

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import verifiers.v1 as vf
 from transformers import PreTrainedTokenizerFast
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
-from primeslurm.orchestrator.worker.main import Worker
-from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollout import Rollout
-from primeslurm.wire.transport.addresses import AddressBook
+from tests.support.rollouts import TwoTurns, connected, job_of, rollouts, small_recipe, with_words, worker_of
 
 
 @pytest.fixture(scope="module")
@@ -28,36 +23,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def recipe(tokenizer: Path, **changes: Any) -> Recipe:
-    fields = {
-        "name": "test",
-        "max_steps": 5,
-        "seq_len": 64,
-        "model": {"path": str(tokenizer)},
-        "environments": [{"id": "reverse-text"}],
-        "orchestrator": {"batch_size": 8, "group_size": 4, "request_timeout_s": 60},
-    }
-    return Recipe.model_validate({**fields, **changes})
-
-
-ROUTER = "router-0"
-
-
-async def rollouts(engine: FakeEngine, made: Recipe, example: int = 0) -> tuple[Rollout, ...]:
-    """One job, run by a Worker."""
-    worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
-    job = Job("j", "g", "reverse-text", example, 3, ROUTER, "run.1:3")
-    async with serving(worker._env) as clients:
-        timeout_s = made.orchestrator.request_timeout_s
-        client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, timeout_s)
-        worker._clients[ROUTER] = clients[client.key] = client
-        return await worker._rollout(job)
-
-
 async def test_rollout_has_exactly_the_sampled_tokens(tokenizer: Path) -> None:
     with FakeEngine(tokenizer, mistakes=2, broken=2) as engine:
         engine.version = 3
-        (rollout,) = await rollouts(engine, recipe(tokenizer))
+        (rollout,) = await rollouts(engine, small_recipe(tokenizer))
     (request,) = engine.requests
     assert request["cache_salt"] == "run.1:3" and request["sampling_params"]["temperature"] == 1.0
     assert engine.sessions[0]
@@ -79,7 +48,7 @@ async def test_each_token_has_the_version_that_sampled_it(tokenizer: Path) -> No
                 await asyncio.sleep(0.01)
             engine.version, engine.paused = 4, False
 
-        (rollout,), _ = await asyncio.gather(rollouts(engine, recipe(tokenizer)), update())
+        (rollout,), _ = await asyncio.gather(rollouts(engine, small_recipe(tokenizer)), update())
     assert rollout.is_mixed and rollout.oldest_version == 3
     versions = rollout.versions[rollout.mask]
     assert list(versions) == sorted(versions) and set(versions) == {3, 4}
@@ -87,58 +56,37 @@ async def test_each_token_has_the_version_that_sampled_it(tokenizer: Path) -> No
 
 async def test_stale_engine_is_retried_until_the_deadline(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
-        waiting = asyncio.create_task(rollouts(engine, recipe(tokenizer)))
+        waiting = asyncio.create_task(rollouts(engine, small_recipe(tokenizer)))
         await asyncio.sleep(1.0)
         assert not waiting.done() and not engine.requests
         engine.version = 0
         await waiting
     orchestrator = {"batch_size": 8, "group_size": 4, "request_timeout_s": 1}
     with pytest.raises(RolloutError, match="generate"):
-        await rollouts(engine, recipe(tokenizer, orchestrator=orchestrator))
+        await rollouts(engine, small_recipe(tokenizer, orchestrator=orchestrator))
 
 
 async def test_too_long_prompt_fails_and_long_answer_is_truncated(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         engine.version = 0
-        (rollout,) = await rollouts(engine, recipe(tokenizer, seq_len=20))
+        (rollout,) = await rollouts(engine, small_recipe(tokenizer, seq_len=20))
         assert len(rollout.token_ids) == 20 and rollout.info.finish_reason == "length"
         with pytest.raises(RolloutError, match="maximum context length"):
-            await rollouts(engine, recipe(tokenizer, seq_len=10))
-
-
-class TwoTurnConfig(vf.EnvConfig):  # type: ignore[misc]
-    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
-
-
-class TwoTurnEnv(vf.Env[TwoTurnConfig]):  # type: ignore[misc]
-    """Asks again after the first answer."""
-
-    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        async with agents.agent.interaction(task) as interaction:
-            await interaction.turn()
-            await interaction.turn("Reverse: again")
+            await rollouts(engine, small_recipe(tokenizer, seq_len=10))
 
 
 @pytest.mark.parametrize("stable", [True, False])
 async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_path: Path, stable: bool) -> None:
     if not stable:
         write_tokenizer(tmp_path, answers_end="??")
-    made = recipe(
+    made = small_recipe(
         tokenizer if stable else tmp_path,
         trainer={"router_replay": True},
         orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 60, "echo": 0.1},
     )
-    environments.load("reverse-text", {})
     with FakeEngine(tokenizer, routed=True) as engine:
         engine.version = 3
-        worker = Worker(
-            made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere")
-        )
-        worker._env = TwoTurnEnv(TwoTurnConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
-        async with serving(worker._env) as clients:
-            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 60, routed=True)
-            worker._clients[ROUTER] = clients[client.key] = client
-            found = await worker._rollout(Job("j", "g", "reverse-text", 0, 3, ROUTER, "run.1:3"))
+        found = await rollouts(engine, made, with_words(TwoTurns), routed=True)
     assert len(found) == (1 if stable else 2)
     first, second = engine.requests
     last = found[-1].token_ids.tolist()
@@ -170,7 +118,7 @@ async def test_answer_without_routed_experts_is_refused(tokenizer: Path) -> None
 
 
 async def test_request_follows_its_router_to_another_node(tokenizer: Path) -> None:
-    made = recipe(tokenizer, orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 60})
+    made = small_recipe(tokenizer, orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 60})
     silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
@@ -196,20 +144,17 @@ def endpoint_prompt(tokenizer: Path) -> list[int]:
 
 async def test_worker_runs_the_chosen_task_with_the_environments_sampling(tokenizer: Path) -> None:
     options = {"id": "reverse-text", "args": {"n": 40}, "sampling": {"temperature": 0.5, "max_tokens": 9}}
-    made = recipe(tokenizer, environments=[{**options, "curriculum": {}}])
+    made = small_recipe(tokenizer, environments=[{**options, "curriculum": {}}])
     tasks = [task.data.answer for task in environments.load("reverse-text", {"n": 40}).taskset]
-    worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
-    plain = recipe(tokenizer, environments=[options])
-    other = Worker(plain, plain.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
+    worker = worker_of(made)
+    other = worker_of(small_recipe(tokenizer, environments=[options]))
     assert (worker._runner._tasks, other._runner._tasks) == (40, None)
     assert worker._tasks.task(17).data.answer == tasks[17]
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
-        async with serving(worker._env) as clients:
-            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 60)
-            worker._clients[ROUTER] = clients[client.key] = client
+        async with connected(worker, engine, made):
             for task in (17, 3):
-                await worker._rollout(Job("j", "g", "reverse-text", 0, 3, ROUTER, "run.1:3", task))
+                await worker._rollout(job_of(made, task))
     assert [request["sampling_params"]["temperature"] for request in engine.requests] == [0.5, 0.5]
     assert [request["sampling_params"]["max_tokens"] for request in engine.requests] == [9, 9]
     fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
@@ -219,15 +164,13 @@ async def test_worker_runs_the_chosen_task_with_the_environments_sampling(tokeni
 
 
 def test_recipe_without_shuffle_keeps_its_order(tokenizer: Path) -> None:
-    now = recipe(tokenizer, environments=[{"id": "reverse-text", "args": {"n": 40}}])
+    now = small_recipe(tokenizer, environments=[{"id": "reverse-text", "args": {"n": 40}}])
     tasks = [task.data.answer for task in environments.load("reverse-text", {"n": 40}).taskset]
     then, resolved = now.model_dump(mode="json", by_alias=True), now.model_dump_json(by_alias=True)
     del then["environments"][0]["shuffle"]
     orders = []
     for text in (json.dumps(then), resolved):
-        made = Recipe.model_validate_json(text)
-        book, nowhere = AddressBook(Path("/nowhere")), Path("/nowhere")
-        worker = Worker(made, made.environments[0], 0, "inproc://nobody", book, nowhere)
+        worker = worker_of(Recipe.model_validate_json(text))
         orders.append([worker._tasks[position].data.answer for position in range(40)])
     assert orders[0] == tasks and orders[1] != tasks and sorted(orders[1]) == sorted(tasks)
     path = Path(__file__).resolve().parents[2] / "data" / "run_of_0_1_0" / "recipe.resolved.json"

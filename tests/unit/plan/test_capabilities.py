@@ -1,4 +1,4 @@
-"""What the trainer cannot do with a model family is said by name."""
+"""Findings name each feature that the trainer does not support for a model family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primeslurm.plan.checks.unsupported import NEEDS, unsupported
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
-ASKED: dict[str, dict[str, Any]] = {
+USED: dict[str, dict[str, Any]] = {
     "expert parallelism": {"parallelism": {"ep": 2}},
     "context parallelism": {"parallelism": {"cp": 2}},
     "FP8": {"fp8": True},
@@ -25,27 +25,27 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def texts(family: str, impl: str, vlm: Any = None, **trainer: Any) -> list[str]:
-    """What is found about the family."""
+    """Return the findings about the model family."""
     model = {"path": "m", "impl": impl, "vlm": vlm}
     recipe = Recipe.model_validate(recipe_data(trainer=trainer) | {"model": model})
     return [finding.text for finding in unsupported(recipe, None, family) if "mplementation" in finding.text]
 
 
 def test_every_capability_has_a_recipe_that_needs_it() -> None:
-    assert {need.what for need in NEEDS} == set(ASKED)
+    assert {need.feature for need in NEEDS} == set(USED)
     assert len({need.capability for need in NEEDS}) == len(NEEDS)
 
 
 @pytest.mark.parametrize(("family", "impl"), [("mistral", "auto"), ("qwen3_moe", "hf")])
-@pytest.mark.parametrize("what", sorted(ASKED.keys() - {"training on images"}))
-def test_transformers_implementation_supports_only_fsdp(family: str, impl: str, what: str) -> None:
-    assert texts(family, impl, **ASKED[what]) == [f"the transformers implementation of {family!r} has no {what}"]
+@pytest.mark.parametrize("feature", sorted(USED.keys() - {"training on images"}))
+def test_transformers_implementation_supports_only_fsdp(family: str, impl: str, feature: str) -> None:
+    assert texts(family, impl, **USED[feature]) == [f"the transformers implementation of {family!r} has no {feature}"]
     assert texts(family, impl) == []
 
 
 def test_family_supports_exactly_its_capabilities() -> None:
-    assert texts("qwen3_moe", "auto", **ASKED["expert parallelism"]) == []
-    assert texts("llama", "custom", **ASKED["expert parallelism"]) == [
+    assert texts("qwen3_moe", "auto", **USED["expert parallelism"]) == []
+    assert texts("llama", "custom", **USED["expert parallelism"]) == [
         "the trainer's implementation of 'llama' has no expert parallelism"
     ]
 

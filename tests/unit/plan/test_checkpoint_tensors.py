@@ -59,13 +59,13 @@ def of_qwen() -> dict[str, list[int]]:
 
 
 def of_glm() -> dict[str, list[int]]:
-    numbers = range(1, LAYERS + 1)  # the last one is for tokens further ahead
+    numbers = range(1, LAYERS + 1)  # the last layer is a draft layer
     layers = [*dense(0), *(name for number in numbers for name in sparse(number))]
     return AROUND | {name: [HIDDEN, HIDDEN] for name in layers}
 
 
 def write_file(path: Path, shapes: dict[str, list[int]]) -> None:
-    """A safetensors file whose tensors are empty bytes that take no room on disk."""
+    """Write a safetensors file whose tensors are holes of a sparse file."""
     end, header = 0, {}
     for name, shape in shapes.items():
         size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
@@ -129,7 +129,7 @@ def test_missing_tensors_are_named(config: dict[str, Any], missing: list[str], t
 
 
 def test_quantisation_tensors_of_some_layers_are_accepted(tmp_path: Path) -> None:
-    """The first layer is in bfloat16, as its list of exceptions says; the others in packed codes."""
+    """The first layer is an exception in bfloat16; the other layers are packed."""
     shapes = of_qwen()
     for name in [name for name in shapes if "_proj.weight" in name and ".layers.0." not in name]:
         shapes |= dict.fromkeys((f"{name}_packed", f"{name}_scale", f"{name}_shape"), shapes.pop(name))

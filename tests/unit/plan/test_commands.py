@@ -89,7 +89,7 @@ def test_cuda_engine_leaves_memory_and_kernels_to_vllm() -> None:
 
 @pytest.mark.parametrize(("eplb", "filtered"), [(None, True), (True, False)])
 def test_expert_parallel_engine_reads_only_its_experts(eplb: bool | None, filtered: bool) -> None:
-    """Unless any expert may come to it later."""
+    """With EPLB an engine may get any expert later, so it reads all of them."""
     argv = engine_command(recipe(expert_parallel=True, eplb=eplb), "cuda", "engine", "python").argv
     assert ("--enable-ep-weight-filter" in argv) == filtered
     assert ("lazy" in argv) == filtered
@@ -103,7 +103,9 @@ def test_start_timeout_of_engines_follows_the_recipe() -> None:
 
 def test_compiled_code_of_gpu_engines_stays_on_the_node() -> None:
     assert engine_command(recipe(), "cuda", "engine", "python").env["PRIMESLURM_COMPILED_CODE"] == "/tmp"
-    assert "PRIMESLURM_COMPILED_CODE" not in engine_command(recipe(), "cpu", "engine", "python").env  # has no kernels
+    assert (
+        "PRIMESLURM_COMPILED_CODE" not in engine_command(recipe(), "cpu", "engine", "python").env
+    )  # CPUs have no such kernels
 
 
 def test_cuda_engine_with_fixed_cache_and_eager() -> None:

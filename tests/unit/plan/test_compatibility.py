@@ -378,7 +378,7 @@ def test_served_quantised_checkpoint_must_not_be_quantised_again() -> None:
 )
 def test_sampling_options_are_found_in_every_spelling(part: str, extra: dict[str, Any], what: str) -> None:
     given: dict[str, Any] = {"vllm_extra": extra}
-    if part != "inference":  # one role's own option is not hidden by that of all
+    if part != "inference":  # the option of one role must not be hidden by the common option
         given = {part: given, "vllm_extra": {"logprobs_mode": "processed_logprobs"}}
     where = context(on(PD, {"inference": given}), MOE, GPU)
     found = RULES["sampled-distribution"].finds(where)

@@ -1,4 +1,4 @@
-"""Whether layers are compiled where a recipe does not say."""
+"""Default of `trainer.compile`."""
 
 from __future__ import annotations
 

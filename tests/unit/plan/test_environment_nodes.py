@@ -1,4 +1,4 @@
-"""Nodes for environments in a plan: where workers are put, what Slurm is asked for, and what is refused."""
+"""Environment nodes in a plan: placement of workers, Slurm requests, and refused recipes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def planned(made: Recipe, where: Site | None = None, **options: Any) -> Plan:
 
 
 def workers(plan: Plan) -> dict[int, Counter[str]]:
-    """Node to how many workers of each environment it runs."""
+    """Return the number of workers of each environment, by node."""
     found = {
         node.index: Counter(p.name.split("-")[1] for p in node.processes if p.role == "environment")
         for node in plan.nodes
@@ -83,14 +83,16 @@ def test_workers_of_each_environment_are_spread_over_all_nodes() -> None:
 def test_without_environment_nodes_workers_run_on_the_head() -> None:
     plan = planned(recipe(None))
     assert workers(plan) == {0: Counter(e0=8, e1=3)} and plan.totals.environment_nodes == 0
-    assert plan.groups[0].nodes == 1, "no spare of the head is asked for that nobody wants"
+    assert plan.groups[0].nodes == 1, "the head gets no spare without a reason"
     assert workers(planned(recipe(None, deployment={"layout": "single"}))) == {0: Counter(e0=8, e1=3)}
 
 
 def test_environment_nodes_request_cores_and_memory_of_recipe_or_site() -> None:
     plan = planned(recipe({"nodes": 3}, slurm={"environments": {"constraint": "nvme"}}))
     group = plan.groups[3]
-    assert (group.partition, group.gres, group.cpus_per_task, group.mem) == ("cpu", None, 32, "256G"), "as control"
+    assert (group.partition, group.gres, group.cpus_per_task, group.mem) == ("cpu", None, 32, "256G"), (
+        "its kind of node is that of control"
+    )
     assert group.constraint == "nvme"
     asked = {"nodes": 3, "cpus": 48, "memory": "90G"}
     plan = planned(recipe(asked, deployment={"spares": {"environments": 1}}), site(environments=BIG))
@@ -105,7 +107,7 @@ def test_job_survives_the_loss_of_an_environment_node() -> None:
     """Slurm takes a node away from a job only if every component has two."""
     plan = planned(recipe({"nodes": 2}))
     assert plan.groups[0].nodes == 2 and plan.survives_nodes
-    assert render(plan).count("--no-kill") == 5  # of four components and srun
+    assert render(plan).count("--no-kill") == 5  # four components and srun
     assert not planned(recipe({"nodes": 1})).survives_nodes
 
 
@@ -114,7 +116,9 @@ def test_rollout_files_are_on_the_node_disk() -> None:
     for worker in planned(recipe({"nodes": 2}), site(environments=BIG)).nodes[-1].processes:
         assert worker.env["TMPDIR"] == own and worker.scratch == (own,)
     for worker in planned(recipe({"nodes": 2})).nodes[-1].processes:
-        assert "TMPDIR" not in worker.env and worker.scratch == (), "the plan's own TMPDIR is the agent's"
+        assert "TMPDIR" not in worker.env and worker.scratch == (), (
+            "the TMPDIR of the plan is the directory of the agent"
+        )
         assert worker.env == {"VF_RUN_ID": "${run_id}"}
 
 
@@ -204,7 +208,7 @@ def test_nodes_that_are_too_small_or_too_many_are_found(made: Recipe, expected: 
 
 
 def test_emulated_cluster_ignores_the_size_of_real_nodes() -> None:
-    """Its nodes claim sixteen cores and this machine's memory."""
+    """Nodes of the emulated cluster claim sixteen cores and the memory of this machine."""
     made = for_emulation(recipe({"nodes": 3, "cpus": 512, "memory": "4000G"}))
     spec = cluster_for(made)
     assert (spec.nodes, spec.control_nodes) == (4, 5), "with a spare of control"

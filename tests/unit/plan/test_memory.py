@@ -1,4 +1,4 @@
-"""The memory model: against published sizes and measurements, and by what it must never get wrong."""
+"""The memory model: published sizes, measurements, and properties that always hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
-from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision
@@ -83,7 +83,7 @@ def test_one_glm5_layer_in_float32_is_forty_gigabytes_without_expert_parallelism
 def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
     assert kv_bytes_per_token(QWEN, BF16) == 48 * 2 * 4 * 128 * 2
     assert kv_bytes_per_token(QWEN, replace(BF16, tp=2)) == 48 * 2 * 2 * 128 * 2
-    assert kv_bytes_per_token(QWEN, replace(BF16, tp=8)) == 48 * 2 * 1 * 128 * 2  # a head is not cut
+    assert kv_bytes_per_token(QWEN, replace(BF16, tp=8)) == 48 * 2 * 1 * 128 * 2  # a head is not split
     assert kv_bytes_per_token(QWEN, replace(BF16, fp8_kv=True)) == 48 * 2 * 4 * 128
     assert kv_bytes_per_token(GLM, BF16) == 78 * ((512 + 64) * 2 + 132)
     assert kv_bytes_per_token(GLM, replace(BF16, tp=8)) == kv_bytes_per_token(GLM, BF16)
@@ -93,7 +93,7 @@ def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
 def test_delta_nets_have_a_state_instead_of_keys_and_values() -> None:
     shape = QWEN_3_5
     assert shape.layers == 40
-    assert count(shape).total == pytest.approx(34_660_610_688, rel=1e-5), "what transformers builds of it"
+    assert count(shape).total == pytest.approx(34_660_610_688, rel=1e-5), "parameters of the model in transformers"
     assert kv_bytes_per_token(shape, BF16) == 10 * 2 * 2 * 256 * 2
     state = 30 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2)
     assert engine_memory(shape, BF16, 140 * GIB, 0.9).state_per_sequence == state
@@ -136,7 +136,9 @@ def test_offloaded_optimizer_state_needs_only_buffers_on_the_gpu() -> None:
     small = replace(SHARDED, shard=1, tokens=1, ep=128, logit_tokens=1)
     here, away = trainer_memory(QWEN, small), trainer_memory(QWEN, replace(small, state_offload=True))
     beside = here.gathered + here.activations + here.logits
-    assert away.optimizer + beside == 3 * 8 * QWEN.vocab * QWEN.hidden, "the embedding's, where activations are small"
+    assert away.optimizer + beside == 3 * 8 * QWEN.vocab * QWEN.hidden, (
+        "buffers for the embedding, because activations are small"
+    )
 
 
 def test_time_to_move_optimizer_state_is_estimated() -> None:
@@ -168,7 +170,7 @@ NEMOTRON_3_NANO = Mamba(layers=23, heads=64, head_dim=64, state=128, groups=8, c
 
 
 def recurrent(name: str) -> tuple[Mixer, dict[str, Any]]:
-    """A layer of `benchmarks recurrence_memory`: as it is estimated, and as it was measured."""
+    """Return the estimate and the measurement of a layer of `benchmarks recurrence_memory`."""
     assert QWEN_3_5.delta_nets is not None
     estimated = {"gated_delta_net": delta_net(QWEN_3_5.delta_nets, 2048, 2), "mamba_2": mamba(NEMOTRON_3_NANO, 2688, 2)}
     return estimated[name], json.loads((RESULTS / "recurrence_memory.json").read_bytes())[name]
@@ -204,7 +206,7 @@ def test_context_parallelism_divides_segments_of_recurrent_layers() -> None:
 
 
 def encoder(name: str) -> tuple[Vision, dict[str, Any]]:
-    """An encoder of `benchmarks vision_memory`, four blocks deep, and the bytes a patch that were measured."""
+    """Return an encoder of `benchmarks vision_memory` with four blocks, and its measured bytes per patch."""
     vision = {"depth": 4, "out_hidden_size": 2048} | (
         {"deepstack_visual_indexes": [0, 1, 2]} if name == "qwen3_vl_moe" else {}
     )
@@ -230,11 +232,11 @@ VL = catalog()["Qwen/Qwen3-VL-30B-A3B-Instruct"].shape
 def test_a_frozen_encoder_has_weights_and_no_gradients() -> None:
     frozen, trained = (trainer_memory(VL, replace(SHARDED, frozen_vision=frozen)) for frozen in (True, False))
     size = count(VL).vision
-    assert size == 538_631_408, "what transformers builds of it"
+    assert size == 538_631_408, "parameters of the model in transformers"
     assert frozen.weights == trained.weights == 4 * count(VL).total // 8
     assert trained.gradients - frozen.gradients == pytest.approx(4 * size / 8, rel=1e-6)
     assert trained.optimizer - frozen.optimizer == pytest.approx(8 * size / 8, rel=1e-6)
-    assert frozen.images == trained.images == 0, "rows of text"
+    assert frozen.images == trained.images == 0, "rows of text have no images"
 
 
 def test_context_parallel_ranks_do_not_share_images() -> None:
@@ -337,7 +339,7 @@ def test_a_damaged_config_gives_no_estimate(damage: dict[str, Any], tmp_path: Pa
 
 
 def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "gpu:h200", **more: Any) -> list[str]:
-    """Findings about fitting, of a recipe of one train node and one inference node."""
+    """Return findings about memory of a recipe with one train node and one inference node."""
     nodes = {"nodes": {"default": {"gres": gres, "mem": "1900G", **more}}}
     recipe = Recipe.model_validate(recipe_data(**merge({"model": {"path": model, "dtype": "bfloat16"}}, changes)))
     findings, _ = reviewed(recipe, site(**nodes))
@@ -406,13 +408,13 @@ def errors(changes: dict[str, Any]) -> list[Finding]:
 
 
 def test_plan_sets_the_kv_cache_of_colocated_engines(tmp_path: Path) -> None:
-    """What vLLM measures beside a trainer that works would be wrong."""
+    """vLLM would measure too little memory beside a working trainer."""
     changes = merge(COLOCATED, {"inference": {"gpu_memory_utilization": 0.5}})
     recipe = Recipe.model_validate(
         recipe_data(**merge({"model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"}}, changes))
     )
     where = site(nodes={"default": {"gres": "gpu:h200"}})
-    plan = make_plan(recipe, where, tmp_path, look_at_files(recipe)).plan
+    plan = make_plan(recipe, where, tmp_path, read_file_metadata(recipe)).plan
     assert plan.estimate is not None
     trainer, engine = plan.estimate.roles
     assert (trainer.limit_gib, engine.limit_gib) == (68.9, 69.9)
@@ -421,7 +423,7 @@ def test_plan_sets_the_kv_cache_of_colocated_engines(tmp_path: Path) -> None:
     assert size == engine.kv_tokens * engine.kv_bytes_per_token
     assert sum(engine.parts.values()) == pytest.approx(engine.limit_gib, abs=0.2)
     assert [f.field for f in plan.findings if "GPUs 0 to 7" in f.text] == ["inference.gpu_memory_utilization"]
-    unknown = make_plan(recipe, site(), tmp_path, look_at_files(recipe)).plan
+    unknown = make_plan(recipe, site(), tmp_path, read_file_metadata(recipe)).plan
     assert "--kv-cache-memory-bytes" not in unknown.process("engine-r0-0").argv
     assert [f.fix for f in unknown.findings if f.field == "inference.kv_cache_bytes"] == ["set it"]
 
@@ -446,11 +448,11 @@ def test_local_copies_of_checkpoints_are_planned() -> None:
         found_here = amounts(**merge({"checkpoint": {"local": "/scratch/x", "moments": moments}}, four))
         assert found_here["local copies"] == pytest.approx(2 * plain["checkpoint"] / 4 * bytes_of_12 / 12, abs=0.1)
     alone = amounts(checkpoint={"local": "/scratch/x"}, deployment={"train": {"nodes": 1}})
-    assert alone["local copies"] == alone["checkpoint"], "there is no other node to keep them"
+    assert alone["local copies"] == alone["checkpoint"], "there is no other node that keeps a copy"
 
 
 def test_local_copies_in_memory_must_fit_the_host() -> None:
-    """Of 366 GB two nodes hold both halves: 341 GiB each."""
+    """Each of two nodes holds both halves of 366 GB: 341 GiB."""
     two = {"deployment": {"train": {"nodes": 2}, "spares": {"train": 1}}, "trainer": {"parallelism": {"ep": 8}}}
     where = {"/dev/shm": 1, "/dev/shm/x": 1, "/dev/shmoo": 0, "/scratch": 0}
     for local, errors in where.items():
@@ -459,7 +461,7 @@ def test_local_copies_in_memory_must_fit_the_host() -> None:
 
 
 def test_local_copies_on_disk_must_fit_it() -> None:
-    """Of 366 GB two nodes hold both halves: 341 GiB each."""
+    """Each of two nodes holds both halves of 366 GB: 341 GiB."""
     two = {"deployment": {"train": {"nodes": 2}, "spares": {"train": 1}}, "trainer": {"parallelism": {"ep": 8}}}
     changes = merge(two, {"checkpoint": {"local": "/scratch"}})
     (small,), (unknown,), large = (
@@ -529,7 +531,7 @@ def test_engines_from_fp8_blocks_stay_in_fp8_when_the_model_is_trained() -> None
 def test_sending_all_of_glm5_takes_a_minute_and_its_own_experts_to_each_gpu_much_less() -> None:
     assert amounts(weights={"transport": "nccl"})["weight update"] == pytest.approx(59.5, abs=0.5)
     wide = amounts(weights={"transport": "nccl"}, inference={"expert_parallel": True})["weight update"]
-    assert 59.5 / 8 < wide < 59.5 / 6, "an eighth of the experts, and all that is no expert"
+    assert 59.5 / 8 < wide < 59.5 / 6, "an eighth of the experts, and everything else"
     halved = amounts(weights={"transport": "nccl"}, inference={"quantization": "fp8"})["weight update"]
     assert halved == pytest.approx(59.5 / 2, rel=0.02)
     adapters = {"lora": {"rank": 8}}
@@ -541,7 +543,7 @@ def test_host_tiers_are_shared_with_mooncake_and_apart_without() -> None:
     tier = {"cpu": {"bytes": 2**40}}
     shared = amounts(inference={"kv_offload": {"type": "mooncake", **tier}})["KV in host memory"]
     apart = amounts(inference={"kv_offload": {"type": "native", **tier}})["KV in host memory"]
-    assert (shared, apart) == (11.0, 87.8)  # one node, or its eight engines; 100,152 bytes a token
+    assert (shared, apart) == (11.0, 87.8)  # one node, or its eight engines; 100,152 bytes per token
 
 
 def test_published_configurations_fit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is buffered of rollouts, in the plan and against the head node's memory."""
+"""Memory of buffered rollouts in the plan, compared with the memory of the head node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def glm5_r3(**orchestrator: Any) -> Recipe:
 
 
 def said(recipe: Recipe, **control: Any) -> tuple[float, list[str]]:
-    """What is buffered [GB], and what is said of it, with these options of the head node."""
+    """Return the size of buffered rollouts [GB] and the findings, with these options of the head node."""
     changed = SITE.model_copy(
         update={"nodes": {**SITE.nodes, "control": SITE.nodes["control"].model_copy(update=control)}}
     )
@@ -52,7 +52,9 @@ def test_the_large_glm5_run_buffers_up_to_236_gigabytes_which_its_head_node_hold
     expected = 131072 * 256 * (11 * (624 + 13) + 2 * 18) / 1e9
     assert said(recipe) == (pytest.approx(expected, abs=0.05), [])
     files, _ = said(glm5_r3(rollout_transport="filesystem"))
-    assert files == pytest.approx(131072 * 256 * 11 * 637 / 1e9, abs=0.05), "shares are let go of once they are files"
+    assert files == pytest.approx(131072 * 256 * 11 * 637 / 1e9, abs=0.05), (
+        "encoded shards are freed once they are files"
+    )
     without = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"router_replay": False})})
     assert said(without)[0] == pytest.approx(expected - 131072 * 256 * 11 * 624 / 1e9, abs=0.05)
 
@@ -68,7 +70,7 @@ def test_head_node_too_small_for_buffered_rollouts_is_refused() -> None:
     ]
     ((absurd),) = said(glm5_r3(batch_size=8192, max_inflight_rollouts=16384))[1]
     assert absurd.startswith("error does not fit: buffered rollouts of a quarter of seq_len take 1761 of 256 GiB")
-    assert said(glm5_r3(), mem="32G", memory_gib=1000)[1], "the job may use no more than it asks for"
+    assert said(glm5_r3(), mem="32G", memory_gib=1000)[1], "the job may use only the memory that it requests"
     assert not said(glm5_r3(), mem="0", memory_gib=1000)[1] and not said(glm5_r3(), mem=None)[1]
 
 
@@ -108,7 +110,7 @@ def test_constants_match_the_orchestrator() -> None:
 
 
 class Buffering(World):
-    """A world that says how many rollouts were done and waited for their group or a batch."""
+    """A simulation that counts finished rollouts which wait for their group or a batch."""
 
     most = 0
 

@@ -45,23 +45,6 @@ def disaggregated(
     }
 
 
-def test_two_prefill_replicas_of_two_nodes_and_one_decode_replica_of_two_make_six_nodes() -> None:
-    plan = plan_for(**disaggregated(prefill=(2, 2), decode=(2, 1)))
-    assert plan.totals.inference_nodes == 6
-    assert [(group.name, group.nodes) for group in plan.groups] == [
-        ("control", 1),
-        ("train", 1),
-        ("prefill", 4),
-        ("decode", 2),
-    ]
-
-
-def test_three_inference_replicas_make_eighteen_nodes_and_three_routers() -> None:
-    plan = plan_for(**disaggregated(3, prefill=(2, 2), decode=(2, 1)))
-    assert (plan.totals.inference_nodes, plan.totals.routers, plan.totals.engines) == (18, 3, 144)
-    assert [len(replica.nodes) for replica in plan.replicas] == [6, 6, 6]
-
-
 def test_single_layout_is_one_component_with_the_same_processes() -> None:
     het, single = plan_for(), plan_for(deployment={"layout": "single"})
     assert [group.nodes for group in single.groups] == [2]

@@ -1,4 +1,4 @@
-"""A plan survives being written and read, and a damaged file is a RunError."""
+"""Plan files: round trip, files of version 0.2.0, and damaged files."""
 
 from __future__ import annotations
 

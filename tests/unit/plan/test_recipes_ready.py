@@ -1,4 +1,4 @@
-"""The ready recipes: each is placed, rendered and checked on the example site, with the nodes that its head names."""
+"""Every ready recipe is placed, rendered and checked on the example site with the nodes of its first comment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong data of SFT is named before anything is submitted."""
+"""Errors in SFT data are reported before a submission."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def test_only_the_beginning_of_the_file_is_checked(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sft_files, "LOOKED_AT", 200)
     long = {"prompt": "x" * 300, "completion": "y"}
     assert said(write(tmp_path / "data.jsonl", *RIGHT[1:], long, "no json")) == []
-    assert said(write(tmp_path / "long.jsonl", long)) == [], "its only line is longer"
+    assert said(write(tmp_path / "long.jsonl", long)) == [], "its only line is longer than the part that is parsed"
     assert said(write(tmp_path / "empty.jsonl", "", "")) == ["has no conversation (write one JSON object per line)"]

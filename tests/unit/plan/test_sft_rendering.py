@@ -1,4 +1,4 @@
-"""`check` renders data of SFT as the trainer does: what a chat template refuses is known before nodes are."""
+"""`check` renders SFT data as the trainer does, so errors of chat templates appear before nodes are allocated."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_lines_all_over_a_long_file_are_rendered_and_all_are_read(
     assert 501 <= first <= 600 and last == 1000
     monkeypatch.setattr(probe, "PARSED_BYTES", 1000)
     (found_first,) = told(probe.check(request(tmp_path)))
-    assert "System message must be" in found_first, "beyond what is read, lines are still rendered here and there"
+    assert "System message must be" in found_first, "after the beginning, a sample of lines is rendered"
 
 
 def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def test_six_nodes_two_prefill_groups_of_two_and_one_decode_group_of_two() -> No
     plan = plan_for(WIDE, disaggregated(prefill=(2, 2), decode=(2, 1)))
     prefill, decode = engines(plan, "prefill"), engines(plan, "decode")
     assert (len(prefill), len(decode), plan.totals.inference_nodes) == (32, 16, 6)
+    sizes = {group.name: group.nodes for group in plan.groups}
+    assert sizes == {"control": 1, "train": 1, "prefill": 4, "decode": 2}
     assert ranks(prefill) == [(str(rank), "16") for rank in range(16)] * 2
     assert ranks(decode) == [(str(rank), "16") for rank in range(16)]
     assert [e.unit for e in (*prefill[::16], *decode[:1])] == ["prefill-r0-g0", "prefill-r0-g1", "decode-r0-g0"]
@@ -111,7 +113,8 @@ def test_the_side_channel_of_each_rank_is_the_port_that_was_reserved_for_it() ->
 
 def test_three_replicas_of_six_nodes_have_three_routers_and_share_nothing() -> None:
     plan = plan_for(WIDE, disaggregated(3, prefill=(2, 2), decode=(2, 1)))
-    assert (plan.totals.inference_nodes, plan.totals.routers) == (18, 3)
+    assert (plan.totals.inference_nodes, plan.totals.routers, plan.totals.engines) == (18, 3, 144)
+    assert [len(replica.nodes) for replica in plan.replicas] == [6, 6, 6]
     routers = [process for process in plan.processes() if process.role == "router"]
     assert [router.name for router in routers] == ["router-0", "router-1", "router-2"]
     for router, replica in zip(routers, plan.replicas, strict=True):
@@ -149,7 +152,7 @@ def test_a_store_spans_all_inference_nodes_and_every_engine_waits_for_its_own() 
         nixl, store_connector = transfer["kv_connector_extra_config"]["connectors"]
         assert (nixl["kv_connector"], store_connector["kv_connector"]) == ("NixlConnector", "MooncakeStoreConnector")
         assert store_connector["kv_connector_extra_config"]["cache_prefix"] == "${run_id}"
-        assert engine.scratch == ()  # the disk is the client's
+        assert engine.scratch == ()  # the client has the disk
     client = plan.process(f"store-{inference[0]}")
     assert client.scratch == ("/scratch/kv/primeslurm-${run_id}-n${node}-${key}",)
     assert client.env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == client.scratch[0]
@@ -241,7 +244,7 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
     st.integers(1, 2),
     st.sampled_from([1, 4]),
 )
-def test_every_combination_has_sound_ports_and_placeholders_and_signs_of_life(
+def test_every_combination_has_distinct_ports_known_placeholders_and_liveness_checks(
     router: str, offload: str | None, wide: bool, replicas: int, tp: int
 ) -> None:
     tiers = {"kv_offload": {"type": offload, "cpu": {"bytes": 2**30}, "disk": {"path": "/d"}}} if offload else {}
@@ -251,7 +254,7 @@ def test_every_combination_has_sound_ports_and_placeholders_and_signs_of_life(
         ports = [port for process in node.processes for port in process.ports.values()]
         assert len(set(ports)) == len(ports)
     for process in plan.processes():
-        assert process.health or process.heartbeats, f"nobody would see that {process.name} hangs"
+        assert process.health or process.heartbeats, f"nothing would detect that {process.name} is unresponsive"
         for text in (*process.argv, *process.env.values(), *process.files.values()):
             assert "${" not in filled(process, plan, text)
 

@@ -1,4 +1,4 @@
-"""What a step is predicted to take, beside steps that were measured, and what makes it shorter."""
+"""Predicted step times: measured steps, and options that change the time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_step_time_matches_measurements(
     model, h200 = shape_of(LAYERS[shape]), GPUS["h200"]
     found = step_time(asked, model, h200, nodes=1, gpus=gpus, gbps=400, rows=gpus, length=length)
     assert found.network == 0
-    assert found.shortest == pytest.approx(alike[-1]["ours"]["seconds"], rel=SPREAD)  # the newest
+    assert found.shortest == pytest.approx(alike[-1]["ours"]["seconds"], rel=SPREAD)  # the newest measurement
 
 
 def test_recurrent_layers_are_as_fast_compiled_as_not() -> None:
@@ -100,7 +100,7 @@ def test_larger_micro_batches_gather_less_often() -> None:
     assert rounded.network == pytest.approx(10 / 12 * small.network), "float32 weights twice, and gradients"
     experts = count(shape_of(GLM5)).experts / count(shape_of(GLM5)).total
     in_fp8 = predicted(recipe(fp8=True, parallelism=layout), shape_of(GLM5))
-    assert in_fp8.network == pytest.approx((1 - experts / 2) * small.network, rel=0.001), "a byte, not 4"
+    assert in_fp8.network == pytest.approx((1 - experts / 2) * small.network, rel=0.001), "one byte instead of four"
     assert predicted(recipe(parallelism=layout, lora={}), shape_of(GLM5)).network < once.network, "adapters are small"
 
 
@@ -110,7 +110,7 @@ def test_gradients_that_the_host_adds_up_take_longer_with_every_micro_batch() ->
         predicted(recipe(micro_batch_tokens=tokens, **offload), shape_of(GLM5)).optimizer for tokens in (32768, 16384)
     )
     state = recipe(**offload | {"memory": {"optimizer_state_offload": True}})
-    assert many - few == pytest.approx(11 * 4.96, rel=0.01), "16 bytes a parameter of a node, at 200 GB/s"
+    assert many - few == pytest.approx(11 * 4.96, rel=0.01), "16 bytes per parameter of a node, at 200 GB/s"
     assert predicted(state, shape_of(GLM5)).optimizer < few / 10
 
 

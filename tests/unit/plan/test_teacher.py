@@ -1,4 +1,4 @@
-"""A teacher in the plan: where its engines run, what they are started with, and what is checked."""
+"""A teacher in the plan: placement and commands of its engines, and checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.api.checks.recipe_check import look_at_files
+from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.checks.files import with_absolute_paths
@@ -57,7 +57,7 @@ def test_its_engines_have_nodes_of_their_own(layout: str) -> None:
     assert (plan.totals.engines, plan.totals.teacher_engines) == (without.totals.engines, 4)
     if layout == "het":
         assert [group.name for group in plan.groups] == ["control", "train", "inference", "teacher"]
-    assert plan.replicas == without.replicas, "no router stands before it, and no policy is transferred to it"
+    assert plan.replicas == without.replicas, "it has no router, and gets no weight updates"
     assert option(plan.process("orchestrator"), "--teachers") == "teacher-0,teacher-1,teacher-2,teacher-3"
     assert "--teachers" not in without.process("orchestrator").argv
 
@@ -66,7 +66,9 @@ def test_its_command_is_that_of_a_served_model() -> None:
     plan = plan_for(dtype="float32", max_num_batched_tokens=512, env={"A": "b"}, vllm_extra={"swap_space": 1})
     process = teachers(plan)[0]
     assert option(process, "--model") == "/models/teacher" and option(process, "--dtype") == "float32"
-    assert option(process, "--max-model-len") == "129", "the longest sequence, and the token that must be asked for"
+    assert option(process, "--max-model-len") == "129", (
+        "the longest sequence, and the one token that each request generates"
+    )
     assert option(process, "--max-num-batched-tokens") == "512" and option(process, "--swap-space") == "1"
     assert option(process, "--middleware").endswith(".LivenessGate") and "--weight-transfer-config" not in process.argv
     assert process.env["A"] == "b" and process.restart == "in_place" and set(process.ports) == {"http"}
@@ -113,8 +115,8 @@ def tokenizer(directory: Path, *tokens: str) -> Path:
 
 
 def problems(asked: Recipe) -> list[Violation]:
-    """Of the teacher's files: the policy's own are sound."""
-    return list(look_at_files(asked).problems)
+    """Return problems of the teacher's files. Those of the policy have none."""
+    return list(read_file_metadata(asked).problems)
 
 
 def test_its_files_and_tokenizer_are_checked(tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_its_files_and_tokenizer_are_checked(tmp_path: Path) -> None:
     assert problems(recipe(changes, path=str(teacher))) == []
     (found,) = problems(recipe({**changes, "seq_len": 4096}, path=str(teacher)))
     assert (found.field, found.value, found.fix) == ("seq_len", "4096", "nearest: 4095")
-    files = look_at_files(recipe(changes, path="/models/none"))
+    files = read_file_metadata(recipe(changes, path="/models/none"))
     assert files.problems == () and files.teacher is not None and files.teacher.absent is not None and files.blocked
     link = tmp_path / "link"
     link.symlink_to(teacher)

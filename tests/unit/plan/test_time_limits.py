@@ -1,4 +1,4 @@
-"""Limits of starting and loading follow bytes; what a recipe says stays."""
+"""Time limits of engine starts and trainer loading follow the bytes to read, unless the recipe sets them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def planned(recipe: Recipe, directory: Path) -> Planned:
 
 
 def seconds(recipe: Recipe, slow_gbytes_per_s: float = 0.2) -> tuple[int, int]:
-    """Those of engines and of the trainer, with storage of ten times that speed."""
+    """Return the limits of engines and trainer. Storage has ten times the given speed."""
     assert pytest.approx(slow_gbytes_per_s) == SITE.network.storage_gbytes_per_s / 10
     requests, _ = requests_of(recipe, SITE, local=False)
     filled, _ = with_limits(recipe, SITE, requests, catalog()[recipe.model.path].shape, None)
@@ -40,12 +40,12 @@ def seconds(recipe: Recipe, slow_gbytes_per_s: float = 0.2) -> tuple[int, int]:
 
 
 def in_minutes(size: float) -> int:
-    """Seconds for so many bytes at 0.2 GB/s, in whole minutes."""
+    """Return the seconds to read this many bytes at 0.2 GB/s, in whole minutes."""
     return 60 * math.ceil(size / 0.2e9 / 60)
 
 
 def test_engines_that_share_experts_read_their_own_and_all_else() -> None:
-    """Eight engines a node, 32 GPUs a group: each reads 8 of 256 experts; trainer nodes read a twelfth of the model."""
+    """Eight engines per node, 32 GPUs per group: each reads 8 of 256 experts; trainer nodes read 1/12 of the model."""
     p = count(catalog()["zai-org/GLM-5.1"].shape)
     node = 8 * 2 * (p.total - p.experts + p.experts / 32)
     assert seconds(recipe_of("glm5_pd")) == (3600 + in_minutes(node), 7200 + in_minutes((2 + 12) * p.total / 12))

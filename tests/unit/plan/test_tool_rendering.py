@@ -1,4 +1,4 @@
-"""A model that cannot be shown tools, for an environment that is known to offer some: said without loading anything."""
+"""Models that cannot render tools, in environments that offer tools. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = {"id": "reverse-text"}
 
 
 def found(model_type: str | None, *environments: dict[str, Any], **fields: Any) -> dict[str, str]:
-    """What is said, by field."""
+    """Return the texts of findings by field."""
     recipe = {"name": "test", "seq_len": 64, "max_steps": 5, "model": {"path": "/models/m", **fields.pop("model", {})}}
     made = Recipe.model_validate({**recipe, "environments": list(environments), **fields})
     findings = tool_rendering(made, model_type)

@@ -1,4 +1,4 @@
-"""What the trainer cannot read is found before a run: families, and how checkpoints are stored."""
+"""Model families and checkpoint formats that the trainer does not support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type
 
 
 def texts(config: dict[str, Any], **changes: Any) -> list[str]:
-    """What is found about a model with this config."""
+    """Return the findings about a model with this config."""
     found = unsupported(Recipe.model_validate(recipe_data(**changes)), shape_of(config), config["model_type"])
     return [f"{finding.level}: {finding.text}" for finding in found if finding.field == "model.path"]
 

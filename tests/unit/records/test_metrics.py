@@ -81,7 +81,7 @@ class FakeWandb(types.ModuleType):
             self.tables.append((step, *row["rollouts"]))
             return
         if step is None:
-            assert not commit, "it would end the step that is being trained"
+            assert not commit, "a commit would close the step that is being trained"
             self.evaluations.append(row)
             return
         assert row == {"loss": float(step)}

@@ -141,7 +141,7 @@ def test_events_on_a_full_disk_are_written_later_in_order(tmp_path: Path) -> Non
 
 
 def test_names_of_fields_on_disk_do_not_change() -> None:
-    """Other releases read them, and users do with their own programs. New fields and kinds are fine: add them here."""
+    """Other releases and programs of users read these fields. Add new fields and kinds here."""
     modules = (attempt, evaluation, fleet, state)
     kinds = [*KINDS, *(kind for module in modules for kind in vars(module).values() if isinstance(kind, type))]
     fields = {

@@ -33,9 +33,8 @@ from primeslurm.records.fleet import (
 )
 from primeslurm.records.metrics import recent_rows
 from primeslurm.records.state import EngineRecord, FailedRollouts
-from primeslurm.run.bad_nodes import BadNode
+from primeslurm.run.bad_nodes import BadNode, write_excluded
 from primeslurm.run.directory import RunDirectory, create, name_in_use
-from primeslurm.run.node_exclusion import write_excluded
 from primeslurm.run.status.run_status import BROKEN_UP, RlProgress, RunStatus, read_status
 from primeslurm.run.status.summary import summarise
 from primeslurm.wire.stored import checkpoints

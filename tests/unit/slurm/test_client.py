@@ -1,4 +1,4 @@
-"""Parsing of what Slurm prints. The texts are from Slurm 22.05, shortened."""
+"""Parsing of Slurm's output. The texts are from Slurm 22.05, shortened."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_job_is_broken_up_if_its_leading_component_goes_on_without_another(
     second = second.replace("JobState=RUNNING", f"JobState={other}")
     first = "JobId=1 HetJobId" + first.replace("JobState=RUNNING", f"JobState={leader}")
     assert parse_job(second + first).broken_up == broken_up
-    assert parse_job(first).broken_up == (leader != "CANCELLED"), "Slurm has forgotten the other"
+    assert parse_job(first).broken_up == (leader != "CANCELLED"), "Slurm no longer reports the other component"
     assert parse_job(first.replace("1-2", "1-2,5")).size == 3
 
 
@@ -113,7 +113,7 @@ def test_words_in_any_encoding_are_shown(tmp_path: Path, monkeypatch: pytest.Mon
     ("squeue", "sacct", "found"),
     [
         ("7|RUNNING|/r/job.sbatch other|\n12+0|PENDING|/r/job.sbatch w|\n12+1|PENDING|/r/job.sbatch w|\n", "", "12"),
-        ("3|CANCELLED|/r/job.sbatch w|\n4|RUNNING|/r/job.sbatch w|\n", "", "4"),  # the one that is active
+        ("3|CANCELLED|/r/job.sbatch w|\n4|RUNNING|/r/job.sbatch w|\n", "", "4"),  # the active job
         ("5|PENDING|/tmp/copy|primeslurm w\n", "", "5"),  # a site's own sbatch copies the script
         ("", "9+0|sbatch --comment=primeslurm w /r/job.sbatch w|\n9+1|sbatch /r/job.sbatch w|\n", "9"),
         ("7|RUNNING|/r/job.sbatch other|\n", "", None),

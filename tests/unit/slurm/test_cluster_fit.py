@@ -1,4 +1,4 @@
-"""What a plan asks for, compared with what Slurm says: one violation for each mistake. Texts are from real Slurms."""
+"""Plans compared with Slurm's reports: one violation per error. The reports are from real clusters."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def test_accounts_of_a_partition() -> None:
         ({"qos_names": "small", "denied_qos": "small"}, "lab", "small", []),
         ({"denied_accounts": "LAB"}, "lab", "small", ["slurm.account = lab: may not use partition gpu"]),
         ({"denied_qos": "Small"}, "lab", "small", ["slurm.qos = small: may not use partition gpu"]),
-        # It does not distinguish upper and lower case in these names.
+        # Slurm ignores case in these names.
         ({"accounts": "lab", "qos_names": "SMALL"}, "LAB", "Small", []),
         ({"accounts": "physics"}, "Lab", "small", ["slurm.account = lab: may not use partition gpu (use physics)"]),
     ],

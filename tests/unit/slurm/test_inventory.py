@@ -1,4 +1,4 @@
-"""What is installed: found without importing it, and held against the lock."""
+"""Installed parts: found without imports, and compared with the locked versions."""
 
 from __future__ import annotations
 

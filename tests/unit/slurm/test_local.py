@@ -44,7 +44,7 @@ def test_requeue_from_inside(tmp_path: Path) -> None:
     given = make(tmp_path)
     job_id = submit.submit_local(given, ToyAgent(tmp_path, requeue_itself=True), "w-of-this-test")
     assert submit.is_running(given, job_id)
-    wait(lambda: submit.find("w-of-this-test") == job_id)  # by its word alone, as after a submission that was killed
+    wait(lambda: submit.find("w-of-this-test") == job_id)  # found by its word alone, as after a killed submission
     wait(lambda: not submit.is_running(given, job_id))
     assert said(tmp_path, "start") == [0, 0, 1, 1, 2, 2]
     assert said(tmp_path, "checkpoint") == [0]
@@ -62,7 +62,7 @@ time.sleep(600)
 
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanController]:
-    """Of two tasks that ask for a requeue on USR2, which comes a second after they begin."""
+    """Return the exit codes of two tasks that request a requeue on USR2, one second after their start."""
     options = {"NTASKS": "2", "TIMEOUT_S": "60", "SIGNAL_DELAY_S": "59", "WITH_SHELL": ""}
     options["COMMAND"] = shlex.join([sys.executable, "-c", LISTENER, str(tmp_path / "listens-")])
     for name, value in options.items():
@@ -78,14 +78,14 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan
 def test_all_tasks_are_warned_of_the_time_limit_and_may_requeue(controller: PlanController, tmp_path: Path) -> None:
     controller.start_tasks()
     wait(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
-    assert LOCAL_REQUEUE_RETURN_CODE in controller.wait()  # its time begins here
+    assert LOCAL_REQUEUE_RETURN_CODE in controller.wait()  # its time limit starts here
     assert [task.wait(600) for task in controller.tasks] == [LOCAL_REQUEUE_RETURN_CODE] * 2
 
 
 def test_an_allocation_of_slurm_ends_the_run_with_a_checkpoint_and_no_other_attempt(
     controller: PlanController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 30))  # before the run's own time, 60 s, is over
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 30))  # before the time limit of the run, 60 s
     controller.start_tasks()
     wait(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
     assert LOCAL_REQUEUE_RETURN_CODE not in controller.wait()

@@ -1,4 +1,4 @@
-"""Slurm options of recipe and site: what is refused, with which advice, and what reaches the plan."""
+"""Slurm options of recipe and site: refused values with advice, and values in the plan."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.recipes import site, write_recipe
 
 
 def problems(path: Path, **slurm: Any) -> list[str]:
-    """What loading a recipe with these Slurm options says."""
+    """Return the violations of a recipe with these Slurm options."""
     with pytest.raises(UsageError) as caught:
         load_recipe(write_recipe(path / "r.yaml", slurm=slurm))
     return [str(violation) for violation in caught.value.violations]
 
 
 def plan(path: Path, slurm: dict[str, Any], changes: dict[str, Any] | None = None) -> Plan:
-    """The plan of a recipe with these Slurm options on a site with these changes."""
+    """Return the plan of a recipe with these Slurm options on a site with these changes."""
     return derive(load_recipe(write_recipe(path / "r.yaml", slurm=slurm)), site(**(changes or {})), Path("/runs/x"))
 
 
@@ -66,7 +66,7 @@ def plan(path: Path, slurm: dict[str, Any], changes: dict[str, Any] | None = Non
             {"extra": ["--partition=x"]},
             "slurm.extra.0 = '--partition=x': --partition is set by the plan (use partition of a component)",
         ),
-        # sbatch takes any unambiguous beginning
+        # sbatch accepts any unambiguous prefix
         ({"extra": ["--outp=x"]}, "slurm.extra.0 = '--outp=x': --output is set by the plan (leave it out)"),
         (
             {"container": {"type": "pyxi", "image": "x"}},
@@ -185,7 +185,7 @@ def asked(given: Plan) -> dict[str, tuple[str | None, str | None, str | None, st
 
 
 def kinds(**options: Any) -> dict[str, Any]:
-    """A site whose nodes with GPUs, 8 of each 96 cores, have these options."""
+    """Return a site whose nodes have 8 GPUs, 96 cores and these options."""
     return {"nodes": {"default": {"partition": "gpu", "gpus": 8, "cpus": 96, **options}}}
 
 
@@ -208,7 +208,7 @@ def test_a_site_without_generic_resources_gets_whole_nodes(tmp_path: Path) -> No
     given = plan_on(tmp_path, kinds(request_gpus="none", mem="800G"), **TWO_GPUS)
     train = next(group for group in given.groups if group.name == "train")
     assert asked(given)["train"] == (None, None, "800G", None, True)
-    assert train.cpus_per_task == 96, "nobody else uses the rest of the node"
+    assert train.cpus_per_task == 96, "no other job uses the rest of the node"
     assert "gres" not in render(given) and "gpus-per-node" not in render(given)
     shared = plan_on(tmp_path, kinds(request_gpus="none", exclusive=False))
     assert not any(group.exclusive for group in shared.groups)

@@ -1,4 +1,4 @@
-"""Reasons of waiting jobs, of all components, in the words of several versions of Slurm."""
+"""Reasons of pending jobs and their components, as several versions of Slurm print them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_temporary_reasons_are_not_obstacles(reason: str) -> None:
 def test_limits_for_all_jobs_together_last_only_if_there_are_no_others(reason: str) -> None:
     waiting = job("Resources", reason)
     assert depends_on_others(waiting)
-    assert obstacles(waiting, NAMES) == [], "others may end"
+    assert obstacles(waiting, NAMES) == [], "the other jobs may end"
     (alone,) = obstacles(waiting, NAMES, rivals=())
     assert alone.never and alone.component == "train"
 

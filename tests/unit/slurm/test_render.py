@@ -90,7 +90,7 @@ PLANS = {
 
 
 def golden(name: str, given: Plan) -> Path:
-    """The golden file of a plan, rewritten first if asked for. The tests' Python depends on the machine."""
+    """Return the golden script of a plan. Update it first if requested. The path of Python depends on the machine."""
     text = render(given.model_copy(update={"python": "/opt/primeslurm/bin/python"}))
     path = GOLDEN / f"{name}.sbatch"
     if os.environ.get("PRIMESLURM_UPDATE_GOLDEN"):
@@ -114,7 +114,7 @@ def test_no_golden_file_without_a_plan() -> None:
 
 
 def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
-    """The script itself runs, with srun replaced by a program that writes down what reached it."""
+    """Run the script with a fake srun that records its arguments and environment."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$WEIRD" "[$EMPTY]" "$SUBMITIT_EXECUTOR" "$@"\n')

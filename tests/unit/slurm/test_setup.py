@@ -1,4 +1,4 @@
-"""The site's set-up in the batch script, run by bash: a command that fails ends the job with its words."""
+"""The site's set-up in the batch script, run by bash: a failed command ends the job with its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(
     """Run a batch script; return its exit code, its lines after the first, and what it wrote to stderr.
 
     Args:
-        tmp_path: directory for what stands in for srun and Python.
+        tmp_path: directory for fake programs srun and Python.
         modules: of the site.
         prologue: of the site.
         module: body of the shell function `module`; empty for a shell without it.

@@ -38,7 +38,7 @@ def test_watched_file_is_read_once_per_change(tmp_path: Path) -> None:
     write_json(path, {"a": 1})
     assert file.changed() == {"a": 1}
     assert file.changed() is None
-    path.write_text('{"a": ')  # not written as ours are
+    path.write_text('{"a": ')  # written by another program
     assert file.changed() is None
     write_json(path, {"a": 2})
     assert file.changed() == {"a": 2}

@@ -1,4 +1,4 @@
-"""A rank's batch as a file is read as it was written, or refused."""
+"""Batch files are read unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_arrays_are_read_into_allocated_buffers(tmp_path: Path, monkeypatch: pyt
     found = batch_files.read(tmp_path / "share", room, 10_000, lambda: pieces.append(1))
     assert [bytes(frame) for frame in found.encode()] == [bytes(frame) for frame in frames]
     assert sum(map(len, rooms)) == sum(map(len, frames[1:])) and len(pieces) > sum(map(len, rooms)) / 7
-    assert any(np.shares_memory(found.rows[0].token_ids, room) for room in rooms), "it is not copied once more"
+    assert any(np.shares_memory(found.rows[0].token_ids, room) for room in rooms), "the arrays are not copied again"
     assert batch_files.is_there(tmp_path / "share", whole=True)
 
 

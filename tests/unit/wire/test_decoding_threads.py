@@ -1,4 +1,4 @@
-"""Threads may decode the first message of a type at once, which crashes msgspec alone."""
+"""Several threads may decode the first message of a type at once. With msgspec alone this crashes."""
 
 from __future__ import annotations
 

@@ -32,17 +32,17 @@ def test_requests_are_spread_over_clients() -> None:
             assert not client.is_closed
             stack.close()
             await asyncio.sleep(0)
-        assert sum(not each.is_closed for each in made) == 1, "what is idle holds no connections"
+        assert sum(not each.is_closed for each in made) == 1, "idle clients hold no connections"
         for _ in range(50):
             with clients.one() as client:
-                assert client is made[0], "whose connections are there already"
+                assert client is made[0], "the first client has open connections"
         many = [clients.one() for _ in range(4)]
         for each in many:
             each.__enter__()
         for _ in range(50):
             with clients.one():
                 pass
-        assert len(made) == 26, "one more and one less does not make and close a client each time"
+        assert len(made) == 26, "one request more or less does not create and close a client each time"
         for each in many:
             each.__exit__(None, None, None)
         await clients.aclose()

@@ -1,4 +1,4 @@
-"""The rendezvous port may be taken when rank 0 has imported torch."""
+"""The rendezvous port is taken by the time rank 0 has imported torch."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from primeslurm.wire.transport.retry import LONGEST_PAUSE_S, retry_in_thread, re
 
 
 class Flaky:
-    """Fails a number of times."""
+    """A function that fails a number of times."""
 
     def __init__(self, failures: int, error: type[Exception] = OSError) -> None:
         self.calls = 0

@@ -44,7 +44,7 @@ WHOLE = [NEWEST, "step_000076", "step_000078", "step_000080"]
 
 @pytest.fixture
 def hiding(run: Path, storage_time: FakeTime) -> Callable[[str, float], FaultyStorage]:
-    """A name is not seen by this node for so many seconds."""
+    """Hide a name from this node for this many seconds."""
 
     def hide(name: str, seconds: float) -> FaultyStorage:
         storage, until = FaultyStorage(run), storage_time.now + seconds
@@ -111,7 +111,7 @@ def test_damaged_checkpoint_is_set_aside_with_its_reason(
     damage(checkpoints.step_dir(run, 80))
     told: list[tuple[int, str, Path]] = []
     assert checkpoints.set_damaged_aside(run, 7, lambda *each: told.append(each)) == 78
-    assert sum(storage_time.pauses) >= files.CACHE_S, "after caches have run out"
+    assert sum(storage_time.pauses) >= files.CACHE_S, "after caches have expired"
     aside = run / "checkpoints" / "step_000080.damaged-7"
     assert names(run) == [NEWEST, "step_000076", "step_000078", aside.name, f"{aside.name}.txt"]
     assert words in (reason := aside.with_name(f"{aside.name}.txt").read_text())
@@ -153,7 +153,7 @@ def test_error_explains_a_removed_checkpoint(run: Path) -> None:
 
 def test_cleared_step_is_not_waited_for(run: Path) -> None:
     checkpoints.clear(checkpoints.step_dir(run, 80))
-    assert checkpoints.newest_whole(run) == 78, "the rank was killed before it had committed it again"
+    assert checkpoints.newest_whole(run) == 78, "the rank was killed before it committed the checkpoint again"
 
 
 def test_pruning_with_an_incomplete_listing_keeps_checkpoints(run: Path) -> None:

@@ -185,7 +185,7 @@ def test_stack_may_be_present_expert_by_expert() -> None:
     assert tensor_names.absent({gate_up, down, "x"}, {gate_up, down}) == {"x"}
     for name in one:
         assert tensor_names.absent({gate_up, down}, one - {name}) == {down if "down" in name else gate_up}
-    assert tensor_names.absent(one, {gate_up, down}) == one, "only a model's own stacks are known to be read"
+    assert tensor_names.absent(one, {gate_up, down}) == one, "only stacks of the model itself may be present one by one"
 
 
 def test_needed_versions_are_not_pruned(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_interrupted_deletion_is_completed(
         make(tmp_path, number)
     command = [sys.executable, "-c", KILLED.format(module=store.__name__), str(tmp_path)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert directory(tmp_path, 1).is_dir(), "no longer complete, and not gone"
+    assert directory(tmp_path, 1).is_dir(), "incomplete, but still there"
     assert store.prune(tmp_path, 1, set()) == [1]
     assert not directory(tmp_path, 1).exists() and directory(tmp_path, 2).exists() and beside.is_dir()
 
@@ -347,7 +347,7 @@ def test_repeated_request_is_answered_once_to_the_latest_connection(
 
     monkeypatch.setattr(server.link._socket, "recv_multipart", noted)
     trainer_link = TrainerLink(server.address)
-    trainer_link.announce(1, "/w")  # what comes after it is noted
+    trainer_link.announce(1, "/w")  # from now on, messages are recorded
     trainer_link.close()
     server.formed.clear()
     request = GetBatch(1, RankShard(0, 1))
@@ -390,13 +390,13 @@ def test_interrupted_prefetch_does_not_receive_a_batch(server: Server, monkeypat
     ahead.begin(1)
     while not server.seen:
         time.sleep(0.01)
-    assert ahead.take(1) is None, "the trainer is done with its step, and asks itself"
+    assert ahead.take(1) is None, "the trainer has finished its step, and requests the batch itself"
     server.formed.set()
     assert link_.get_batch(1, RankShard(0, 1), timeout_s=60) is not None
     for thread in threading.enumerate():
         if thread.name == "prefetch":
             thread.join()
-    assert server.link.sent_bytes == sum(map(len, frames)) + len(frames[0]) + 10, "of the other answer one chunk"
+    assert server.link.sent_bytes == sum(map(len, frames)) + len(frames[0]) + 10, "the other answer has sent one chunk"
     link_.close()
 
 

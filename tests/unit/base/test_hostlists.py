@@ -27,7 +27,7 @@ def test_expand(hostlist: str, names: list[str]) -> None:
 
 
 def test_blanks_beside_commas_are_no_part_of_a_name() -> None:
-    """A list that a person has typed would otherwise name nodes that there are not."""
+    """Otherwise a mistyped list would name nodes that do not exist."""
     assert expand(" n1, n[2-3] ,x") == ["n1", "n2", "n3", "x"]
     assert expand("  ") == []
 
