@@ -93,6 +93,14 @@ def queries(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> tuple[Job
     return query_state, find_causes, find_obstacles
 
 
+def looking_query(run: RunDirectory) -> JobQuery:
+    """Return a function that queries the state of a job of this run, like `job_query`, and never writes a file.
+
+    It raises ClusterError if Slurm does not answer within `ANSWER_S`.
+    """
+    return lambda job: _state(run, job, ANSWER_S) if job.job_id else _state_without_id(job)
+
+
 def _obstacles(run: RunDirectory, client: SlurmClient, job_id: str) -> list[Obstacle]:
     job = client.job(job_id)
     if job is None or job.state != "PENDING":

@@ -68,7 +68,9 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Show what a run is doing.",
             {ExitCode.FAILED: "with `--watch`, the run did not complete."},
         ),
+        "dashboard": Verb("dashboard:dashboard", "Serve a web page about all runs, with live curves."),
         "logs": Verb("watch:logs", "Print the logs of a run's processes."),
+        "rollouts": Verb("rollouts:rollouts", "Read what the policy wrote, and how it was trained."),
         "doctor": Verb(
             "doctor:doctor",
             "Find out why a run failed, or check an installation.",
@@ -79,7 +81,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     },
     "Results": {
         "summary": Verb("watch:summary", "Show what a run achieved: reward or loss, staleness, speed."),
-        "report": Verb("export:report", "Write an HTML page about a run, with plots."),
+        "report": Verb("export:report", "Write the dashboard's pages about a run as one HTML file."),
         "export": Verb("export:export", "Export a checkpoint as a Hugging Face model."),
     },
     "Cluster": {

@@ -20,6 +20,11 @@ def plain(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def visible(text: str) -> str:
+    r"""Return a text like `plain`, but with control characters written out, such as `\x1b`."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout. Numbers that are not finite become null."""
     sys.stdout.write(json.dumps(_finite(value), indent=2) + "\n")

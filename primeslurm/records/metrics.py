@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from primeslurm.base import durable, files
 from primeslurm.base.files import Appender, write_atomic
 from primeslurm.records.monitors import EVALUATION, Mlflow, Monitor, SampleRow, TensorBoard, WeightsAndBiases
-from primeslurm.records.reading import last_lines, whole_lines
+from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 
 # Prefix of metrics of the whole run, which SFT writes, too.
 _OF_RUN = "throughput/"
@@ -27,6 +29,7 @@ FILE = "metrics.jsonl"
 
 # A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, those of environments included.
 Row = dict[str, float]
+_NUMBERS = (int, float)
 
 
 class MetricsLog:
@@ -132,17 +135,20 @@ def with_rl_names(row: Row) -> Row:
 def parse_row(line: bytes) -> Row | None:
     """Return the numbers of one line of metrics.jsonl; None if the line is damaged."""
     try:
-        value = json.loads(line)  # not msgspec: a metric may be NaN
+        value = msgspec.json.decode(line)
     except (ValueError, RecursionError):
-        return None
+        try:
+            value = json.loads(line)  # slower, but it reads NaN, which a metric may be
+        except (ValueError, RecursionError):
+            return None
     if not isinstance(value, dict) or type(value.get("step")) is not int:
         return None
-    return {name: number for name, number in value.items() if isinstance(number, int | float)}
+    return {name: number for name, number in value.items() if isinstance(number, _NUMBERS)}
 
 
 def is_evaluation(row: Row) -> bool:
     """Return whether a row holds evaluation metrics. It holds nothing else then."""
-    return any(name.startswith(EVALUATION) for name in row)
+    return f"\n{EVALUATION}" in "\n" + "\n".join(row)  # ten times as fast as a loop over the names
 
 
 def rows(path: Path) -> list[Row]:
@@ -150,9 +156,9 @@ def rows(path: Path) -> list[Row]:
     return _merged(whole_lines(path))
 
 
-def recent_rows(path: Path) -> list[Row]:
-    """Read the rows in the last 256 KiB of the file; none if the file is missing."""
-    return _merged(last_lines(path))
+def recent_rows(path: Path, size: int = TAIL_BYTES) -> list[Row]:
+    """Read the rows in the last `size` bytes of the file; none if the file is missing."""
+    return _merged(last_lines(path, size))
 
 
 def _merged(lines: list[bytes]) -> list[Row]:

@@ -76,7 +76,7 @@ def cluster_facts(client: SlurmClient) -> ClusterFacts:
 
 def cluster_fit_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
     """Return every reason why the job could never start, each one once. Pure."""
-    partitions = {name: facts.partitions[name] for name in _asked_partitions(plan) if name in facts.partitions}
+    partitions = {name: facts.partitions[name] for name in _requested_partitions(plan) if name in facts.partitions}
     problems = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]
     for partition in partitions.values():
         groups = [group for group in plan.groups if group.partition == partition.name]
@@ -85,7 +85,7 @@ def cluster_fit_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
     return [*problems, *limit_problems(plan, facts.partitions, facts.accounting)]
 
 
-def _asked_partitions(plan: Plan) -> list[str]:
+def _requested_partitions(plan: Plan) -> list[str]:
     return list(dict.fromkeys(group.partition for group in plan.groups))
 
 
@@ -94,7 +94,7 @@ def _field(group: HetGroup, option: str) -> str:
 
 
 def _unknown_partitions(plan: Plan, facts: ClusterFacts) -> Iterator[Violation]:
-    for name in _asked_partitions(plan):
+    for name in _requested_partitions(plan):
         if name not in facts.partitions:
             group = next(group for group in plan.groups if group.partition == name)
             fix = suggestion(name, list(facts.partitions))

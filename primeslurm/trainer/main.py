@@ -26,6 +26,7 @@ from primeslurm.trainer.distributed.world import RankError, World, bound_memory,
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
+from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.collective import CollectiveTransfer, Sender
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
@@ -79,7 +80,8 @@ def _task(
     if recipe.model.vlm is not None:
         reader = ImageReader(policy.source, model_directory.load_config(policy.source).image_token_id)
     meter = FlopsMeter.of(policy, model_directory.load_config(policy.source), recipe, world)
-    train_step = TrainStep(policy, recipe, world, reader, meter=meter)
+    kept = KeptLogprobs(run_dir, attempt, world.rank) if recipe.task == "rl" else None
+    train_step = TrainStep(policy, recipe, world, reader, kept=kept, meter=meter)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)

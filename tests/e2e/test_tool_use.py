@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT, turns_on_policy
+from tests.support.kept_rollouts import check_tool_use
 from tests.support.runs import Demo
 from tests.support.unmeasured import unmeasured
 
@@ -35,3 +36,4 @@ def test_a_policy_learns_to_use_its_tool(demo: Demo, tool_model: Path) -> None:
     assert sum(commands[:4]) / 4 > 0.5, "the warm start does not call its tool"
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.3, f"rewards {rewards}"
     assert sum(commands[-4:]) / 4 > sum(commands[:4]) / 4 + 0.1, f"commands {commands}"
+    assert check_tool_use(run.path, STEPS) > STEPS, "hardly any kept rollout has a command of the chain"

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
 
+from primeslurm.api.runs.run import Run
+from primeslurm.base.files import read_json
+from primeslurm.run.status.run_status import RunStatus
+from primeslurm.wire.transport import secret
+from tests.support.cli import run_python
 from tests.support.strangers import watching_for
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def primeslurm(*args: str, cwd: Path = ROOT) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "primeslurm", *args]
-    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def wait(run: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    def look() -> dict[str, Any] | None:
-        status = json.loads(primeslurm("status", run, "--processes", "--json"))
-        assert status["phase"] not in ("failed", "lost"), status
+def wait(run: Run, condition: Callable[[RunStatus], object]) -> RunStatus:
+    def look() -> RunStatus | None:
+        status = run.status(processes=True)
+        assert status.phase not in ("failed", "lost"), status
         return status if condition(status) else None
 
-    return wait_until(look, timeout_s=800, poll_s=1)
+    return wait_until(look, timeout_s=800, poll_s=0.5)
 
 
 def test_a_served_model_answers_until_it_is_cancelled(model: Path, tmp_path: Path) -> None:
@@ -64,22 +54,25 @@ def test_a_served_model_answers_until_it_is_cancelled(model: Path, tmp_path: Pat
 
 
 def _serve(path: Path, tmp_path: Path) -> None:
-    run = json.loads(primeslurm("submit", str(path), "--local", "--json", cwd=tmp_path))["directory"]
+    submitted = run_python("-m", "primeslurm", "submit", path, "--local", "--json", cwd=tmp_path)
+    assert submitted.code == 0, submitted.err
+    run = Run(Path(json.loads(submitted.out)["directory"]))
     try:
-        status = wait(run, lambda s: {p["state"] for p in s["processes"]} == {"HEALTHY"})
-        assert status["phase"] == "running"
-        assert sorted(p["role"] for p in status["processes"]) == ["engine", "router"]
-        addresses = json.loads(next(Path(run).glob("attempts/1/addresses.json")).read_text())
+        status = wait(run, lambda status: {process.state for process in status.processes} == {"HEALTHY"})
+        assert status.phase == "running"
+        assert sorted(process.role for process in status.processes) == ["engine", "router"]
+        addresses = read_json(run.directory.attempt(1).addresses_file)
+        assert addresses is not None
         host, port = addresses["hosts"]["router-0"], addresses["ports"]["router-0"]["http"]
         body = {"model": "policy", "prompt": [2, 5, 9, 14], "max_tokens": 4, "ignore_eos": True}
         url = f"http://{host}:{port}/v1/completions"
         assert httpx.post(url, json=body, timeout=120).status_code == 401
-        token = {"Authorization": f"Bearer {(Path(run) / 'secret').read_text().strip()}"}
+        token = {"Authorization": f"Bearer {secret.read(run.path)}"}
         answer = httpx.post(url, json=body, headers=token, timeout=120)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
         assert list((tmp_path / "disk").iterdir())
     finally:
-        primeslurm("cancel", run)
-    wait(run, lambda s: s["phase"] == "cancelled")
-    assert not [p for p in status["processes"] if alive(p["pid"])]
+        assert run_python("-m", "primeslurm", "cancel", run.path, cwd=tmp_path).code == 0
+    wait(run, lambda status: status.phase == "cancelled")
+    assert not [process for process in status.processes if process.pid and alive(process.pid)]
     assert list((tmp_path / "disk").iterdir()) == []

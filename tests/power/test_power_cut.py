@@ -17,12 +17,16 @@ import pytest
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.rollouts.transcripts import Credited
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
+from primeslurm.recipe.sections.slurm import KeptRollouts
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.events.training import StepTrained
 from primeslurm.records.fleet import Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.run.directory import RunDirectory
+from primeslurm.run.rollouts.archive import RolloutArchive
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
@@ -73,6 +77,16 @@ def make_group(run_dir: Path) -> None:
     assert Spool(run_dir / "rollouts").put(RolloutGroup("g", "e", 0, 0, ((rollout,),)))
 
 
+def make_kept_rollouts(run_dir: Path) -> None:
+    recorder = RolloutRecorder(run_dir, 1, KeptRollouts(), lambda: 1)
+    ones = np.ones(64, np.int32)
+    rollout = Rollout(RolloutInfo("r", "g", "e", 0, 1.0), ones, ones.astype(bool), ones.astype(np.float32), ones * 0)
+    credit = Credited(rollout.mask, rollout.logprobs)
+    recorder.batch(1, [RolloutGroup("g", "e", 0, 0, ((rollout,),))], [credit])
+    recorder.close()
+    recorder._thread.shutdown(wait=True)
+
+
 def make_progress(run_dir: Path) -> None:
     RunProgress(1, 3, 2).save(run_dir / PROGRESS)
     RunProgress(1, 5, 4).save(run_dir / PROGRESS)
@@ -93,6 +107,7 @@ MAKES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "job and end": (make_attempt, lambda run: (a := RunDirectory(run).attempt(1)).job() and a.end()),
     "a checkpoint": (make_checkpoint, lambda run: checkpoints.damage(checkpoints.step_dir(run, 2)) == []),
     "a finished group": (make_group, lambda run: [group.id for group in Spool(run / "rollouts").load()] == ["g"]),
+    "kept rollouts": (make_kept_rollouts, lambda run: RolloutArchive(run).get("r").summary.advantage == 1.0),
     "progress": (make_progress, lambda run: restore(run, 1).next_step == 5),
     "metrics": (make_records, lambda run: '"loss": 0.5' in (run / "metrics.jsonl").read_text()),
     "events": (make_records, lambda run: "step" in (run / "attempts/1/events/trainer.jsonl").read_text()),

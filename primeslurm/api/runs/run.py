@@ -24,6 +24,7 @@ from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, Ru
 if TYPE_CHECKING:
     from primeslurm.api.submission import Submitted
     from primeslurm.run.diagnosis.doctor import Diagnosis
+    from primeslurm.run.rollouts.archive import RolloutArchive
     from primeslurm.run.status.summary import Summary
 
 # Seconds from the cancel request to scancel if the head does not react. An agent gives its processes 15 s.
@@ -73,6 +74,12 @@ class Run:
             return read_status(
                 self.directory, state, processes=processes, find_causes=find_causes, find_obstacles=find_obstacles
             )
+
+    def rollouts(self) -> RolloutArchive:
+        """Return the rollouts of the run that were kept, or wait for a batch."""
+        from primeslurm.run.rollouts.archive import RolloutArchive  # imports numpy, which other verbs do not need
+
+        return RolloutArchive(self.path)
 
     def watch(self, *, poll_s: float = 1.0, if_silent: OnNoAnswer | None = None) -> Iterator[RunStatus]:
         """Yield the status every `poll_s` seconds until the run has ended.
@@ -197,8 +204,8 @@ class Run:
             return diagnose(self.directory, chosen, state, limit, find_causes, find_obstacles=find_obstacles)
 
     def report(self, *, if_silent: OnNoAnswer | None = None) -> str:
-        """Return an HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
-        from primeslurm.run.report.page import report
+        """Return the dashboard's pages about the run as one HTML file. Raises RunError, ClusterError as `status`."""
+        from primeslurm.dashboard.report import report
 
         with reading(self):
             return report(self.directory, job_query(self.directory, if_silent), time.time())

@@ -69,9 +69,9 @@ def report(
     runs: RunsOpt = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Write an HTML page about a run, with plots.
+    """Write the dashboard's pages about a run as one HTML file.
 
-    The page is one file. It needs no network and no JavaScript.
+    The file has curves, evaluations, fleet, events, plan and recipe, to keep or to send. It needs no network.
 
     Examples:
         primeslurm report my-run -o my-run.html

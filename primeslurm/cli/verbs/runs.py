@@ -11,7 +11,7 @@ from primeslurm.api.sites import runs_directory
 from primeslurm.base.errors import RunError
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt, YesOpt, confirm
 from primeslurm.cli.output import note, print_json, warn
-from primeslurm.cli.views.dashboard import phase_of
+from primeslurm.cli.views.status import phase_of
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.run.status.run_status import RunStatus
 

@@ -20,7 +20,7 @@ from primeslurm.base.errors import ExitCode, RunError
 from primeslurm.base.units import count, duration, number
 from primeslurm.cli.options import AttemptOpt, JsonOpt, RunArg, RunsOpt
 from primeslurm.cli.output import note, plain, print_json, warn
-from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
+from primeslurm.cli.views.status import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
 from primeslurm.records.fleet import outcome_text
 from primeslurm.run.status.run_status import EMULATED

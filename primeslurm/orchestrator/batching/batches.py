@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,9 +24,11 @@ from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow
 from primeslurm.orchestrator.dispatch.limits import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
+from primeslurm.orchestrator.rollouts.transcripts import Credited
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
-from primeslurm.wire.batches.batch import BatchInfo, RankShard
+from primeslurm.wire.batches.batch import BatchInfo, KeptDocument, RankShard
 from primeslurm.wire.batches.file_ranges import FrameSource, StoredArray
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link.messages import Answer
@@ -47,6 +50,7 @@ class _Packed:
     info: BatchInfo
     rows: list[list[PackedRow]]  # Rows of each data-parallel rank
     common: Common
+    kept: list[tuple[KeptDocument, ...]]  # Documents of each data-parallel rank that are in the archive
 
 
 class Batches:
@@ -55,6 +59,7 @@ class Batches:
     Args:
         on_disk: Returns a group whose arrays are on disk only. None: the group is not on disk.
         committed: The last committed step. Its batch and earlier ones are not requested again.
+        recorder: Keeps some rollouts of each batch. None: none are kept.
     """
 
     def __init__(
@@ -63,8 +68,10 @@ class Batches:
         algorithm: Algorithm,
         on_disk: Callable[[RolloutGroup], RolloutGroup | None] = lambda group: None,
         committed: int = 0,
+        recorder: RolloutRecorder | None = None,
     ) -> None:
         self._recipe = recipe
+        self._recorder = recorder
         self._on_disk = on_disk
         self._committed = committed
         # The event loop takes this lock, too, so it is held only for moments.
@@ -137,7 +144,7 @@ class Batches:
         packed = self._packed.get((step, rank.dp_world)) or self._pack(step, rank.dp_world)
         if packed is None:
             return None
-        info = msgspec.structs.replace(packed.info, **msgspec.structs.asdict(rank))
+        info = msgspec.structs.replace(packed.info, kept=packed.kept[rank.dp_rank], **msgspec.structs.asdict(rank))
         frames = self._encoded[shard] = encode(packed.rows[rank.dp_rank], info, packed.common)
         return frames
 
@@ -186,6 +193,9 @@ class Batches:
         age_limit = AgeLimit(recipe.orchestrator.max_off_policy_steps)
         groups = [age_limit.mask_old_tokens(group, step) for group in groups]
         docs = documents(groups, recipe.seq_len, step - 1, algorithm, self._temperatures, self._average)
+        numbers: list[int] = []
+        if self._recorder is not None:
+            numbers = self._recorder.batch(step, groups, [Credited(doc.mask, doc.advantages) for doc in docs])
         docs = [
             doc if array is None else replace(doc, routed_experts=array.rows(0, len(doc)))
             for doc, array in zip(docs, stored, strict=True)
@@ -201,7 +211,21 @@ class Batches:
             rows_at_once=0 if smallest is None else 1,
         )
         rows = pack(docs, recipe.seq_len, ranks, smallest)
-        return _Packed(info, rows, Common.of(docs, recipe.orchestrator.sampling.temperature))
+        common = Common.of(docs, recipe.orchestrator.sampling.temperature)
+        return _Packed(info, rows, common, _kept_documents(rows, {id(docs[number]): number for number in numbers}))
+
+
+def _kept_documents(ranks: Sequence[Sequence[PackedRow]], numbers: Mapping[int, int]) -> list[tuple[KeptDocument, ...]]:
+    """Return where the rows of each rank have the documents with these numbers, given by `id`."""
+    return [
+        tuple(
+            KeptDocument(numbers[id(document)], index, end - len(document), len(document))
+            for index, row in enumerate(rows)
+            for document, end in zip(row.documents, accumulate(map(len, row.documents)), strict=True)
+            if id(document) in numbers
+        )
+        for rows in ranks
+    ]
 
 
 def _slim(group: SpooledGroup) -> RolloutGroup:

@@ -56,6 +56,7 @@ class FilterVerdict(NamedTuple):
     trained: RolloutGroup | None  # The part that is trained. None: the group is rejected.
     rejected: str  # Reason of the rejection, as the suffix of its counter
     filtered: Counter[str]  # Rollouts by filter that applied to them; for zero_advantage, groups
+    dropped: dict[str, str]  # Why rollouts are not trained, by id
 
 
 @dataclass
@@ -93,9 +94,11 @@ class GroupFilter:
         """Apply length penalties and filters. Raise UsageError if the user's algorithm raised an error."""
         # This reads every token and changes nothing, so a thread may call it.
         group = apply_length_penalty(group, self._environments[group.environment])
-        trained, counts = sift(group, self._filters[group.environment])
+        trained, counts, dropped = sift(group, self._filters[group.environment])
         rejected = FILTERED if trained is None else self._rejection(trained, counts)
-        return FilterVerdict(trained if rejected is None else None, rejected or "", counts)
+        if rejected is not None:
+            dropped = {rollout[0].info.id: rejected for rollout in group.rollouts} | dropped
+        return FilterVerdict(trained if rejected is None else None, rejected or "", counts, dropped)
 
     def note(self, group: RolloutGroup, verdict: FilterVerdict) -> RolloutGroup | None:
         """Count a group and its verdict. Returns the part that is trained."""
@@ -152,23 +155,30 @@ def rollout_filters(filters: Filters, model: str) -> list[RolloutFilter]:
     ]
 
 
-def sift(group: RolloutGroup, filters: Sequence[RolloutFilter]) -> tuple[RolloutGroup | None, Counter[str]]:
-    """Drop and mask rollouts of a group.
+class Sifted(NamedTuple):
+    """The result of the filters of rollouts."""
 
-    Returns:
-        The rest of the group, or None if no token of it is trained; and the number of rollouts by filter that applied.
-    """
+    rest: RolloutGroup | None  # The rest of the group. None: no token of it is trained.
+    counts: Counter[str]  # Rollouts by filter that applied
+    dropped: dict[str, str]  # Filters that dropped a rollout, by its id
+
+
+def sift(group: RolloutGroup, filters: Sequence[RolloutFilter]) -> Sifted:
+    """Drop and mask rollouts of a group."""
     counts: Counter[str] = Counter()
+    dropped: dict[str, str] = {}
     rest: list[Sequences] = []
     for rollout in group.rollouts:
         applied = [each for each in filters if each.applies(rollout)]
         counts.update(each.name for each in applied)
         actions = {each.action for each in applied}
-        if "drop" not in actions:
+        if "drop" in actions:
+            dropped[rollout[0].info.id] = ", ".join(each.name for each in applied if each.action == "drop")
+        else:
             rest.append(tuple(_masked(sequence) for sequence in rollout) if "mask" in actions else rollout)
     if not any(sequence.mask.any() for rollout in rest for sequence in rollout):
-        return None, counts
-    return replace(group, rollouts=tuple(rest)), counts
+        return Sifted(None, counts, dropped)
+    return Sifted(replace(group, rollouts=tuple(rest)), counts, dropped)
 
 
 def has_advantage(group: RolloutGroup, algorithm: Algorithm, seq_len: int) -> bool:

@@ -25,6 +25,7 @@ from primeslurm.orchestrator.rollouts.worker_pool import (
 )
 from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.weight_update_loop import weight_update_loop
 from primeslurm.recipe import Recipe
@@ -60,7 +61,10 @@ class EvaluationOrchestrator:
         self._journal.note_storage_faults()
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
         incarnation = uuid.uuid4().hex[:6]
-        self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)
+        self._recorder = RolloutRecorder(arguments.run_dir, arguments.attempt, recipe.monitor.rollouts, lambda: VERSION)
+        self._evaluator = Evaluator(
+            recipe, arguments, VERSION, incarnation, self._journal, self._metrics, self._recorder
+        )
         self._deaths = worker_deaths.load(arguments.run_dir)
         self._workers = WorkerPool(
             arguments.env_bind, max_per_node=recipe.deployment.max_rollouts_per_node, deaths=self._deaths
@@ -85,6 +89,7 @@ class EvaluationOrchestrator:
                 for task in background:  # they never end by themselves
                     task.cancel()
         finally:
+            self._recorder.close()
             self._metrics.close()
         self._journal.write(OrchestratorDone(VERSION))
 

@@ -14,6 +14,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader, Sample, summarise
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.sandboxes import Limits
@@ -78,11 +79,12 @@ class Evaluator:
         incarnation: str,
         journal: Journal,
         metrics: MetricsLog,
+        recorder: RolloutRecorder,
     ) -> None:
         self._recipe = recipe
         self.routers = list(arguments.routers)
         self._salt, self._incarnation = f"{arguments.run_id}.{arguments.attempt}", incarnation
-        self._journal, self._metrics = journal, metrics
+        self._journal, self._metrics, self._recorder = journal, metrics, recorder
         self._archive = Archive(arguments.run_dir)
         if undone := self._archive.set_aside(newest, arguments.attempt):
             log.warning("set aside evaluations of steps that will be trained again: %s", undone)
@@ -132,7 +134,7 @@ class Evaluator:
             self._journal.write(EvaluationSampleFailed(job, outcome.error[:1000]))
             self._add(self._run.failed(job, outcome.error, outcome.cause))
         else:
-            self._add(self._run.finished(job, outcome))
+            self._add(self._run.finished(job, outcome), outcome)
 
     def lost(self, job: str) -> None:
         assert self._run is not None
@@ -240,14 +242,23 @@ class Evaluator:
         )
         self._journal.write(EvaluationStarted(header.step, header.version, len(samples)))
 
-    def _add(self, sample: Sample | None) -> None:
-        if sample is not None and self._run is not None:
-            self._archive.add(self._run.step, sample)
+    def _add(self, sample: Sample | None, rollout: tuple[Rollout, ...] = ()) -> None:
+        """Keep a sample that has ended, with its rollout unless it failed."""
+        if sample is None or self._run is None:
+            return
+        step = self._run.step
+        self._archive.add(step, sample)
+        facts = {"environment": sample.label, "example": sample.example, "task": sample.example}
+        if not rollout:
+            group = f"evaluation-{step}/{sample.label}-{sample.example}"
+            facts |= {"id": f"{group}.{sample.sample}", "group": group}
+        self._recorder.evaluated(step, rollout, error=sample.error or "", **facts)
 
     def _conclude(self) -> None:
         assert self._run is not None and self._header is not None
         if time.monotonic() < self._finish_after:  # the disk was full a moment ago
             return
+        self._recorder.flush_evaluation(self._run.step)
         samples = list(self._run.samples.values())
         record = self._record(samples, self._header)
         try:

@@ -40,7 +40,7 @@ class BatchStage:
         complete: asyncio.Queue[CompleteGroup],
     ) -> None:
         self._dispatcher, self._feedback = context.dispatcher, context.feedback
-        self._monitor, self._journal = context.monitor, context.journal
+        self._monitor, self._journal, self._recorder = context.monitor, context.journal, context.recorder
         self._algorithm, self._batches, self._progress = algorithm, batches, progress
         self._spool, self._finalizer, self._complete = spool, finalizer, complete
         # The teacher, if the recipe has one: groups wait for it before they are ready
@@ -66,7 +66,7 @@ class BatchStage:
             add = self._dispatcher.add_ready if self.scoring is None else self._dispatcher.add_unscored
             is_fresh = add(group)
         if not is_fresh:  # too old by the end of the write
-            self.delete([group.id])
+            self._drop_stale([group])
         elif self.scoring is None or is_scored:
             self._notify()
         else:
@@ -75,7 +75,7 @@ class BatchStage:
     def apply_age_limit(self, step: int) -> None:
         """Drop the groups that are too old for `step`; send groups that complete early to the finalize stage."""
         result = self._dispatcher.apply_age_limit(step)
-        self.delete(group.id for group in result.stale)
+        self._drop_stale(result.stale)
         if self.scoring is not None:
             self.scoring.drop(result.stale)
         self._feedback.cancel(result.cancelled)
@@ -144,6 +144,12 @@ class BatchStage:
         else:
             # A group may have been sampled again and written meanwhile.
             await self._finalizer.delete([name for name in names if not self._dispatcher.exists(name)])
+
+    def _drop_stale(self, groups: Sequence[RolloutGroup]) -> None:
+        for group in groups:
+            if not isinstance(group, SpooledGroup):  # its rollouts would have to be read from disk
+                self._recorder.dropped(group, {rollout[0].info.id: "stale" for rollout in group.rollouts})
+        self.delete(group.id for group in groups)
 
     def _next_on_disk(self, early: bool) -> SpooledGroup | None:
         """Return a group of the next batch whose arrays are not in memory."""

@@ -29,6 +29,7 @@ class CollectStage(JobKeeper):
         self._dispatcher, self._evaluator = context.dispatcher, context.evaluator
         self._policy, self._deaths = context.policy, context.deaths
         self._monitor, self._feedback = context.monitor, context.feedback
+        self._recorder = context.recorder
         self._run_dir = context.arguments.run_dir
 
     def handle(self, event: WorkerEvent) -> RolloutGroup | None:
@@ -91,6 +92,8 @@ class CollectStage(JobKeeper):
         log.warning("job %s failed: %s", job, failure.error)
         group = self._dispatcher.group_of(job)
         self._monitor.rollout_failed(job, failure)
+        facts = {"environment": group.environment, "example": group.example, "task": group.task}
+        self._recorder.failed(job, failure.error, group=group.id, **facts)
         self._feedback.cancel(self._dispatcher.failed(job, failure.cause))
         if group.id not in self._dispatcher.open:
             reason = headline(failure.error)

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from primeslurm.orchestrator.batching.group_filter import GroupFilter
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 
 T = TypeVar("T")
 
@@ -32,11 +33,15 @@ class FinalizedGroup(NamedTuple):
 class GroupFinalizer:
     """Input: complete groups. Output: finalized groups, in the same order.
 
-    `retry_s`: seconds between two attempts to write a group to a full file system.
+    `recorder` keeps some of the rollouts that are dropped. `retry_s`: seconds between two attempts to write a group to
+    a full file system.
     """
 
-    def __init__(self, group_filter: GroupFilter, spool: Spool, retry_s: float = 1.0) -> None:
+    def __init__(
+        self, group_filter: GroupFilter, spool: Spool, recorder: RolloutRecorder, retry_s: float = 1.0
+    ) -> None:
         self._filter = group_filter
+        self._recorder = recorder
         self._spool = spool
         self._retry_s = retry_s
         # A group of 16 rollouts with routed experts is 1.3 GB. A thread keeps the event loop free of it; one thread
@@ -49,6 +54,7 @@ class GroupFinalizer:
         if not is_scored:
             verdict = await self._in_thread(lambda: self._filter.judge(group))
             trained = self._filter.note(group, verdict)
+            self._recorder.dropped(group, verdict.dropped)
             if trained is None:
                 return FinalizedGroup(group, rejected=verdict.rejected)
             group = trained

@@ -44,6 +44,7 @@ from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerEvent, WorkerPool
 from primeslurm.orchestrator.teacher import scoring_of
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.orchestrator.weight_transfer.weight_update_loop import weight_update_loop
@@ -81,7 +82,10 @@ class OrchestratorPipeline:
         self._curricula.set_tasks(progress.tasks)
         deaths = worker_deaths.load(arguments.run_dir)
         algorithm = algorithms.from_recipe(recipe)
-        self._batches = Batches(recipe, algorithm, spool.on_disk, progress.committed)
+        self._recorder = RolloutRecorder(
+            arguments.run_dir, arguments.attempt, recipe.monitor.rollouts, lambda: self.dispatcher.step
+        )
+        self._batches = Batches(recipe, algorithm, spool.on_disk, progress.committed, self._recorder)
         guilty = worker_deaths.positions(deaths.guilty)
         self.dispatcher, self._outdated_groups = recover(
             recipe, arguments, progress, spool, self._batches, self._curricula, guilty
@@ -90,8 +94,9 @@ class OrchestratorPipeline:
 
         # Tasks beside the pipeline.
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
+        newest, incarnation = progress.newest_version, self.dispatcher.incarnation
         self._evaluator = Evaluator(
-            recipe, arguments, progress.newest_version, self.dispatcher.incarnation, self._journal, self._metrics
+            recipe, arguments, newest, incarnation, self._journal, self._metrics, self._recorder
         )
         sessions = TransferSessions(recipe.inference.parallel.tp, recipe.weights.timeout_s)
         self._policy = weight_update_loop(
@@ -121,6 +126,7 @@ class OrchestratorPipeline:
             deaths=deaths,
             monitor=self._monitor,
             journal=self._journal,
+            recorder=self._recorder,
         )
         self._feedback = context.feedback
         self.collect = CollectStage(context)
@@ -129,7 +135,7 @@ class OrchestratorPipeline:
         )
         self._dispatch = DispatchStage(context, self.workers, is_restarted=is_restarted, is_blocked=spool.waiting)
         self._filter = GroupFilter(recipe, algorithm, self._curricula, self._journal)
-        self.finalizer = GroupFinalizer(self._filter, spool)
+        self.finalizer = GroupFinalizer(self._filter, spool, self._recorder)
         self.batch = BatchStage(context, algorithm, self._batches, self.progress, spool, self.finalizer, self.complete)
         self.batch.scoring = self._scoring = scoring_of(
             recipe,
@@ -184,6 +190,7 @@ class OrchestratorPipeline:
             self._batches.close()
             if self._files is not None:
                 self._files.close()
+            self._recorder.close()
             self._metrics.close()
         self._journal.write(OrchestratorDone(self.progress.now.done_step))
 

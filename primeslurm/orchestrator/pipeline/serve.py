@@ -56,7 +56,7 @@ class TrainerService:
         self._monitor, self._evaluator = context.monitor, context.evaluator
         self._batch, self._batches, self._files = batch, batches, files
         self._finalizer, self._filter, self._progress = finalizer, group_filter, progress
-        self._sessions, self._metrics = sessions, metrics
+        self._sessions, self._metrics, self._recorder = sessions, metrics, context.recorder
         self._is_first_step = not context.journal.has_begun
         self._samples = SampleTables(context.recipe)
         # A report counts once: a repeat waits until the first one is on disk.
@@ -155,7 +155,7 @@ class TrainerService:
         if self._is_first_step:
             self._is_first_step = False
             row |= first_step_metrics(self._context.arguments.attempt_dir)
-        row |= self._filter.take_metrics()
+        row |= self._filter.take_metrics() | self._recorder.take_metrics()
         row |= {f"memory/{name}": value for name, value in self._progress.now.memory.get(request.step + 1, {}).items()}
         row |= self._batch.scoring.take_metrics() if self._batch.scoring is not None else {}
         row |= {f"trainer/{name}": value for name, value in request.metrics.items()}

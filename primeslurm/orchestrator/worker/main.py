@@ -33,6 +33,7 @@ from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
 from primeslurm.orchestrator.worker.teacher_hints import hinted
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.orchestrator.worker.trace_sequences import sequences, stored, trainable_traces
+from primeslurm.orchestrator.worker.trace_transcripts import TranscriptWriter, no_transcript
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import ENV_KEY
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
@@ -77,6 +78,9 @@ class Worker:
         self._validator = RolloutValidator(model.path)
         self._rendering = select_renderer(model.path, model.renderer, model.renderer_options, model.vlm is not None)
         tasks = self._task_count(environment)
+        kept = recipe.monitor.rollouts
+        keeps = kept.evaluations if self._evaluates else kept.per_step > 0
+        self._describe = TranscriptWriter(model.path).describe if keeps else no_transcript
         self._runner = JobRunner(
             environment.label, number, address, self._rollout, tasks, node, answers=self._tally.take
         )
@@ -140,7 +144,9 @@ class Worker:
         teacher = None if self._evaluates else self._recipe.teacher
         rollouts: list[Rollout] = []
         for number, trace in enumerate(trainable_traces(episode)):
-            of_trace = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
+            of_trace = sequences(
+                job, trace, completions[trace.id], seconds, self._needs_observed, number, self._describe
+            )
             if isinstance(teacher, PolicyTeacher):
                 of_trace = await hinted(teacher, client, trace, of_trace)
             rollouts += of_trace

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,12 +56,19 @@ def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
 
 
 def sequences(
-    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool, number: int = 0
+    job: Job,
+    trace: vf.Trace,
+    completions: Sequence[Completion],
+    seconds: float,
+    observed: bool,
+    number: int = 0,
+    describe: Callable[[vf.Trace, Sequence[Sequence[int]]], bytes] = lambda trace, paths: b"",
 ) -> tuple[Rollout, ...]:
     """Return the token sequences of a finished trace.
 
-    `observed`: mark the tokens from the environment after the first answer. Raise RolloutError if nothing was sampled,
-    a sampled message is not among the completions, or the environment reports an invalid reward or invalid tokens.
+    `observed`: mark the tokens from the environment after the first answer. `describe` returns the transcript of the
+    trace, given the nodes of each sequence. Raise RolloutError if nothing was sampled, a sampled message is not among
+    the completions, or the environment reports an invalid reward or invalid tokens.
     """
     versions = _versions_by_node(trace, completions)
     if not versions:
@@ -81,7 +88,8 @@ def sequences(
     )
     index = {id(node): i for i, node in enumerate(trace.nodes)}
     trained: set[int] = set()
-    result = []
+    result: list[Rollout] = []
+    paths: list[list[int]] = []
     for branch in trace.branches:
         path = [index[id(node)] for node in branch.nodes]
         if not branch.trainable or not any(i in versions and i not in trained for i in path):
@@ -89,6 +97,9 @@ def sequences(
         sequence = _sequence(info, trace, path, versions, trained)
         result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
         trained.update(path)
+        paths.append(path)
+    if result and (transcript := describe(trace, paths)):
+        result[0] = replace(result[0], info=msgspec.structs.replace(result[0].info, transcript=transcript))
     return tuple(result)
 
 

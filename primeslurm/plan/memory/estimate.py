@@ -76,8 +76,8 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
     """Return the layout of a role's engines if the experts are spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    adapter_for_checkpoint = recipe.task in ("serve", "eval") or shape.fp8_blocks
-    stored = STORED_BYTES.get(shape.quantization or "", element) if adapter_for_checkpoint else element
+    as_stored = recipe.task in ("serve", "eval") or shape.fp8_blocks
+    stored = STORED_BYTES.get(shape.quantization or "", element) if as_stored else element
     return EngineLayout(
         tp=inference.parallel.tp,
         ep=ep,

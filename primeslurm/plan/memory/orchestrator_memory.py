@@ -12,6 +12,8 @@ BUFFERED = "buffered rollouts"
 ROLLOUT_BYTES = 13
 # Additional bytes per token of a teacher's log-probability
 TEACHER_BYTES = 4
+# The same of a transcript: text of about four bytes per token, compressed, and the text of each different token
+TRANSCRIPT_BYTES = 3
 # Batches that the trainer may fetch again: the current one and one neighbour
 TRAINED_BATCHES = 2
 # Batches of complete groups that wait for the trainer while other groups are open
@@ -40,6 +42,7 @@ def orchestrator_memory(recipe: Recipe, routed_bytes: int, encoded_bytes: int, t
         typical: ratio of the longest to a typical length.
     """
     per_token = ROLLOUT_BYTES + routed_bytes + (TEACHER_BYTES if recipe.teacher else 0)
+    per_token += TRANSCRIPT_BYTES if recipe.monitor.rollouts.per_step else 0
     rollouts = buffered_rollouts(recipe)
     size = per_token * rollouts * recipe.seq_len
     if recipe.orchestrator.rollout_transport == "zmq":

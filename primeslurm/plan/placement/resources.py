@@ -61,11 +61,11 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
         UsageError: the site cannot provide them. Lists every reason.
     """
     problems: list[Violation] = []
-    asks = _asks(recipe)
+    role_requests = _role_requests(recipe)
     if recipe.deployment.layout == "one_node":
-        requests = _on_one_node(recipe, asks, site, problems)
+        requests = _on_one_node(recipe, role_requests, site, problems)
     else:
-        requests = [request for ask in asks if (request := _place(recipe, ask, site, problems))]
+        requests = [request for each in role_requests if (request := _place(recipe, each, site, problems))]
     problems += (
         _engine_problems(recipe, requests) + _expert_problems(recipe, requests) + _router_problems(recipe, requests)
     )
@@ -91,49 +91,50 @@ def count_gpus(requests: Sequence[ResourceRequest]) -> int:
 
 
 def _on_one_node(
-    recipe: Recipe, asks: Sequence[_RoleRequest], site: Site, problems: list[Violation]
+    recipe: Recipe, role_requests: Sequence[_RoleRequest], site: Site, problems: list[Violation]
 ) -> list[ResourceRequest]:
     """Divide the GPUs of one node among the roles. At most one role may leave its number open. It gets the rest."""
     field, why = "deployment.layout", "all roles share one node"
     problems += [
-        Violation(*ask.nodes_field, why, "use 1 node and 1 replica, or layout: single or het")
-        for ask in asks
-        if ask.nodes != 1
+        Violation(*each.nodes_field, why, "use 1 node and 1 replica, or layout: single or het")
+        for each in role_requests
+        if each.nodes != 1
     ]
     if any(count for _, count in recipe.deployment.spares):
         problems.append(Violation("deployment.spares", "", f"{why}, so no node can replace it", "leave it out"))
-    kind = site.kind(asks[0].role)
+    kind = site.kind(role_requests[0].role)
     if kind is None:
-        return [request for ask in asks[:1] if (request := _place(recipe, ask, site, problems))]
-    colocated = [ask for ask in asks if recipe.colocated and ask.role == "inference"]
-    counted = [ask for ask in asks if ask not in colocated]
-    requested = sum(ask.gpus or 0 for ask in counted)
-    open_asks = [ask for ask in counted if ask.gpus is None]
-    if len(open_asks) > 1:
-        names = ", ".join(f"{ask.field}.gpus_per_node" for ask in open_asks)
+        return [request for each in role_requests[:1] if (request := _place(recipe, each, site, problems))]
+    colocated = [each for each in role_requests if recipe.colocated and each.role == "inference"]
+    counted = [each for each in role_requests if each not in colocated]
+    requested = sum(each.gpus or 0 for each in counted)
+    open_requests = [each for each in counted if each.gpus is None]
+    if len(open_requests) > 1:
+        names = ", ".join(f"{each.field}.gpus_per_node" for each in open_requests)
         fix = f"set all but one of {names}; together they get {kind.gpus - requested} GPUs"
         problems.append(
             Violation(field, "one_node", "the recipe does not say how the roles share the GPUs of the node", fix)
         )
         return []
     rest = kind.gpus - requested
-    if rest < 0 or (open_asks and rest == 0):
-        what = f"the roles need at least {requested + len(open_asks)} GPUs"
+    if rest < 0 or (open_requests and rest == 0):
+        what = f"the roles need at least {requested + len(open_requests)} GPUs"
         why = f"{what}, but nodes of partition {kind.partition} have {kind.gpus}"
         problems.append(Violation(field, "one_node", why, "lower gpus_per_node of a role"))
         return []
-    sizes = {ask.role: rest if ask.gpus is None else ask.gpus for ask in counted}
-    sizes |= {ask.role: sizes["train"] for ask in colocated}
+    sizes = {each.role: rest if each.gpus is None else each.gpus for each in counted}
+    sizes |= {each.role: sizes["train"] for each in colocated}
     component = recipe.slurm.train
     whole = kind.exclusive if component.exclusive is None else component.exclusive
-    part = kind if whole else kind.share(sum(sizes[ask.role] for ask in counted))
+    part = kind if whole else kind.share(sum(sizes[each.role] for each in counted))
     problems += [
-        Violation(f"{ask.field}.gpus_per_node", "0", f"role {ask.role} needs a GPU", "use 1 or more")
-        for ask in counted
-        if sizes[ask.role] == 0 and ask.role not in WITHOUT_GPUS
+        Violation(f"{each.field}.gpus_per_node", "0", f"role {each.role} needs a GPU", "use 1 or more")
+        for each in counted
+        if sizes[each.role] == 0 and each.role not in WITHOUT_GPUS
     ]
     return [
-        ResourceRequest(ask.role, 1, sizes[ask.role], part, ask.nodes_per_replica, 0, ask in colocated) for ask in asks
+        ResourceRequest(each.role, 1, sizes[each.role], part, each.nodes_per_replica, 0, each in colocated)
+        for each in role_requests
     ]
 
 
@@ -147,7 +148,7 @@ def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violatio
     return [Violation("deployment", "", why, "lower gpus_per_node of a role")]
 
 
-def _asks(recipe: Recipe) -> list[_RoleRequest]:
+def _role_requests(recipe: Recipe) -> list[_RoleRequest]:
     deployment, inference = recipe.deployment, recipe.deployment.inference
     gpus = deployment.train.gpus_per_node
     if recipe.colocated and gpus is None and not isinstance(inference, Disaggregated):
@@ -158,7 +159,7 @@ def _asks(recipe: Recipe) -> list[_RoleRequest]:
     # In a single allocation the control processes share the first trainer node.
     control = [_RoleRequest("control", "deployment", 1, 0)] if deployment.layout == "het" else []
     first = {"rl": [*control, train], "eval": control}.get(recipe.task, [])
-    teacher, environments = _teacher_ask(recipe), _environments_ask(recipe)
+    teacher, environments = _teacher_request(recipe), _environments_request(recipe)
     where, replicas = "deployment.inference", inference.num_replicas
     if isinstance(inference, Disaggregated):
         p, d = inference.prefill, inference.decode
@@ -170,43 +171,43 @@ def _asks(recipe: Recipe) -> list[_RoleRequest]:
     return [*first, engines, *teacher, *environments]
 
 
-def _teacher_ask(recipe: Recipe) -> list[_RoleRequest]:
+def _teacher_request(recipe: Recipe) -> list[_RoleRequest]:
     teacher = recipe.teacher
     if not isinstance(teacher, TeacherEngines):
         return []
     return [_RoleRequest("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)]
 
 
-def _environments_ask(recipe: Recipe) -> list[_RoleRequest]:
+def _environments_request(recipe: Recipe) -> list[_RoleRequest]:
     nodes = recipe.deployment.environments
     return [_RoleRequest("environments", "deployment.environments", nodes.nodes, 0)] if nodes else []
 
 
-def _place(recipe: Recipe, ask: _RoleRequest, site: Site, problems: list[Violation]) -> ResourceRequest | None:
-    kind = site.kind(ask.role)
+def _place(recipe: Recipe, request: _RoleRequest, site: Site, problems: list[Violation]) -> ResourceRequest | None:
+    role, field = request.role, request.field
+    kind = site.kind(role)
     if kind is None:
-        why = f"site {site.name} has no nodes for role {ask.role}"
-        *names, last = site.kind_names(ask.role)
+        why = f"site {site.name} has no nodes for role {role}"
+        *names, last = site.kind_names(role)
         fix = f"add `{'`, `'.join(names)}` or `{last}` under `nodes` of the site file"
-        problems.append(Violation(ask.field, "", why, fix))
+        problems.append(Violation(field, "", why, fix))
         return None
-    gpus = kind.gpus if ask.gpus is None else ask.gpus
+    gpus = kind.gpus if request.gpus is None else request.gpus
     if gpus > kind.gpus:
         why = f"nodes of partition {kind.partition} have {kind.gpus} GPUs"
         fix = f"nearest: {kind.gpus}" if kind.gpus else "use nodes that have GPUs"
-        problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, fix))
-    if ask.role not in WITHOUT_GPUS and gpus == 0:
-        problems.append(
-            Violation(ask.field, "", f"role {ask.role} needs GPUs, but partition {kind.partition} has none")
-        )
+        problems.append(Violation(f"{field}.gpus_per_node", str(gpus), why, fix))
+    if role not in WITHOUT_GPUS and gpus == 0:
+        why = f"role {role} needs GPUs, but partition {kind.partition} has none"
+        problems.append(Violation(field, "", why))
     cpus = recipe.deployment.environments.cpus if recipe.deployment.environments else None
-    if ask.role == "environments" and cpus is not None and cpus > kind.cpus:
+    if role == "environments" and cpus is not None and cpus > kind.cpus:
         why = f"a job may use {kind.cpus} CPU cores of a node of partition {kind.partition}"
-        problems.append(Violation(f"{ask.field}.cpus", str(cpus), why, f"nearest: {kind.cpus}"))
-    component = getattr(recipe.slurm, "train" if recipe.deployment.layout == "single" else ask.role)
+        problems.append(Violation(f"{field}.cpus", str(cpus), why, f"nearest: {kind.cpus}"))
+    component = getattr(recipe.slurm, "train" if recipe.deployment.layout == "single" else role)
     whole = kind.exclusive if component.exclusive is None else component.exclusive
     part = kind if whole else kind.share(gpus)
-    return ResourceRequest(ask.role, ask.nodes, gpus, part, ask.nodes_per_replica, _spares(recipe, ask.role))
+    return ResourceRequest(role, request.nodes, gpus, part, request.nodes_per_replica, _spares(recipe, role))
 
 
 def _spares(recipe: Recipe, role: NodeRole) -> int:

@@ -185,6 +185,18 @@ class Mlflow(Section):
     MLFLOW_TRACKING_TOKEN or other variables of MLflow in `pass_env`."""
 
 
+class KeptRollouts(Section):
+    """Rollouts that are kept as readable text, for `primeslurm rollouts`."""
+
+    per_step: NonNegativeInt = 16
+    """Rollouts of each step's batch that are kept, and as many of those that were dropped, and of those that failed. 0:
+    none."""
+    evaluations: bool = True
+    """Keep all rollouts of evaluations."""
+    max_gb: PositiveFloat = 4.0
+    """Largest size of the archive in GB. The oldest steps are removed first, evaluations last."""
+
+
 class Monitor(Section):
     """Where metrics are logged besides `metrics.jsonl`."""
 
@@ -202,6 +214,8 @@ class Monitor(Section):
     peak_tflops: PositiveFloat | None = None
     """Peak rate of a trainer's GPU [TFLOP/s], of which `trainer/mfu` is the used fraction. Default: the dense peak of
     known GPUs (A100, H100, H200, B200 and others) in bfloat16, or in FP8 with `trainer.fp8`."""
+    rollouts: KeptRollouts = KeptRollouts()
+    """Which rollouts are kept as readable text in `rollouts/archive/` of the run directory."""
 
 
 class MetricsOptions(TypedDict):

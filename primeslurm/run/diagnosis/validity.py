@@ -18,6 +18,11 @@ MAX_STALE = 0.9
 # Largest fraction of sampled tokens with an impossible log-probability. A correct engine returns none.
 MAX_IMPOSSIBLE = 0.01
 _MUST_BE_FINITE = ("trainer/loss", "trainer/grad_norm", "trainer/mismatch_kl", "reward/mean")
+# Columns of metrics.jsonl that the checks read.
+CHECKED = (
+    *("step", *_MUST_BE_FINITE, "trainer/skipped", "trainer/tokens", "trainer/impossible_fraction"),
+    *("rollouts/sampled_mean", "rollouts/dropped_stale", "groups/zero_signal"),
+)
 
 
 def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float = MAX_KL) -> list[str]:

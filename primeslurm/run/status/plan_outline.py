@@ -5,7 +5,9 @@ The plan was validated at submission. For a thousand nodes, validating it again 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -62,8 +64,17 @@ class PlanOutline(msgspec.Struct, frozen=True):
 
 def read_outline(attempt: Attempt) -> PlanOutline:
     """Read the outline of an attempt's plan. Raises RunError if there is no readable plan."""
+    path = attempt.plan_file
     try:
-        plan = plain(files.read_bytes(attempt.plan_file))
-        return msgspec.convert(plan, PlanOutline)
+        about = files.status(path)
+        if about is None:
+            raise FileNotFoundError(f"{path} does not exist")
+        return _outline(path, (about.st_ino, about.st_size, about.st_mtime_ns))
     except (OSError, ValueError) as error:
-        raise RunError(f"{attempt.plan_file} cannot be read: {error}") from None
+        raise RunError(f"{path} cannot be read: {error}") from None
+
+
+# Programs that watch a run read its plan, which rarely changes, every second.
+@functools.lru_cache(maxsize=16)
+def _outline(path: Path, version: tuple[int, int, int]) -> PlanOutline:
+    return msgspec.convert(plain(files.read_bytes(path)), PlanOutline)

@@ -61,6 +61,8 @@ SRUN_REPORTS = "srun reports"
 SUBMITTING = "SUBMITTING"
 # Slurm's states of a job that has started and has not ended.
 ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
+# Phases of a run that has not ended.
+ACTIVE = ("pending", "starting", "running", "silent", "ending", "requeued")
 # Shown beside the numbers of an emulated run.
 EMULATED = "emulated: stand-ins made up all rewards, losses and speeds"
 
@@ -158,7 +160,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     @property
     def active(self) -> bool:
         """True if the run has not ended."""
-        return self.phase in ("pending", "starting", "running", "silent", "ending", "requeued")
+        return self.phase in ACTIVE
 
 
 def read_status(
@@ -197,7 +199,7 @@ def read_status(
     silent = fleet.silent if fleet and liveness.silence is None else {}
     progress = progress_of(attempt, outline.task)
     begun = progress is not None and progress.begun
-    phase, reason = _phase(fleet, liveness.silence, end, job, job_state, begun, attempt.cancel_file)
+    phase, reason = phase_and_reason(fleet, liveness.silence, end, job, job_state, begun, attempt.cancel_file)
     orchestrator = progress if isinstance(progress, OrchestratorState) else None
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = run.recipe()
@@ -240,7 +242,7 @@ def read_status(
 _HISTORY = {"rl": ("reward/mean", "staleness/mean"), "sft": ("trainer/loss",)}
 
 
-def _phase(
+def phase_and_reason(
     fleet: FleetView | None,
     silence: HeadSilence | None,
     end: EndRecord | None,
@@ -249,8 +251,18 @@ def _phase(
     begun: bool,
     cancel_file: Path,
 ) -> tuple[str, str]:
-    # Records of the run count first: Slurm is slow, and may not answer. `begun`: the run has made progress before, so a
-    # process that loads now is restarting, and the phase is not `starting`.
+    """Return the phase of an attempt, and why it has this phase.
+
+    Args:
+        fleet: the head's last record.
+        silence: the unresponsive head, if it is unresponsive.
+        end: how the attempt ended.
+        job: the submitted job.
+        job_state: returns Slurm's state of a job.
+        begun: the run has made progress before, so a process that loads now is restarting.
+        cancel_file: exists if the user has cancelled the attempt.
+    """
+    # Records of the run count first: Slurm is slow, and may not answer.
     if end is not None and end.reason == BY_SIGTERM and job:
         return _terminated(end, job, job_state(job))
     if end is not None and not end.requeued:

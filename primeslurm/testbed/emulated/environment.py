@@ -18,10 +18,13 @@ import numpy as np
 
 from primeslurm.base import files, logs
 from primeslurm.orchestrator.algorithms import from_recipe
+from primeslurm.orchestrator.rollouts import transcripts
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.transcripts import Transcript
 from primeslurm.orchestrator.worker.generate_endpoint import SESSION_HEADER, AnswerTally, Completion, GenerateEndpoint
 from primeslurm.recipe import Recipe
+from primeslurm.records.rollouts import Message
 from primeslurm.testbed.emulated.rollout_script import FAILURES, Script, reward, script
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.transport.addresses import AddressBook
@@ -36,12 +39,16 @@ class Conversation:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     observed: list[bool] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Number of tokens of each message."""
     turns: int = 0
     """Number of completions of the policy."""
 
     def given(self, tokens: list[int]) -> None:
         """Add tokens of the environment."""
         self.observed += [self.turns > 0] * len(tokens)
+        self._say("tool" if self.turns else "user", tokens)
         self._add(tokens, [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens))
 
     def sampled(self, completion: Completion) -> None:
@@ -49,7 +56,19 @@ class Conversation:
         tokens = completion.token_ids
         self.turns += 1
         self.observed += [False] * len(tokens)
+        self._say("assistant", tokens)
         self._add(tokens, [True] * len(tokens), completion.logprobs, completion.versions)
+
+    def transcript(self) -> bytes:
+        """Return the conversation as text: each token is a word."""
+        pieces = {token: _word(token) for token in self.token_ids}
+        path = list(range(len(self.messages)))
+        return transcripts.encode(Transcript(self.messages, self.lengths, [path], pieces=pieces))
+
+    def _say(self, role: str, tokens: list[int]) -> None:
+        text = "".join(map(_word, tokens)).strip()
+        self.messages.append(Message(role=role, content=text, sampled=role == "assistant"))
+        self.lengths.append(len(tokens))
 
     def _add(self, tokens: list[int], mask: list[bool], logprobs: list[float], versions: list[int]) -> None:
         self.token_ids += tokens
@@ -67,6 +86,10 @@ class Conversation:
             np.array(self.versions, np.int32),
             observed=np.array(self.observed, np.bool_) if needs_observed else None,
         )
+
+
+def _word(token: int) -> str:
+    return f" w{token}"
 
 
 class EmulatedEnvironment:
@@ -100,6 +123,7 @@ class EmulatedEnvironment:
             turns=talk.turns,
             finish_reason=finish,
             seconds=time.monotonic() - started,
+            transcript=talk.transcript(),
         )
         return (talk.rollout(info, self._needs_observed),)
 

@@ -25,8 +25,9 @@ from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
+from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.wire.batches.batch import Batch, Row, stack
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, stack
 
 # Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
 # weights are broken.
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 class TrainStep:
     """The policy with the recipe's loss, optimizer and schedule. Without a `reader`, training is on text only.
 
-    Without a `meter`, steps have no metrics of operations.
+    `kept` writes log-probabilities of rollouts in the archive. Without a `meter`, steps have no metrics of operations.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TrainStep:
         world: World,
         reader: ImageReader | None = None,
         loss: LossFunction | None = None,
+        kept: KeptLogprobs | None = None,
         meter: FlopsMeter | None = None,
     ) -> None:
         self.policy = policy
@@ -56,6 +58,7 @@ class TrainStep:
         self._world = world
         self._reader = reader
         self._meter = meter
+        self._kept = kept
         self._compilations = CompilationMetrics(policy.compiled, world)
         self.optimizer = optimizers.build(
             trainer.optimizer, policy.model, policy.dtype, trainer.memory.optimizer_state_offload
@@ -78,6 +81,8 @@ class TrainStep:
         with timer.phase("optimizer"):
             lr = self.optimizer.lr
             grad_norm, skipped = self._update(batch.info.step)
+        if self._kept is not None:
+            self._kept.write(batch.info.step)
         seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
         if on_policy := metrics.get("on_policy_fraction", 0.0):
@@ -99,6 +104,7 @@ class TrainStep:
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
         layout, micro_batches = self._settings.parallelism, self._micro_batches(batch)
+        first_row = 0
         for number, rows in enumerate(micro_batches, 1):
             liveness().heartbeat()
             if layout.reduce_gradients == "step":
@@ -108,7 +114,8 @@ class TrainStep:
             # If any row of the batch has images, every rank runs the vision encoder in every micro batch, because the
             # encoder's weights are gathered from all ranks.
             images = self._images(rows) if batch.info.has_images else None
-            sums, trained = self._micro_batch(arrays, images)
+            sums, trained = self._micro_batch(arrays, images, batch.info, first_row)
+            first_row += len(rows)
             if self._meter is not None:
                 self._meter.add(rows, trained, images)
             (sums.loss / tokens).backward()
@@ -130,7 +137,9 @@ class TrainStep:
         images = self._world.attempt(lambda: [read(row, reader) for row in rows], "reading images")
         return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
-    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> tuple[Any, int]:
+    def _micro_batch(
+        self, row: dict[str, torch.Tensor], images: VisionInput | None, info: BatchInfo, first_row: int
+    ) -> tuple[Any, int]:
         """Return the sums of the loss, and the number of tokens that this rank trains."""
         positions = row.pop("positions")
         length = positions.shape[1] // self.policy.cp_world
@@ -152,8 +161,10 @@ class TrainStep:
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
         whole_positions = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
-        sums = self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
-        return sums, int(mask.sum())
+        logprobs, entropy, trained = self.policy.score(tokens, whole_positions, mask, targets, routed, images)
+        if self._kept is not None:
+            self._kept.add(info, first_row, mask, logprobs)
+        return self._loss(logprobs, entropy, trained), int(mask.sum())
 
     def _update(self, step: int) -> tuple[float, bool]:
         """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""

@@ -86,6 +86,15 @@ class RankShard(msgspec.Struct, frozen=True):
     cp_world: int = 1
 
 
+class KeptDocument(msgspec.Struct, frozen=True):
+    """A document whose trainer log-probabilities are written down, because its rollout is in the archive."""
+
+    number: Count  # of the document in the whole batch
+    row: Count  # index of the row among the rank's rows
+    start: Count  # position of its first token in the whole row
+    length: Count
+
+
 class BatchInfo(msgspec.Struct, frozen=True):
     """Everything about one rank's batch but its rows."""
 
@@ -98,6 +107,7 @@ class BatchInfo(msgspec.Struct, frozen=True):
     cp_rank: int = 0  # index of these shards of the rows, of `cp_world`
     cp_world: int = 1
     rows_at_once: int = 0  # Rows of a micro batch. 0: as many as fit, and all rows have the same length.
+    kept: tuple[KeptDocument, ...] = ()  # some of the documents in these rows
 
     @property
     def shard(self) -> RankShard:

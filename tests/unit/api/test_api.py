@@ -104,7 +104,9 @@ def placements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Arguments of each call that requests resources."""
     calls: list[Any] = []
     work_out = planner.resource_requests
-    monkeypatch.setattr(planner, "resource_requests", lambda *given: calls.append(given) or work_out(*given))
+    monkeypatch.setattr(
+        planner, "resource_requests", lambda *arguments: calls.append(arguments) or work_out(*arguments)
+    )
     return calls
 
 
@@ -126,14 +128,14 @@ def test_emulated_run_plans_once_and_uses_the_cluster_addresses(
     assert loaded.cluster is not None
     up = with_python(embedded_site(loaded.cluster, elsewhere))
     monkeypatch.setattr(emulation, "running", lambda spec, *, keep: nullcontext(embedded_site(spec, elsewhere)))
-    told = []
-    with loaded.on_cluster(starting=told.append) as ready:
-        found = ready.plan()
+    started = []
+    with loaded.on_cluster(starting=started.append) as ready:
+        plan_on_cluster = ready.plan()
         with pytest.raises(primeslurm.ClusterError):
             ready.start()
-    assert len(placements) == 1 and told == [loaded.cluster]
-    assert found == plan_emulated(loaded.recipe, up).plan
-    assert found.addresses == up.network.addresses != loaded.site.network.addresses
+    assert len(placements) == 1 and started == [loaded.cluster]
+    assert plan_on_cluster == plan_emulated(loaded.recipe, up).plan
+    assert plan_on_cluster.addresses == up.network.addresses != loaded.site.network.addresses
 
 
 def test_read_only_commands_succeed_without_slurm_and_model(place: Path) -> None:

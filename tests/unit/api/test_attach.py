@@ -60,16 +60,16 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     )
     directory = RunDirectory(tmp_path / "runs" / "here")
     changes = {"env": {"PYTHONPATH": CHECKOUT}, "addresses": {"local-0": "127.77.0.1"}}
-    given = plan_of(directory.path, (process,)).model_copy(update=changes)
+    plan = plan_of(directory.path, (process,)).model_copy(update=changes)
     attempt = directory.attempt(1)
-    attempt.prepare(given)
+    attempt.prepare(plan)
     write_json(directory.path / "lock.json", {"run_id": "here-1", "created_at": time.time()})
     attempt.record_job(JobRecord("", "local", time.time(), submission="w"))
-    job_id = submit.submit_local(given, AgentTask(given.run_dir, 1, "w"), "w")
+    job_id = submit.submit_local(plan, AgentTask(plan.run_dir, 1, "w"), "w")
     attempt.record_job(JobRecord(job_id, "local", time.time(), submission="w"))
     yield directory
-    submit.cancel(given, job_id)
-    while submit.is_running(given, job_id):
+    submit.cancel(plan, job_id)
+    while submit.is_running(plan, job_id):
         time.sleep(0.1)
 
 

@@ -50,7 +50,7 @@ def test_cluster_of_any_run_name_has_a_short_path(home: str, monkeypatch: pytest
 def test_only_a_cluster_started_here_is_stopped(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ClusterSpec("emulate-r", Path("/c"), Path("/runs"))
     ended: list[str] = []
-    monkeypatch.setattr(emulation, "up", lambda asked: (Cluster(asked, LoopbackPlace(0)), started))
+    monkeypatch.setattr(emulation, "up", lambda spec: (Cluster(spec, LoopbackPlace(0)), started))
     monkeypatch.setattr(Cluster, "down", lambda cluster: ended.append(cluster.spec.name))
     with emulation.running(spec, keep=False):
         pass

@@ -57,11 +57,11 @@ def test_model_of_a_recipe_is_evaluated_without_a_trainer(recipe: Path) -> None:
     assert plan.totals.trainer_gpus == 0 and loaded.recipe.max_evaluation_inflight == loaded.recipe.max_inflight
 
 
-@pytest.mark.parametrize(("step", "found"), [(None, 20), (20, 20), (10, 10)])
-def test_published_policy_of_a_run_is_evaluated(run: Path, step: int | None, found: int) -> None:
+@pytest.mark.parametrize(("step", "published"), [(None, 20), (20, 20), (10, 10)])
+def test_published_policy_of_a_run_is_evaluated(run: Path, step: int | None, published: int) -> None:
     loaded = load_evaluation(str(run), step=step, local=True)
-    assert loaded.recipe.name == f"trained-eval-{found}"
-    assert loaded.recipe.model.path == str(run / "weights" / f"v{found:06d}")
+    assert loaded.recipe.name == f"trained-eval-{published}"
+    assert loaded.recipe.model.path == str(run / "weights" / f"v{published:06d}")
     assert all(loaded.recipe.model.path in " ".join(p.argv) for p in loaded.plan().processes() if p.role == "engine")
 
 

@@ -59,8 +59,8 @@ def test_existing_file_is_refused_and_nothing_is_written(name: str, tmp_path: Pa
 
 
 def test_site_file_has_the_facts_of_slurm_and_open_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = propose(facts(H100, CPU, Partition("closed", "DOWN", nodes(1, "gpu:1"))))
-    monkeypatch.setattr(first_files, "_ask_slurm", lambda: (found, ""))
+    proposal = propose(facts(H100, CPU, Partition("closed", "DOWN", nodes(1, "gpu:1"))))
+    monkeypatch.setattr(first_files, "_ask_slurm", lambda: (proposal, ""))
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
     first = write_first_files(tmp_path / "a: #1 'directory'")  # a path with YAML syntax
     assert first.site is not None
@@ -98,8 +98,8 @@ def test_embedded_cluster_provides_its_own_site_file(tmp_path: Path, monkeypatch
 )
 def test_first_recipe_fits_on_one_node(gpus: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partition = Partition("gpu", "UP", nodes(1, f"gpu:{gpus}"), max_minutes=10)
-    found: Proposal = propose(facts(partition))
-    monkeypatch.setattr(first_files, "_ask_slurm", lambda: (found, ""))
+    proposal: Proposal = propose(facts(partition))
+    monkeypatch.setattr(first_files, "_ask_slurm", lambda: (proposal, ""))
     written = yaml.safe_load(write_first_files(tmp_path).recipe.read_text())
     assert written == {"extends": f"{base}.yaml", "name": "first-run", "slurm": {"time": "00:10:00"}}
 

@@ -191,8 +191,8 @@ def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
     plan = installing.harness("toy", environment)
     plan.run()
     assert plan.done
-    (found,) = (environment / "harnesses" / "toy").glob("lib/python3*/site-packages/triton-*.dist-info")
-    assert found.name == "triton-3.9.0+stub.dist-info"
+    (stub,) = (environment / "harnesses" / "toy").glob("lib/python3*/site-packages/triton-*.dist-info")
+    assert stub.name == "triton-3.9.0+stub.dist-info"
 
 
 def test_model_installation_removes_only_its_own_files(tmp_path: Path) -> None:

@@ -31,20 +31,25 @@ CPU = Partition("cpu", "UP", nodes(20, mib=256_000))
 
 def test_partition_with_most_gpus_is_chosen_and_cpu_nodes_are_control() -> None:
     small = Partition("a100", "UP", nodes(9, "gpu:a100:2"))
-    found = propose(facts(small, H100, CPU))
-    assert found.gpu is not None and found.cpu is not None
-    assert (found.gpu.partition, found.gpu.gpus, found.gpu.gres, found.gpu.cpus) == ("h100", 8, "gpu:h100", 96)
-    assert (found.gpu.memory_gib, found.cpu.partition, found.cpu.memory_gib) == (1953, "cpu", 250)
-    assert [offer.partition for offer in found.offers] == ["h100", "a100", "cpu"]
+    proposal = propose(facts(small, H100, CPU))
+    assert proposal.gpu is not None and proposal.cpu is not None
+    assert (proposal.gpu.partition, proposal.gpu.gpus, proposal.gpu.gres, proposal.gpu.cpus) == (
+        "h100",
+        8,
+        "gpu:h100",
+        96,
+    )
+    assert (proposal.gpu.memory_gib, proposal.cpu.partition, proposal.cpu.memory_gib) == (1953, "cpu", 250)
+    assert [offer.partition for offer in proposal.offers] == ["h100", "a100", "cpu"]
 
 
 def test_equal_partition_with_longer_jobs_is_chosen() -> None:
     short, long = (replace(H100, name=name, max_minutes=limit) for name, limit in (("short", 10), ("long", 2880)))
     for order in ((short, long), (long, short)):
-        found = propose(facts(*order)).gpu
-        assert found is not None and found.partition == "long"
-    found = propose(facts(long, replace(H100, name="endless"))).gpu
-    assert found is not None and found.partition == "endless"
+        offer = propose(facts(*order)).gpu
+        assert offer is not None and offer.partition == "long"
+    offer = propose(facts(long, replace(H100, name="endless"))).gpu
+    assert offer is not None and offer.partition == "endless"
 
 
 @pytest.mark.parametrize(
@@ -61,8 +66,8 @@ def test_equal_partition_with_longer_jobs_is_chosen() -> None:
     ids=str,
 )
 def test_partition_that_refuses_the_user_is_listed_but_not_chosen(closed: dict[str, object]) -> None:
-    found = propose(facts(replace(H100, **closed), CPU))  # type: ignore[arg-type]
-    assert found.gpu is None and found.refused == ("h100",)
+    proposal = propose(facts(replace(H100, **closed), CPU))  # type: ignore[arg-type]
+    assert proposal.gpu is None and proposal.refused == ("h100",)
 
 
 def test_smallest_node_of_the_most_frequent_kind_counts() -> None:
@@ -72,16 +77,16 @@ def test_smallest_node_of_the_most_frequent_kind_counts() -> None:
         *nodes(2, "gpu:h100:4"),
         *nodes(9),
     )
-    found = propose(facts(replace(H100, nodes=mixed, max_cpus_per_node=48)))
-    gpu, cpu = found.offers
+    proposal = propose(facts(replace(H100, nodes=mixed, max_cpus_per_node=48)))
+    gpu, cpu = proposal.offers
     assert (gpu.nodes, gpu.gpus, gpu.cpus, gpu.memory_gib) == (4, 8, 32, 97)
     assert (cpu.partition, cpu.nodes, cpu.cpus) == ("h100", 9, 48)
-    assert (found.gpu, found.cpu) == (gpu, None), "the job would have nodes with GPUs for control, too"
+    assert (proposal.gpu, proposal.cpu) == (gpu, None), "the job would have nodes with GPUs for control, too"
 
 
 def test_unset_memory_is_left_out() -> None:
-    found = propose(facts(Partition("gpu", "UP", nodes(1, "gpu:4", mib=1)))).gpu
-    assert found is not None and found.memory_gib is None and found.gres == "gpu"
+    offer = propose(facts(Partition("gpu", "UP", nodes(1, "gpu:4", mib=1)))).gpu
+    assert offer is not None and offer.memory_gib is None and offer.gres == "gpu"
 
 
 def association(account: str, *qos: str, default: str = "", minutes: int | None = None) -> Association:
@@ -126,8 +131,8 @@ ENFORCED = frozenset({"associations", "limits", "qos"})
 def test_account_qos_and_time_fit_the_partition(
     partition: dict[str, object], accounting: Accounting, choice: tuple[str, str, int | None]
 ) -> None:
-    found = propose(facts(replace(H100, **partition), accounting=accounting)).gpu  # type: ignore[arg-type]
-    assert found is not None and (found.account, found.qos, found.max_minutes) == choice
+    offer = propose(facts(replace(H100, **partition), accounting=accounting)).gpu  # type: ignore[arg-type]
+    assert offer is not None and (offer.account, offer.qos, offer.max_minutes) == choice
 
 
 def test_user_without_an_accepted_account_gets_no_partition() -> None:
@@ -139,6 +144,6 @@ def test_user_without_an_accepted_account_gets_no_partition() -> None:
 def test_control_partition_accepts_the_account_of_the_gpu_partition() -> None:
     accounting = Accounting(ENFORCED, "b", (association("a"), association("b")))
     only_a = replace(CPU, name="cpu-a", accounts=frozenset({"a"}), nodes=nodes(99))
-    found = propose(facts(H100, only_a, CPU, accounting=accounting))
-    assert found.cpu is not None and (found.cpu.partition, found.cpu.account) == ("cpu", "b")
+    proposal = propose(facts(H100, only_a, CPU, accounting=accounting))
+    assert proposal.cpu is not None and (proposal.cpu.partition, proposal.cpu.account) == ("cpu", "b")
     assert propose(facts(H100, only_a, accounting=accounting)).cpu is None

@@ -43,15 +43,15 @@ def kind(devices: Path, driver: Path = Path("/none"), **environ: str) -> tuple[s
     ids=str,
 )
 def test_local_site_has_the_gpus_of_the_shell(environ: dict[str, str], device: str, gpus: int, devices: Path) -> None:
-    found, nodes = kind(devices, **environ)
-    assert (found, nodes.gpus) == (device, gpus)
+    local_device, nodes = kind(devices, **environ)
+    assert (local_device, nodes.gpus) == (device, gpus)
 
 
 def test_without_devices_the_site_has_fake_gpus(tmp_path: Path) -> None:
     assert kind(tmp_path)[0] == "cpu"
     assert kind(tmp_path)[1].gpus == 8
-    found, nodes = kind(tmp_path, CUDA_VISIBLE_DEVICES="0,1")
-    assert (found, nodes.gpus) == ("cpu", 2)
+    local_device, nodes = kind(tmp_path, CUDA_VISIBLE_DEVICES="0,1")
+    assert (local_device, nodes.gpus) == ("cpu", 2)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_resume_is_refused_while_slurm_does_not_answer(run: Run, orphan: str, sl
 
 
 @pytest.mark.parametrize(
-    "said",
+    "error_text",
     [
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
         "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
@@ -167,24 +167,24 @@ def test_resume_is_refused_while_slurm_does_not_answer(run: Run, orphan: str, sl
         "",
     ],
 )
-def test_accepted_job_is_found_although_sbatch_failed(said: str, run: Run, slurm: FakeSlurm) -> None:
-    slurm.set("lost", said)
+def test_accepted_job_is_found_although_sbatch_failed(error_text: str, run: Run, slurm: FakeSlurm) -> None:
+    slurm.set("lost", error_text)
     assert run.start_again().job_id == "1"
     assert run.status().phase == "pending" and slurm.jobs == {"1": "PENDING"}
 
 
-@pytest.mark.parametrize("said", ["Invalid account", "Socket timed out on send/recv operation"])
-def test_refused_job_leaves_no_run_directory(said: str, run: Run, slurm: FakeSlurm) -> None:
-    slurm.set("refuse", f"sbatch: error: {said}")
-    with pytest.raises(ClusterError, match=said):
+@pytest.mark.parametrize("error_text", ["Invalid account", "Socket timed out on send/recv operation"])
+def test_refused_job_leaves_no_run_directory(error_text: str, run: Run, slurm: FakeSlurm) -> None:
+    slurm.set("refuse", f"sbatch: error: {error_text}")
+    with pytest.raises(ClusterError, match=error_text):
         run.start_again()
     assert [path.name for path in (run.path / "attempts").iterdir()] == ["1"] and slurm.jobs == {}
 
 
 def test_cancelled_components_of_a_refused_job_do_not_count(run: Run, slurm: FakeSlurm) -> None:
-    said = "Batch job submission failed: Job violates accounting/QOS policy"
-    slurm.set("broken", f"sbatch: error: {said}")
-    with pytest.raises(ClusterError, match=said):
+    error_text = "Batch job submission failed: Job violates accounting/QOS policy"
+    slurm.set("broken", f"sbatch: error: {error_text}")
+    with pytest.raises(ClusterError, match=error_text):
         run.start_again()
     assert [path.name for path in (run.path / "attempts").iterdir()] == ["1"]
     assert slurm.jobs == {"1": "CANCELLED"} and run.status().phase == "failed"

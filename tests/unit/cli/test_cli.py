@@ -133,8 +133,8 @@ def test_check_accepts_a_good_recipe_and_gives_advice(place: Path) -> None:
     assert (result.code, result.out) == (0, "")
     assert "warning: checkpoint.interval: only the last step (4) is saved" in result.err
     assert "test-run: recipe is valid. 3 nodes: 1 train, 1 inference, 1 control.\n" in result.err
-    found = json.loads(primeslurm("check", "r.yaml", "--json", cwd=place).out)
-    assert "checkpoint.interval" in [finding["field"] for finding in found]
+    all_findings = json.loads(primeslurm("check", "r.yaml", "--json", cwd=place).out)
+    assert "checkpoint.interval" in [finding["field"] for finding in all_findings]
 
 
 def test_schema_is_a_json_schema_of_recipes_or_sites(place: Path) -> None:

@@ -20,7 +20,7 @@ LARGE = ROOT / "recipes" / "glm5_pd.yaml"
 
 
 @pytest.mark.parametrize(
-    ("texts", "told"),
+    ("texts", "folded_texts"),
     [
         (["trainer-rank-0", "trainer-rank-1", "trainer-rank-2"], ["trainer-rank-0..2"]),
         (["router-0", "engine-r0-0", "engine-r0-1", "router-1"], ["router-0..1", "engine-r0-0..1"]),
@@ -30,8 +30,8 @@ LARGE = ROOT / "recipes" / "glm5_pd.yaml"
         (["env.07"], ["env.07"]),
     ],
 )
-def test_texts_that_differ_in_numbers_are_folded(texts: list[str], told: list[str]) -> None:
-    assert fold(texts) == told
+def test_texts_that_differ_in_numbers_are_folded(texts: list[str], folded_texts: list[str]) -> None:
+    assert fold(texts) == folded_texts
 
 
 def test_many_ranges_become_first_last_and_count() -> None:
@@ -61,7 +61,7 @@ def test_plan_shows_the_verdict_first_and_every_process_if_asked() -> None:
 
 
 def test_differences_of_similar_processes_are_folded() -> None:
-    found = [
+    differences = [
         Difference("train", "on", "train[0]", "train[1]", members=["trainer-rank-0", "trainer-rank-1"]),
         Difference("train", "on", "train[1]", "train[2]", members=["trainer-rank-2", "trainer-rank-3"]),
         Difference("prefill", "after store-1", "present", None, members=["prefill-r0-0"]),
@@ -69,8 +69,8 @@ def test_differences_of_similar_processes_are_folded() -> None:
         Difference("prefill", "argv --seed", "1", "2", members=["prefill-r0-0"]),
         Difference("job", "comment", "x" * 100, None),
     ]
-    assert summary_of(found) == "6 differences: train 2, prefill 3, job 1"
-    cells = [list(column.cells) for column in difference_table("a", "b", found).columns]
+    assert summary_of(differences) == "6 differences: train 2, prefill 3, job 1"
+    cells = [list(column.cells) for column in difference_table("a", "b", differences).columns]
     assert list(zip(*cells, strict=True)) == [
         ("trainer-rank-0..3 (4)", "on", "train[0..1]", "train[1..2]"),
         ("prefill-r0-0", "after store-1..2", "present", "-"),
@@ -82,6 +82,6 @@ def test_differences_of_similar_processes_are_folded() -> None:
 def test_difference_of_two_large_recipes_fits_two_screens() -> None:
     site = load_site(SITE)
     plans = [derive(load_recipe(ROOT / "recipes" / f"{n}.yaml"), site, Path("/runs/x")) for n in ("glm5_pd", "glm5_r3")]
-    found = diff(*plans)
-    table = difference_table("a", "b", found)
-    assert len(found) > 60 and table.row_count < len(found) / 2
+    differences = diff(*plans)
+    table = difference_table("a", "b", differences)
+    assert len(differences) > 60 and table.row_count < len(differences) / 2

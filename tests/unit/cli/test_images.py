@@ -39,8 +39,8 @@ def images(tools: Path, *words: str | Path) -> Result:
 
 def built(tools: Path) -> int:
     """Return the number of builds."""
-    asked = tools / "asked"
-    return asked.read_text().count(" build --tag") if asked.exists() else 0
+    requests = tools / "asked"
+    return requests.read_text().count(" build --tag") if requests.exists() else 0
 
 
 def listed(result: Result) -> list[tuple[str, ...]]:
@@ -68,12 +68,16 @@ def test_failed_builds_are_named_and_others_are_built(tools: Path, tmp_path: Pat
     for name in ("one", "two"):
         task(tasks, name, "RUN false", f"LABEL name={name}")
     task(tasks, "three")
-    found = images(tools, "tasks")
-    assert found.code == ExitCode.FAILED
-    assert "2 of 3 images were not built" in found.err
+    done = images(tools, "tasks")
+    assert done.code == ExitCode.FAILED
+    assert "2 of 3 images were not built" in done.err
     for name in ("one", "two"):
-        said = ("buildah build ended with exit code 1", "STEP 2: RUN false", "Error: building at STEP 2: exit status 1")
-        assert f"{name}: " + "\n    ".join(said) in found.err
+        log_lines = (
+            "buildah build ended with exit code 1",
+            "STEP 2: RUN false",
+            "Error: building at STEP 2: exit status 1",
+        )
+        assert f"{name}: " + "\n    ".join(log_lines) in done.err
     assert {path.suffix for path in tasks.glob(".images/*")} == {".sif", ".apptainer"}, "the error says it all"
     again = json.loads(images(tools, "tasks", "--json").out)
     assert again["exit_code"] == ExitCode.FAILED and "2 of 2 images" in again["error"]
@@ -82,9 +86,9 @@ def test_failed_builds_are_named_and_others_are_built(tools: Path, tmp_path: Pat
 def test_error_has_the_end_of_a_long_log_and_its_path(tools: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     one = task(tasks, "one", "RUN false", "LABEL lines=30")
-    found = images(tools, "tasks")
+    done = images(tools, "tasks")
     (log,) = tasks.glob(".images/*.log")
-    assert "\n    line 29\n" in found.err and "\n    line 5\n" not in found.err and f"(the end of {log})" in found.err
+    assert "\n    line 29\n" in done.err and "\n    line 5\n" not in done.err and f"(the end of {log})" in done.err
     assert "line 5\n" in log.read_text()
     images(tools, "tasks")
     assert list(tasks.glob(".images/*.log")) == [log]
@@ -106,16 +110,16 @@ def test_interrupted_build_does_not_count(tools: Path, tmp_path: Path) -> None:
 def test_images_are_built_in_parallel(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one", "LABEL name=one", "LABEL beside=two")
     task(tmp_path / "tasks", "two", "LABEL name=two", "LABEL beside=one")
-    found = images(tools, "tasks", "--jobs", "2")
-    assert found.code == 0, found.err
+    done = images(tools, "tasks", "--jobs", "2")
+    assert done.code == 0, done.err
 
 
 def test_dry_run_shows_commands_and_writes_nothing(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one")
-    found = images(tools, "tasks", "--dry-run")
-    assert found.code == 0 and listed(found) == [("one",)]
-    assert "buildah build --tag localhost/primeslurm-tasks:" in found.err and "apptainer build" in found.err
-    assert "1 to build" in found.err
+    done = images(tools, "tasks", "--dry-run")
+    assert done.code == 0 and listed(done) == [("one",)]
+    assert "buildah build --tag localhost/primeslurm-tasks:" in done.err and "apptainer build" in done.err
+    assert "1 to build" in done.err
     assert built(tools) == 0 and not (tmp_path / "tasks/.images").exists()
     (row,) = json.loads(images(tools, "tasks", "--dry-run", "--json").out)
     assert (row["tasks"], row["built"], row["runtime"]) == (["one"], False, "apptainer")
@@ -125,10 +129,10 @@ def test_dry_run_works_without_build_programs(tools: Path, tmp_path: Path) -> No
     task(tmp_path / "tasks", "one")
     for name in ("buildah", "docker", "apptainer"):
         (tools / name).unlink()
-    found = images(tools, "tasks", "--dry-run")
-    assert found.code == 0 and "podman build --tag localhost/primeslurm-tasks:" in found.err
-    assert "this machine cannot run these commands: no program can build a Dockerfile: none of podman" in found.err
-    assert "this machine cannot run these commands: apptainer, which writes the images" in found.err
+    done = images(tools, "tasks", "--dry-run")
+    assert done.code == 0 and "podman build --tag localhost/primeslurm-tasks:" in done.err
+    assert "this machine cannot run these commands: no program can build a Dockerfile: none of podman" in done.err
+    assert "this machine cannot run these commands: apptainer, which writes the images" in done.err
 
 
 def test_registry_image_becomes_a_sif_only_for_apptainer(tools: Path, tmp_path: Path) -> None:
@@ -137,8 +141,8 @@ def test_registry_image_becomes_a_sif_only_for_apptainer(tools: Path, tmp_path: 
         task(tasks, name, toml=f"[environment]\ndocker_image = '{image}'")
     for name in ("buildah", "docker"):
         (tools / name).unlink()
-    found = images(tools, "tasks")
-    assert (found.code, listed(found)) == (0, [("one", "two")]), found.err
+    done = images(tools, "tasks")
+    assert (done.code, listed(done)) == (0, [("one", "two")]), done.err
     (sif,) = tasks.glob(".images/*.sif")
     assert sif.read_text() == "FROM //python:3.12\n"
     assert task_images.built_image(tasks / ".images", sif.stem, "apptainer") == task_images.TaskImage(str(sif), None)
@@ -149,8 +153,8 @@ def test_registry_image_becomes_a_sif_only_for_apptainer(tools: Path, tmp_path: 
 
 def test_docker_images_have_no_file(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one", "WORKDIR /")
-    found = images(tools, "tasks", "--runtime", "docker", "--images", "elsewhere")
-    assert found.code == 0 and found.out.startswith("localhost/primeslurm-tasks:")
+    done = images(tools, "tasks", "--runtime", "docker", "--images", "elsewhere")
+    assert done.code == 0 and done.out.startswith("localhost/primeslurm-tasks:")
     assert [path.suffix for path in (tmp_path / "elsewhere").iterdir()] == [".docker"]
     assert "apptainer" not in (tools / "asked").read_text()
     again = ("tasks", "--runtime", "docker", "--images", "elsewhere")
@@ -171,9 +175,9 @@ def test_recipe_names_tasks_and_runtime(tools: Path, tmp_path: Path) -> None:
     ]
     environments[0]["runtime"] = {"type": "docker"}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(environments=environments)))
-    found = images(tools, "r.yaml")
-    assert (found.code, listed(found)) == (0, [("two",)]), found.err
-    assert found.out.startswith("localhost/")
+    done = images(tools, "r.yaml")
+    assert (done.code, listed(done)) == (0, [("two",)]), done.err
+    assert done.out.startswith("localhost/")
     contrary = images(tools, "r.yaml", "--runtime", "podman")
     assert contrary.code == ExitCode.BAD_INPUT and "a recipe sets this in" in contrary.err
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(environments=environments[1:])))
@@ -209,6 +213,6 @@ def test_impossible_builds_are_refused_before_any_build(
     task(tmp_path / "broken", "one", toml="[environment")
     for name in lacking:
         (tools / name).unlink()
-    found = images(tools, *words)
-    assert found.code == ExitCode.BAD_INPUT and expected in found.err, found.err
+    done = images(tools, *words)
+    assert done.code == ExitCode.BAD_INPUT and expected in done.err, done.err
     assert built(tools) == 0 and not list(tmp_path.rglob(".images"))

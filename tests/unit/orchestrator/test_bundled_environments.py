@@ -23,6 +23,7 @@ from primeslurm.orchestrator.environments.arithmetic import ArithmeticConfig, la
 from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, last_box
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.environments.tool_use import GUESS, chains, demonstrations
+from primeslurm.orchestrator.rollouts import transcripts
 from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.trainer.data.sft_data import Conversations
 from scripts.models import tiny_model
@@ -195,12 +196,17 @@ class Follower(FakeEngine):
 
     turns = 100
 
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self.answers: list[list[int]] = []
+
     def _sample(self, prompt: list[int], number: int) -> list[int]:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False)
         read: str = re.findall(r"(?:Follow |<tool_response>\n)([a-z0-9]+)", text)[-1]
         call = f'<tool_call>\n{{"name": "sh", "arguments": {{"command": "cat {read}"}}}}\n</tool_call>'
         answer = read if read.isdigit() or number > self.turns else call
-        return [*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id]
+        self.answers.append([*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id])
+        return self.answers[-1]
 
 
 @pytest.mark.parametrize(("turns", "reward"), [(100, 1.0), (1, 0.0)])
@@ -221,6 +227,45 @@ async def test_rollout_with_commands_is_one_sequence_of_sampled_tokens(model: Pa
     text = PreTrainedTokenizerFast.from_pretrained(model).decode(rollout.token_ids)
     assert f"Follow {names[0]}<|im_end|>" in text and ("<tools>" in text)
     assert (f"<tool_response>\n{answer}\n</tool_response>" in text) == bool(reward)
+
+
+async def test_transcript_is_the_conversation_of_the_environment(model: Path) -> None:
+    environment = {"id": "tool-use", "args": {"links": 3, "n": 5}}
+    made = small_recipe(model, seq_len=512, environments=[environment])
+    engine = Follower(model)
+    engine.version = 3
+    with engine:
+        (rollout,) = await rollouts(engine, made)
+    summary, kept = transcripts.stored((rollout,), {"state": "waiting"})
+    (shown,) = kept.shown(summary, {}).conversations
+    (names, answer), *_ = chains(5, 0, 3)
+    roles = [message.role for message in shown.messages]
+    assert roles[-7:] == ["assistant", "tool", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert f"Follow {names[0]}" in next(message.content for message in shown.messages if message.role == "user")
+    calls = [call for message in shown.messages for call in message.tool_calls]
+    assert [json.loads(call.arguments) for call in calls] == [{"command": f"cat {name}"} for name in names]
+    results = [message for message in shown.messages if message.role == "tool"]
+    assert [message.content.strip() for message in results] == [*names[1:], answer]
+    assert [message.tool_call_id for message in results] == [call.id for call in calls]
+    assert shown.messages[-1].content == answer and shown.tools == ["sh"]
+    assert sum(summary.reward_parts.values()) == summary.reward == 1.0
+
+    (sequence,) = shown.sequences
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    assert sequence.token_ids == rollout.token_ids.tolist() and sequence.spans[-1].end == len(sequence.token_ids)
+    assert "".join(sequence.pieces) == tokenizer.decode(rollout.token_ids)
+    sampled_turns = []
+    for span in sequence.spans:
+        message, sampled = shown.messages[span.message], sequence.sampled[span.start : span.end]
+        assert any(sampled) == message.sampled
+        tokens = [token for token, own in zip(sequence.token_ids[span.start : span.end], sampled, strict=True) if own]
+        text = "".join(sequence.pieces[span.start : span.end])
+        assert message.content in text
+        if message.sampled:
+            sampled_turns.append(tokens)
+            assert message.started_s is not None and message.ended_s is not None
+            assert 0 <= message.started_s <= message.ended_s <= rollout.info.seconds + 1
+    assert sampled_turns == engine.answers, "a trained token is not the sampled one"
 
 
 class OneCommand:

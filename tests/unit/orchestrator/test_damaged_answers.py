@@ -31,6 +31,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 from tests.support.clock import Clock
+from tests.support.waiting import wait_until_async
 
 
 def answer(tokens: int = 3, **changes: Any) -> dict[str, Any]:
@@ -285,9 +286,7 @@ class Loop:
     async def begin(self) -> None:
         """Wait until both engines have the first policy."""
         await self.loop.want(PolicyVersion(0, ""))
-        async with asyncio.timeout(30):
-            while any(self.loop.pool.state(name) != "CURRENT" for name in self.engines):
-                await asyncio.sleep(0.01)
+        await wait_until_async(lambda: all(self.loop.pool.state(name) == "CURRENT" for name in self.engines))
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [each for line in self.path.read_text().splitlines() if (each := json.loads(line))["kind"] == kind]
@@ -320,9 +319,7 @@ async def test_engine_that_answers_polls_but_no_updates_is_restarted(tmp_path: P
         await made.begin()
         made.engines["b"].unanswered = MISSED_UPDATES
         await loop.want(PolicyVersion(1, "/p/1"))
-        async with asyncio.timeout(30):
-            while loop.pool.report()["b"].version != 1:
-                await asyncio.sleep(0.01)
+        await wait_until_async(lambda: loop.pool.report()["b"].version == 1)
     assert made.engines["b"].ended == 1 and loop.current_version == 1
     assert made.announced[-1][0] == 1 and made.announced[-1][1][1] != 0, "it served nothing then, or the new policy"
 
@@ -331,10 +328,10 @@ async def test_engine_with_damaged_answers_is_restarted(tmp_path: Path) -> None:
     made = Loop(tmp_path)
     async with made.running() as loop:
         await made.begin()
+        await loop.want(PolicyVersion(1, "/p/1"))
+        await loop.wait_for(1, 30)
         loop.take_answers({"b:1": bad(FEW, 1, 2, 3), "a:1": good()})
-        async with asyncio.timeout(30):
-            while loop.pool.report()["b"].state != "CURRENT" or not made.engines["b"].ended:
-                await asyncio.sleep(0.01)
+        await wait_until_async(lambda: made.engines["b"].ended and made.engines["b"].gate.version == 1)
         assert loop.useless == ""
     assert (made.engines["a"].ended, made.engines["b"].ended) == (0, 1)
     (event,) = made.events("engine_answers_damaged")

@@ -34,6 +34,7 @@ from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.link.messages import StepDone
 from primeslurm.wire.transport import curve
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until_async
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
@@ -70,12 +71,6 @@ def long_rollout() -> Rollout:
     )
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, object]] = []
     pool = CallbackPool(
@@ -93,15 +88,15 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
     worker.connect(f"ipc://{tmp_path}/envs")
     status = partial(Status, LABEL, 0, "1", node="n")
     await worker.send(msgspec.msgpack.encode(status([])))
-    await until(lambda: pool.available)
+    await wait_until_async(lambda: pool.available)
     await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
     number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
     await worker.send_multipart(split_frames(encode_result("j", [long_rollout()])))
     await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # the job has ended
-    await until(lambda: watched.threads)
+    await wait_until_async(lambda: watched.threads)
     assert elsewhere(watched) and not heard, "the event loop is free"
     held.set()
-    await until(lambda: heard)
+    await wait_until_async(lambda: heard)
     ((job, outcome),) = heard
     assert job == "j" and isinstance(outcome, tuple) and len(outcome[0].token_ids) == 2 * CHUNK_BYTES
     serving.cancel()

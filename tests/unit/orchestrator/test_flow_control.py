@@ -13,6 +13,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, ResultRea
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.rollouts.worker_pool import RESEND_S
 from primeslurm.wire.batches.rollout import Rollout
+from tests.support.waiting import wait_until_async
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 from tests.unit.orchestrator.test_worker_pool import Pool, job
@@ -119,13 +120,10 @@ async def test_all_results_of_rollouts_that_end_together_arrive(
 
     runner = JobRunner("e", 0, address, done)
     tasks = [asyncio.create_task(part) for part in (pool.serve(), runner.serve())]
-    async with asyncio.timeout(60):
-        while not pool.available:
-            await asyncio.sleep(0.01)
-        for number in range(20):
-            await pool.send(job(str(number)))
-        while len(came) < 20:
-            await asyncio.sleep(0.01)
+    await wait_until_async(lambda: pool.available)
+    for number in range(20):
+        await pool.send(job(str(number)))
+    await wait_until_async(lambda: len(came) == 20)
     assert sorted(came, key=int) == [str(number) for number in range(20)] and most == 1
     for task in tasks:
         task.cancel()

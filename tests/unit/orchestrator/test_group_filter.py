@@ -32,12 +32,15 @@ from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGr
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
+from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator
+from primeslurm.recipe.sections.slurm import KeptRollouts
 from primeslurm.records.journal import Journal
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until_async
 
 LABEL = "reverse-text"
 
@@ -123,7 +126,7 @@ def test_actions_mask_or_drop_a_rollout() -> None:
     results = {}
     for action in ("drop", "mask", "monitor"):
         options = Orchestrator.model_validate({"filters": [{"type": "truncated", "action": action}]})
-        rest, counts = sift(made, rollout_filters(options.filters, "/none"))
+        rest, counts, _ = sift(made, rollout_filters(options.filters, "/none"))
         assert counts == Counter(truncated=1) and rest is not None
         docs = documents([rest], 128, 0, Grpo())
         results[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
@@ -136,7 +139,7 @@ def test_drop_takes_precedence_over_mask() -> None:
     filters = [{"type": "truncated"}, {"type": "length", "max_tokens": 2}]
     options = Orchestrator.model_validate({"filters": filters})
     made = group(rollout(), rollout(finish="length", logprobs=[-1.0] * 9), rollout(finish="length"))
-    rest, counts = sift(made, rollout_filters(options.filters, "/none"))
+    rest, counts, _ = sift(made, rollout_filters(options.filters, "/none"))
     assert counts == Counter(truncated=2, length=1)
     assert rest is not None and [int(one.mask.sum()) for one in rest.sequences] == [2, 0]
 
@@ -320,7 +323,8 @@ def finalizer(tmp_path: Path, spool: Spool) -> Iterator[GroupFinalizer]:
 
 def finalizer_of(tmp_path: Path, spool: Spool, algorithm: Algorithm | None = None) -> GroupFinalizer:
     filters = group_filter(tmp_path, algorithm, orchestrator={"filters": [{"type": "zero_advantage"}]})
-    return GroupFinalizer(filters, spool, retry_s=0.01)
+    recorder = RolloutRecorder(tmp_path, 1, KeptRollouts(), lambda: 1)
+    return GroupFinalizer(filters, spool, recorder, retry_s=0.01)
 
 
 def good(name: str) -> CompleteGroup:
@@ -366,8 +370,7 @@ async def test_event_loop_continues_during_filters_and_writes(
 async def test_full_disk_holds_groups_back(tmp_path: Path, spool: Spool, finalizer: GroupFinalizer) -> None:
     assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
     finalizing = asyncio.create_task(finalizer.finalize(good("a")))
-    while not spool.waiting:
-        await asyncio.sleep(0.001)
+    await wait_until_async(lambda: spool.waiting)
     assert not finalizing.done()
     assert durable.fill_reserve(tmp_path)
     await finalizing

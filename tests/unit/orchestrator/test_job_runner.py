@@ -29,6 +29,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import curve, secret
+from tests.support.waiting import wait_until_async
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
@@ -171,8 +172,7 @@ async def test_worker_on_the_same_node_uses_a_unix_socket(tmp_path: Path, monkey
     worker = JobRunner("e", 0, bind, done)
     assert worker._socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"ipc://")
     tasks = [asyncio.create_task(part) for part in (pool.serve(), worker.serve())]
-    while not pool.available:
-        await asyncio.sleep(0.01)
+    await wait_until_async(lambda: pool.available)
     await pool.send(Job("j", "g", "e", 0, 0, "router-0", "salt"))
     job, outcome = await asyncio.wait_for(results.get(), 60)
     assert job == "j" and not isinstance(outcome, str)

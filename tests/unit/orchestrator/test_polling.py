@@ -42,6 +42,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 from tests.support.clock import Clock
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until_async
 
 STATUS = {"version": 1, "incarnation": "a", "paused": False, "updates": 1, "initialized": True}
 
@@ -181,13 +182,6 @@ async def running(loop: WeightUpdateLoop) -> AsyncIterator[WeightUpdateLoop]:
         await asyncio.wait({task})
 
 
-async def settled(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    return condition()
-
-
 async def test_busy_engines_stay_current_and_are_logged_once_each(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -197,12 +191,12 @@ async def test_busy_engines_stay_current_and_are_logged_once_each(
     async with running(loop):
         await loop.want(PolicyVersion(1, "/v1"))
         await loop.wait_for(1, timeout_s=60)
-        assert await settled(lambda: all(loop.pool.state(name) == "CURRENT" for name in engines))
+        await wait_until_async(lambda: all(loop.pool.state(name) == "CURRENT" for name in engines))
         machine.busy, before = True, machine.polls
-        assert await settled(lambda: machine.polls > before + 24)
+        await wait_until_async(lambda: machine.polls > before + 24)
         assert {loop.pool.state(name) for name in engines} == {"CURRENT"}
         machine.busy = False
-        assert await settled(lambda: loop.pool.unresponsive == 0)
+        await wait_until_async(lambda: loop.pool.unresponsive == 0)
     lines = [json.loads(line) for line in (tmp_path / "events" / "orchestrator.jsonl").read_text().splitlines()]
     events = [line for line in lines if line["kind"] == "engine_silent"]
     assert len(events) == 6
@@ -228,7 +222,7 @@ async def test_parts_of_an_update_are_those_of_the_slowest_engine(
         monkeypatch.setattr(engine, "seconds", {"wait": 10 - load, "load": load, "pause": load + 1})
     async with running(loop):
         await loop.want(PolicyVersion(2, "/v2"))
-        assert await settled(lambda: loop.update_metrics().get("policy/update_pause_seconds") == 8.0, timeout_s=20)
+        await wait_until_async(lambda: loop.update_metrics().get("policy/update_pause_seconds") == 8.0)
     expected = {"wait": 7.0, "load": 7.0, "pause": 8.0}
     assert loop.update_metrics() == {f"policy/update_{name}_seconds": value for name, value in expected.items()}
 
@@ -245,7 +239,7 @@ async def test_missing_engine_is_down_at_once_with_the_reason(monkeypatch: pytes
         await loop.want(PolicyVersion(1, "/v1"))
         await loop.wait_for(1, timeout_s=60)
         machine.busy = True
-        assert await settled(lambda: loop.pool.state("a") == "DOWN")
+        await wait_until_async(lambda: loop.pool.state("a") == "DOWN")
         assert "connection refused" in (loop.pool.report()["a"].error or "")
     lines = [json.loads(line) for line in (tmp_path / "events" / "orchestrator.jsonl").read_text().splitlines()]
     (down,) = [line for line in lines if line["kind"] == "engine_state" and line["state"] == "DOWN"]
@@ -262,7 +256,7 @@ async def test_delay_of_the_event_loop_is_logged_and_engines_stay_current(
         await loop.want(PolicyVersion(1, "/v1"))
         await loop.wait_for(1, timeout_s=60)
         time.sleep(2.5)
-        assert await settled(lambda: "loop_stood_still" in journal.read_text())
+        await wait_until_async(lambda: "loop_stood_still" in journal.read_text())
         assert loop.pool.state("a") == "CURRENT"
 
 

@@ -35,6 +35,7 @@ from primeslurm.records.state import OrchestratorState
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import curve
 from tests.support.clock import Clock
+from tests.support.waiting import wait_until_async
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
@@ -241,8 +242,7 @@ def job(name: str) -> Job:
 async def test_worker_that_cannot_start_reports_why(peers: Peers) -> None:
     serving = asyncio.create_task(peers.workers.serve())
     await asyncio.to_thread(give_notice, "e", 3, peers.address, ImportError("no index \ud83d"))
-    while not peers.unusable:
-        await asyncio.sleep(0.01)
+    await wait_until_async(lambda: peers.unusable)
     serving.cancel()
     assert peers.unusable == [("e", 3, "ImportError: no index \\ud83d")] and not peers.workers.environments
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from primeslurm.wire.batches.rollout import Rollout
 from tests.support.batches import batch_of
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses
+from tests.support.waiting import wait_until_async
 from tests.unit.orchestrator.test_packing import group
 
 SEQ_LEN = 32
@@ -54,12 +55,6 @@ async def running(scoring: Scoring, journal: Path) -> AsyncIterator[asyncio.Task
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(300):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_teacher_returns_log_probabilities(engine: FakeEngine) -> None:
@@ -167,7 +162,7 @@ async def test_only_trained_tokens_are_scored(engine: FakeEngine, tmp_path: Path
     assert not whole.scored
     scoring.add(whole)
     async with running(scoring, tmp_path):
-        await until(lambda: done)
+        await wait_until_async(lambda: done)
     (found,) = done
     short, long, *_ = (branch.ref_logprobs for (branch,) in found.rollouts)
     assert found.scored and short is not None and long is not None
@@ -191,10 +186,10 @@ async def test_dropped_group_is_not_scored(engine: FakeEngine, tmp_path: Path) -
         for one in groups:
             scoring.add(one)
         scoring.drop(groups[1:2])  # nobody asks about it yet
-        await until(lambda: engine.requests)
+        await wait_until_async(lambda: engine.requests)
         engine._delay_s = 0
         scoring.drop([groups[0], group([3], [1.0])])
-        await until(lambda: done)
+        await wait_until_async(lambda: done)
     assert [one.id for one in done] == ["g2"]
 
 
@@ -257,19 +252,14 @@ async def test_spooled_groups_are_read_shortly_before_scoring(tmp_path: Path, mo
     for one in groups:
         scoring.add(one)
 
-    async def until(what: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not what():
-                await asyncio.sleep(0.01)
-
     async with running(scoring, tmp_path):
-        await until(lambda: asked.asked == 1 and read == names[:1])
+        await wait_until_async(lambda: asked.asked == 1 and read == names[:1])
         await asyncio.sleep(0.05)
         assert read == names[:1], "two sequences are asked about: the others wait on disk"
         scoring.drop([groups[2]])
         for _ in range(2 * len(names)):
             asked.gate.release()
-        await until(lambda: len(done) == 7)
+        await wait_until_async(lambda: len(done) == 7)
         assert done == [name for name in names if name not in (names[2], names[4])]
         assert damaged == [names[4]] and read == [name for name in names if name != names[2]]
         assert scoring.take_metrics()["teacher/waiting"] == 0

@@ -23,7 +23,8 @@ from primeslurm.wire.batches.rollout import TeacherPrompt
 from tests.support.recipes import recipe_data
 from tests.support.rollouts import TwoTurns, rollouts, small_recipe, with_words
 from tests.support.scripted_run import publish_addresses
-from tests.unit.orchestrator.test_scoring import running, teacher, until
+from tests.support.waiting import wait_until_async
+from tests.unit.orchestrator.test_scoring import running, teacher
 
 SEQ_LEN = 64
 HINT = {"type": "policy", "hint": "answer", "template": "It is {hint}."}
@@ -51,7 +52,7 @@ async def test_teacher_prompt_contains_the_hint(tokenizer: Path, tmp_path: Path,
         scoring = Scoring(teacher(engine.url), 2, made.seq_len, done.append, longest=made.max_len - 1)
         scoring.add(RolloutGroup("g", "reverse-text", 0, 3, (found,)))
         async with running(scoring, tmp_path):
-            await until(lambda: done)
+            await wait_until_async(lambda: done)
         asked = engine.requests[sampling:]
     fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     (sequence,), (request,) = done[0].rollouts[0], asked
@@ -99,7 +100,7 @@ async def test_tokens_that_do_not_fit_have_no_teacher_gradient(
         scoring = Scoring(teacher(engine.url), 2, SEQ_LEN, done.append, longest=longest)
         scoring.add(RolloutGroup("g", "reverse-text", 0, 3, ((one,),)))
         async with running(scoring, tmp_path):
-            await until(lambda: done)
+            await wait_until_async(lambda: done)
         assert len(engine.requests[-1]["prompt"]) <= longest
     ((found,),) = done[0].rollouts
     assert found.ref_logprobs is not None

@@ -27,6 +27,7 @@ from primeslurm.wire.link.messages import LARGEST_BATCH, Answer, GetBatch, Reque
 from primeslurm.wire.link.trainer_link import LinkError
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
+from tests.support.waiting import wait_until_async
 from tests.unit.orchestrator.test_packing import group
 from tests.unit.wire.test_batch_files import empty
 
@@ -145,8 +146,7 @@ def test_write_waits_for_a_full_or_read_only_disk(
         shard = StepShard(4, RankShard(0, 1))
         for _ in range(3):
             assert await files.answer(shard, unreadable=False, within_s=0.05) == Answer("wait")
-        while not caplog.records:
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: caplog.records)
         assert [record.message for record in caplog.records].count(
             f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1

@@ -23,8 +23,10 @@ from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering import conversation_cache
 from primeslurm.orchestrator.rendering.conversation_cache import ConversationCache
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering, renderer_config
+from primeslurm.orchestrator.rollouts import transcripts
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.worker.trace_sequences import sequences
+from primeslurm.orchestrator.worker.trace_transcripts import TranscriptWriter
 from primeslurm.wire.batches.rollout import Rollout
 from tests.support.conversations import (
     START,
@@ -124,8 +126,38 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
         thoughts = [m.get("reasoning_content", "").strip() for m in conversation.messages if m["role"] == "assistant"]
         assert thoughts == [message["reasoning_content"] for message in answers]
     assert_rendered_as_a_whole(renderer, engine, conversation)
+    assert_transcript_is_complete(model, conversation)
     if name == "gpt-oss":
         assert_rendered_as_by_its_makers(renderer, engine, conversation)
+
+
+def assert_transcript_is_complete(model: Path, conversation: Conversation) -> None:
+    """Assert that the transcript has the messages that the program sent and got, and the text of every token."""
+    job, writer = Job("j", "g", "e", 0, 3, "r", "s"), TranscriptWriter(str(model))
+    rollouts = sequences(job, conversation.trace, conversation.completions, 1.0, False, 0, writer.describe)
+    summary, kept = transcripts.stored(rollouts, {"state": "waiting"})
+    (shown,) = kept.shown(summary, {}).conversations
+    spoken = [message for message in shown.messages if message.sampled]
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
+    assert [(each.content, each.reasoning) for each in spoken] == [
+        (each.get("content") or "", each.get("reasoning_content") or "") for each in answers
+    ]
+    calls = [[call["function"] for call in each.get("tool_calls") or ()] for each in answers]
+    assert [[{"name": call.name, "arguments": call.arguments} for call in each.tool_calls] for each in spoken] == calls
+    longest = max(shown.sequences, key=lambda each: len(each.spans))
+    heard = [shown.messages[span.message] for span in longest.spans if shown.messages[span.message].role != "assistant"]
+    given = [message for message in conversation.messages if message["role"] != "assistant"]
+    assert [(each.role, each.content) for each in heard] == [(each["role"], each["content"]) for each in given]
+    assert shown.tools == ["look_up"]
+    tokenizer = load_tokenizer(str(model))
+    for rollout, sequence in zip(rollouts, shown.sequences, strict=True):
+        assert sequence.token_ids == rollout.token_ids.tolist() and sequence.sampled == (rollout.versions >= 0).tolist()
+        assert "".join(sequence.pieces) == tokenizer.decode(sequence.token_ids, skip_special_tokens=False)
+        assert [span.end for span in sequence.spans][-1] == len(sequence.token_ids)
+        for span in sequence.spans:
+            if shown.messages[span.message].sampled and any(sequence.sampled[span.start : span.end]):
+                text = "".join(sequence.pieces[span.start : span.end])
+                assert shown.messages[span.message].content in text
 
 
 def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, conversation: Conversation) -> None:

@@ -16,6 +16,7 @@ from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, N
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from tests.support.rollouts import TwoTurns, connected, job_of, rollouts, small_recipe, with_words, worker_of
+from tests.support.waiting import wait_until_async
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,7 @@ async def test_each_token_has_the_version_that_sampled_it(tokenizer: Path) -> No
         engine.version, engine.paused = 3, True
 
         async def update() -> None:
-            while not engine.requests:
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: engine.requests)
             engine.version, engine.paused = 4, False
 
         (rollout,), _ = await asyncio.gather(rollouts(engine, small_recipe(tokenizer)), update())

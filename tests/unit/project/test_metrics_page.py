@@ -20,6 +20,7 @@ WRITERS = (
     ("orchestrator/teacher.py", "", {"take_metrics"}),
     ("orchestrator/dispatch/dispatcher.py", "queue/", {"queue_lengths"}),
     ("orchestrator/dispatch/curricula.py", "", {"take_metrics"}),
+    ("orchestrator/telemetry/rollout_recorder.py", "", {"take_metrics"}),
     ("orchestrator/batching/group_filter.py", "env/*/", {"take_metrics"}),
     ("trainer/components/loss.py", "trainer/", {"from_recipe", "cross_entropy", "_mismatch", "_policy_gradient"}),
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),

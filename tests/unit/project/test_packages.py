@@ -16,6 +16,7 @@ MOST = 15
 LARGER = {
     ".": "all packages",
     "api": "one module for each thing that a command does",
+    "cli/verbs": "one module for each command, or for a few similar ones",
     "models": "one folder for each family",
     "recipe/sections": "one module for each section",
 }

@@ -97,6 +97,13 @@ def test_wheel_has_all_shipped_files(installed: Path) -> None:
     assert not (installed / "tests").exists() and not (installed / "benchmarks").exists()
 
 
+def test_wheel_has_the_pages_of_the_dashboard(installed: Path) -> None:
+    pages = Path("primeslurm", "dashboard", "static")
+    ours = sorted(path.relative_to(ROOT) for path in (ROOT / pages).rglob("*") if path.is_file())
+    assert len(ours) > 15
+    assert sorted(path.relative_to(installed) for path in (installed / pages).rglob("*") if path.is_file()) == ours
+
+
 def test_links_of_its_description_are_absolute(installed: Path) -> None:
     (metadata,) = installed.glob("*.dist-info/METADATA")
     text = metadata.read_text()

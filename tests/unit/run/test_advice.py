@@ -21,9 +21,9 @@ IDLE_PREFILL = msgspec.structs.replace(BUSY_PREFILL, waiting_mean=0, running_mea
 
 
 def only(prefill: Load, decode: Load, tunables: Tunables = SPLIT) -> Advice | None:
-    found = advise({"prefill": prefill, "decode": decode}, tunables)
-    assert len(found) <= 1
-    return found[0] if found else None
+    all_advice = advise({"prefill": prefill, "decode": decode}, tunables)
+    assert len(all_advice) <= 1
+    return all_advice[0] if all_advice else None
 
 
 def test_saturated_prefill_grows_to_what_decode_can_use() -> None:

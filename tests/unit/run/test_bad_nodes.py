@@ -52,10 +52,10 @@ def test_plan_excludes_bad_nodes(tmp_path: Path) -> None:
     ledger.record("n1", "2 uncorrected ECC errors", "a", 1, now=0.0, hours=24)
     plan = plan_of(tmp_path / "run", ())
     plan = plan.model_copy(update={"job": plan.job.model_copy(update={"exclude": "x[1-3]"})})
-    found = exclude_bad_nodes(plan, ledger.entries(10800.0), 10800.0)
-    assert found.job.excluded == "x[1-3],n1"
-    assert found.findings[0].text == "n1 is avoided: 2 uncorrected ECC errors (run a, 3 h ago)"
-    again = exclude_bad_nodes(found, [], 10800.0)
+    excluding = exclude_bad_nodes(plan, ledger.entries(10800.0), 10800.0)
+    assert excluding.job.excluded == "x[1-3],n1"
+    assert excluding.findings[0].text == "n1 is avoided: 2 uncorrected ECC errors (run a, 3 h ago)"
+    again = exclude_bad_nodes(excluding, [], 10800.0)
     assert (again.job.excluded, again.findings) == ("x[1-3]", ())
 
 
@@ -64,10 +64,10 @@ def test_agents_record_only_nodes_of_slurm(tmp_path: Path) -> None:
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     journal = Journal(attempt.path, "head")
     record_bad_node(plan, attempt, "local-1", "silent", journal)
-    there = {"p": {"n1": True, "n2": True}}
-    assert nodes_to_avoid(plan, there) == []
+    partitions = {"p": {"n1": True, "n2": True}}
+    assert nodes_to_avoid(plan, partitions) == []
     record_bad_node(plan.model_copy(update={"executor": "slurm"}), attempt, "n1", "silent", journal)
-    assert [entry.node for entry in nodes_to_avoid(plan, there)] == ["n1"]
+    assert [entry.node for entry in nodes_to_avoid(plan, partitions)] == ["n1"]
 
 
 def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hostlists", "left"),
+    ("hostlists", "remaining"),
     [
         (["n[1-2]"], ["n3", "x1"]),
         (["n[2-9],x1"], ["n1"]),
@@ -96,12 +96,12 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
         (["--all"], []),
     ],
 )
-def test_host_lists_and_all_nodes_can_be_forgotten(tmp_path: Path, hostlists: list[str], left: list[str]) -> None:
+def test_host_lists_and_all_nodes_can_be_forgotten(tmp_path: Path, hostlists: list[str], remaining: list[str]) -> None:
     for node in ("n1", "n2", "n3", "x1"):
         BadNodeLedger(tmp_path).record(node, "silent", "demo", 2, now=time.time(), hours=24)
     words = [word for hostlist in hostlists for word in ("--forget", hostlist)]
     result = primeslurm("nodes", "--runs", tmp_path, *words, "--json", cwd=tmp_path)
-    assert (result.code, sorted(entry["node"] for entry in json.loads(result.out))) == (0, left)
+    assert (result.code, sorted(entry["node"] for entry in json.loads(result.out))) == (0, remaining)
 
 
 def test_no_node_is_forgotten_if_one_host_list_is_wrong(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def plan_with(name: str = "r", **changes: Any) -> Plan:
 INFERENCE = {"type": "multi_node", "num_replicas": 2, "gpus_per_node": 2}
 
 
-def value_rows(found: list[Difference]) -> set[tuple[str, str, str | None, str | None]]:
-    return {(each.where, each.field, each.a, each.b) for each in found}
+def value_rows(differences: list[Difference]) -> set[tuple[str, str, str | None, str | None]]:
+    return {(each.where, each.field, each.a, each.b) for each in differences}
 
 
 def test_two_runs_of_one_recipe_are_equal() -> None:
@@ -42,32 +42,37 @@ def test_two_runs_of_one_recipe_are_equal() -> None:
 def test_option_of_all_engines_is_one_difference() -> None:
     before = plan_with(deployment={"inference": INFERENCE})
     after = plan_with(deployment={"inference": INFERENCE}, inference={"vllm_extra": {"max_num_seqs": 8}})
-    (found,) = diff(before, after)
-    assert (found.where, found.field, found.a, found.b) == ("engine", "argv --max-num-seqs", None, "8")
-    assert found.members == ["engine-r0-0", "engine-r0-1", "engine-r1-0", "engine-r1-1"]
+    (difference,) = diff(before, after)
+    assert (difference.where, difference.field, difference.a, difference.b) == (
+        "engine",
+        "argv --max-num-seqs",
+        None,
+        "8",
+    )
+    assert difference.members == ["engine-r0-0", "engine-r0-1", "engine-r1-0", "engine-r1-1"]
 
 
 def test_added_replica_differs_in_totals_groups_replicas_and_processes() -> None:
     two = plan_with(deployment={"inference": INFERENCE})
     three = plan_with(deployment={"inference": {**INFERENCE, "num_replicas": 3}})
-    found = diff(two, three)
+    differences = diff(two, three)
     assert {
         ("totals", "engines", "4", "6"),
         ("group inference", "nodes", "2", "3"),
         ("engine", "process", None, "present"),
-    } <= value_rows(found)
-    (replica,) = [each for each in found if each.where == "replica 2"]
+    } <= value_rows(differences)
+    (replica,) = [each for each in differences if each.where == "replica 2"]
     assert replica.a is None and replica.b is not None and "router=router-2" in replica.b
-    (added,) = [each for each in found if each.where == "engine"]
+    (added,) = [each for each in differences if each.where == "engine"]
     assert added.members == ["engine-r2-0", "engine-r2-1"]
     # Peers are compared one by one, so common peers are not listed.
-    assert not any("engine-r0-0" in each.field for each in found)
+    assert not any("engine-r0-0" in each.field for each in differences)
 
 
 def test_job_options_and_environment_variables_are_compared() -> None:
-    found = diff(plan_with(), plan_with(slurm={"time": "02:00:00", "qos": "high"}, inference={"env": {"X": "1"}}))
-    assert {("job", "qos", "null", "high"), ("engine", "env.X", None, "1")} <= value_rows(found)
-    assert any(each.where == "job" and each.field == "time" for each in found)
+    differences = diff(plan_with(), plan_with(slurm={"time": "02:00:00", "qos": "high"}, inference={"env": {"X": "1"}}))
+    assert {("job", "qos", "null", "high"), ("engine", "env.X", None, "1")} <= value_rows(differences)
+    assert any(each.where == "job" and each.field == "time" for each in differences)
 
 
 def test_names_in_not_compared_are_fields() -> None:

@@ -84,18 +84,18 @@ def test_rank_that_ran_out_of_memory_comes_before_ranks_that_noticed(run: RunDir
     say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
     say(run, "agent-1", T0 + 50.4, "exited", name="trainer-rank-1", code=1, state="failed")
     end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
-    found = diagnosis(run)
-    assert found.first is not None and not found.well
-    assert (found.first.failure.component, found.first.failure.node, found.first.failure.code) == (
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None and not diagnosed.well
+    assert (diagnosed.first.failure.component, diagnosed.first.failure.node, diagnosed.first.failure.code) == (
         "trainer-rank-1",
         "n1",
         1,
     )
-    assert found.first.error == OOM
-    assert found.first.last_lines[-2:] == [OOM, "bye"]
-    (cause,) = found.first.causes
+    assert diagnosed.first.error == OOM
+    assert diagnosed.first.last_lines[-2:] == [OOM, "bye"]
+    (cause,) = diagnosed.first.causes
     assert cause.cause == "a GPU ran out of memory" and cause.evidence == OOM
-    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
+    assert [event.who for event in diagnosed.followed] == ["trainer-rank-0", "head"]
 
 
 def test_killed_rank_comes_before_ranks_without_an_error(run: RunDirectory) -> None:
@@ -104,9 +104,9 @@ def test_killed_rank_comes_before_ranks_without_an_error(run: RunDirectory) -> N
     say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
     say(run, "agent-1", T0 + 50.2, "exited", name="trainer-rank-1", code=-9, state="failed")
     end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
-    found = diagnosis(run)
-    assert found.first is not None and found.first.failure.component == "trainer-rank-1"
-    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None and diagnosed.first.failure.component == "trainer-rank-1"
+    assert [event.who for event in diagnosed.followed] == ["trainer-rank-0", "head"]
 
 
 def test_recovered_failure_is_not_the_first_failure(run: RunDirectory) -> None:
@@ -116,10 +116,10 @@ def test_recovered_failure_is_not_the_first_failure(run: RunDirectory) -> None:
     say(run, "agent-1", T0 + 12, "started", name="decode-r0-0", pid=5, restarts=1)
     say(run, "agent-0", T0 + 50, "exited", name="trainer-rank-0", code=-9, state="failed")
     end(run, T0 + 51, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
-    found = diagnosis(run)
-    assert found.first is not None and found.first.failure.component == "trainer-rank-0"
-    assert "SIGKILL from outside" in found.first.causes[0].cause
-    assert [failure.component for failure in found.recovered] == ["decode-r0-0"]
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None and diagnosed.first.failure.component == "trainer-rank-0"
+    assert "SIGKILL from outside" in diagnosed.first.causes[0].cause
+    assert [failure.component for failure in diagnosed.recovered] == ["decode-r0-0"]
 
 
 def test_repeatedly_failing_engine_has_not_recovered(run: RunDirectory) -> None:
@@ -128,10 +128,10 @@ def test_repeatedly_failing_engine_has_not_recovered(run: RunDirectory) -> None:
         log(run, "decode-r0-0", T0 + 10 * restart, f"OSError: [Errno 98] Address already in use ({restart})")
         say(run, "agent-1", T0 + 10 * restart + 5, "exited", name="decode-r0-0", code=1, state=state)
     end(run, T0 + 30, "decode-r0-0 ended with exit code 1 after 2 restarts", "decode-r0-0")
-    found = diagnosis(run)
-    assert found.first is not None and found.first.failure.time == T0 + 5
-    assert found.first.error == "OSError: [Errno 98] Address already in use (0)"
-    assert found.first.causes[0].cause.startswith("a port was taken") and found.recovered == []
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None and diagnosed.first.failure.time == T0 + 5
+    assert diagnosed.first.error == "OSError: [Errno 98] Address already in use (0)"
+    assert diagnosed.first.causes[0].cause.startswith("a port was taken") and diagnosed.recovered == []
 
 
 def test_lost_node_comes_before_the_failures_it_caused(run: RunDirectory) -> None:
@@ -139,32 +139,34 @@ def test_lost_node_comes_before_the_failures_it_caused(run: RunDirectory) -> Non
     log(run, "trainer-rank-0", T0, RESET)
     say(run, "agent-0", T0 + 100, "exited", name="trainer-rank-0", code=1, state="failed")
     end(run, T0 + 101, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
-    found = diagnosis(run)
-    assert found.first is not None
-    assert (found.first.failure.component, found.first.failure.how) == (
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None
+    assert (diagnosed.first.failure.component, diagnosed.first.failure.how) == (
         "node n1",
         "last heartbeat 1 min 1 s before the end",
     )
-    assert "a node was lost" in found.first.causes[0].cause
-    assert "trainer-rank-0" in [event.who for event in found.followed]
+    assert "a node was lost" in diagnosed.first.causes[0].cause
+    assert "trainer-rank-0" in [event.who for event in diagnosed.followed]
 
 
 def test_node_replaced_by_a_spare_has_recovered(run: RunDirectory) -> None:
     say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
     say(run, "head", T0 + 95, "node_replaced", node="n1", by="n2", index=1)
-    found = diagnosis(run, "RUNNING")
-    assert found.well
-    assert [(f.component, f.time, f.how) for f in found.recovered] == [("node n1", T0 + 4, "has been silent for 91 s")]
+    diagnosed = diagnosis(run, "RUNNING")
+    assert diagnosed.well
+    assert [(f.component, f.time, f.how) for f in diagnosed.recovered] == [
+        ("node n1", T0 + 4, "has been silent for 91 s")
+    ]
 
 
 def test_given_up_replica_is_a_failure_of_a_running_run(run: RunDirectory) -> None:
     say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
     say(run, "head", T0 + 95, "given_up", processes=["decode-r0-0"], reason="node n1: has been silent for 91 s")
-    found = diagnosis(run, "RUNNING")
-    assert (found.outcome, found.well) == ("running", False)
-    assert found.first is not None and found.first.failure.component == "node n1"
-    assert "a node was lost" in found.first.causes[0].cause
-    assert [event.text for event in found.followed if event.who == "head"] == [
+    diagnosed = diagnosis(run, "RUNNING")
+    assert (diagnosed.outcome, diagnosed.well) == ("running", False)
+    assert diagnosed.first is not None and diagnosed.first.failure.component == "node n1"
+    assert "a node was lost" in diagnosed.first.causes[0].cause
+    assert [event.text for event in diagnosed.followed if event.who == "head"] == [
         "continues without decode-r0-0: node n1: has been silent for 91 s"
     ]
 
@@ -173,17 +175,17 @@ def test_member_recovers_with_its_restart_group(run: RunDirectory) -> None:
     say(run, "agent-1", T0 + 10, "exited", name="decode-r0-0", code=1, state="fallen", reason="hangs")
     assert diagnosis(run, "RUNNING").first is not None
     say(run, "agent-1", T0 + 12, "started", name="decode-r0-0", restarts=0, generation=1)
-    found = diagnosis(run, "RUNNING")
-    assert found.well and found.recovered[0].how == "ended with exit code 1 (hangs)"
+    diagnosed = diagnosis(run, "RUNNING")
+    assert diagnosed.well and diagnosed.recovered[0].how == "ended with exit code 1 (hangs)"
 
 
 def test_stall_names_the_suspect(run: RunDirectory) -> None:
     say(run, "orchestrator", T0 + 60, "stall", suspect="trainer (has the batch of step 3)", seconds=600)
     say(run, "agent-0", T0 + 61, "exited", name="orchestrator", code=76, state="failed")
     end(run, T0 + 62, "orchestrator saw no progress: see its events", "orchestrator")
-    found = diagnosis(run)
-    assert found.first is not None and found.first.failure.component == "trainer (has the batch of step 3)"
-    assert found.first.causes[0].cause == "the run stalled"
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None and diagnosed.first.failure.component == "trainer (has the batch of step 3)"
+    assert diagnosed.first.causes[0].cause == "the run stalled"
 
 
 @pytest.mark.parametrize(
@@ -211,19 +213,19 @@ def test_reason_of_the_orchestrator_is_named(
     say(run, "orchestrator", T0 + 60, kind, **fields)
     say(run, "agent-0", T0 + 61, "exited", name="orchestrator", code=code, state="failed")
     end(run, T0 + 62, "in its own words", "orchestrator")
-    found = diagnosis(run)
-    assert found.first is not None and found.first.failure.component == component
-    assert str(fields["error"]) in found.first.failure.how
-    assert found.first.causes[0].cause == cause and "py-spy" not in found.first.causes[0].fix
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None and diagnosed.first.failure.component == component
+    assert str(fields["error"]) in diagnosed.first.failure.how
+    assert diagnosed.first.causes[0].cause == cause and "py-spy" not in diagnosed.first.causes[0].fix
 
 
 def test_environments_that_do_not_load_on_nodes_are_named(run: RunDirectory) -> None:
     reason = "environments do not load on node n1: environments.0.id = x: no such environment"
     say(run, "head", T0 + 5, "ending", outcome="failed", reason=reason, suspect="environments")
     end(run, T0 + 6, reason, "environments")
-    found = diagnosis(run)
-    assert found.first is not None and found.first.failure.component == "environments"
-    assert found.first.causes[0].cause == "an environment does not load on the nodes"
+    diagnosed = diagnosis(run)
+    assert diagnosed.first is not None and diagnosed.first.failure.component == "environments"
+    assert diagnosed.first.causes[0].cause == "an environment does not load on the nodes"
 
 
 @pytest.mark.parametrize(
@@ -231,10 +233,10 @@ def test_environments_that_do_not_load_on_nodes_are_named(run: RunDirectory) -> 
 )
 def test_job_without_an_end_record_is_judged_by_its_slurm_state(run: RunDirectory, job: str, cause: str) -> None:
     (run.path / "slurm-7.out").write_text("slurmstepd: something\n")
-    found = diagnosis(run, job)
-    assert found.outcome == job and found.first is not None
-    assert (found.first.failure.component, found.first.causes[0].cause) == ("job", cause)
-    assert found.first.last_lines == ["slurmstepd: something"]
+    diagnosed = diagnosis(run, job)
+    assert diagnosed.outcome == job and diagnosed.first is not None
+    assert (diagnosed.first.failure.component, diagnosed.first.causes[0].cause) == ("job", cause)
+    assert diagnosed.first.last_lines == ["slurmstepd: something"]
 
 
 @pytest.mark.parametrize("outcome", ["completed", "cancelled", "preempted"])
@@ -360,8 +362,8 @@ GOOD = {
     ],
 )
 def test_run_is_invalid(change: dict[str, float], problem: str | None) -> None:
-    found = problems([{"step": i, **GOOD, **change} for i in range(5)], 0, batch_size=8)
-    assert [text[: len(problem)] for text in found] == [problem] if problem else found == []
+    reasons = problems([{"step": i, **GOOD, **change} for i in range(5)], 0, batch_size=8)
+    assert [text[: len(problem)] for text in reasons] == [problem] if problem else reasons == []
 
 
 def test_few_skipped_steps_are_valid() -> None:
@@ -384,8 +386,8 @@ def test_doctor_shows_the_diagnosis_and_exits_with_1(run: RunDirectory, tmp_path
     assert result.code == 1, result.err
     assert "trainer-rank-0 on n0 ended with exit code 1" in result.out
     assert f"error  {OOM}" in result.out and "cause  a GPU ran out of memory" in result.out
-    found = json.loads(primeslurm("doctor", "r", "--json", cwd=tmp_path).out)
-    assert found["first"]["failure"]["component"] == "trainer-rank-0"
+    diagnosed = json.loads(primeslurm("doctor", "r", "--json", cwd=tmp_path).out)
+    assert diagnosed["first"]["failure"]["component"] == "trainer-rank-0"
     result = primeslurm("doctor", "r", "--attempt", "3", cwd=tmp_path)
     assert (result.code, result.err) == (2, "error: --attempt = 3: does not exist; the attempts are 1 (nearest: 1)\n")
 
@@ -393,20 +395,20 @@ def test_doctor_shows_the_diagnosis_and_exits_with_1(run: RunDirectory, tmp_path
 def test_router_that_lost_workers_is_reported(run: RunDirectory) -> None:
     lost = {"serves": 0, "planned": 2, "missing": ["http://10.0.0.2:8000", "http://10.0.0.3:8000"]}
     say(run, "router-0", T0 + 5, "router_incomplete", **lost)
-    found = diagnosis(run, "RUNNING")
-    assert found.first is not None and found.first.failure.component == "router-0"
-    assert found.first.failure.how == "served 0 of 2 engines; its list of engines is corrected"
+    diagnosed = diagnosis(run, "RUNNING")
+    assert diagnosed.first is not None and diagnosed.first.failure.component == "router-0"
+    assert diagnosed.first.failure.how == "served 0 of 2 engines; its list of engines is corrected"
     say(run, "router-0", T0 + 7, "router_complete", planned=2, seconds=2.0)
-    found = diagnosis(run, "RUNNING")
-    assert found.first is None and [each.component for each in found.recovered] == ["router-0"]
+    diagnosed = diagnosis(run, "RUNNING")
+    assert diagnosed.first is None and [each.component for each in diagnosed.recovered] == ["router-0"]
 
 
 def test_restarted_router_is_reported(run: RunDirectory) -> None:
     say(run, "router-0", T0 + 5, "router_restarted", reason="it was shown 4096 MiB of wrong tokens, which it keeps")
-    found = diagnosis(run, "RUNNING")
-    assert found.first is None
-    (told,) = found.recovered
-    assert told.component == "router-0" and "wrong tokens" in told.how
+    diagnosed = diagnosis(run, "RUNNING")
+    assert diagnosed.first is None
+    (failure,) = diagnosed.recovered
+    assert failure.component == "router-0" and "wrong tokens" in failure.how
 
 
 def test_error_of_srun_is_taken_from_the_right_start(run: RunDirectory) -> None:
@@ -427,28 +429,28 @@ def test_error_of_srun_is_taken_from_the_right_start(run: RunDirectory) -> None:
     assert claim_start(attempt, StartRecord("s2", "7", "n0", T0))
     why_not = "the attempt before ended with the same error, and neither made progress"
     attempt.record_end(EndRecord("failed", f"no agent could be started: {fatal}", "job", None, False, why_not, T0 + 5))
-    found = diagnosis(run)
-    assert found.reason == f"no agent could be started: {fatal}; {why_not}"
-    assert found.first is not None and found.first.error == fatal
-    assert found.first.last_lines == [f"{fatal}."]
-    assert found.first.causes[0].cause == "srun could not start the agents"
+    diagnosed = diagnosis(run)
+    assert diagnosed.reason == f"no agent could be started: {fatal}; {why_not}"
+    assert diagnosed.first is not None and diagnosed.first.error == fatal
+    assert diagnosed.first.last_lines == [f"{fatal}."]
+    assert diagnosed.first.causes[0].cause == "srun could not start the agents"
 
 
 def test_job_that_cannot_start_is_a_failure_with_all_obstacles(run: RunDirectory) -> None:
     attempt = run.latest()
     attempt.record_job(JobRecord("7", "slurm", 1000.0))
-    told = [
+    obstacles = [
         Obstacle("train", "PartitionTimeLimit", "asks for more time", "a shorter slurm.time"),
         Obstacle("decode", "QOSMaxGRESPerJob", "asks for more", "ask for less"),
     ]
     assert diagnose(run, attempt, lambda job: "PENDING (Resources)").well
-    found = diagnose(run, attempt, lambda job: "PENDING (Resources)", find_obstacles=lambda job: told)
-    assert found.first is not None and not found.well
-    assert found.first.failure.component == "component train"
-    assert found.first.failure.how == "cannot start: asks for more time (PartitionTimeLimit)"
-    assert [(cause.cause, cause.fix) for cause in found.first.causes] == [
+    diagnosed = diagnose(run, attempt, lambda job: "PENDING (Resources)", find_obstacles=lambda job: obstacles)
+    assert diagnosed.first is not None and not diagnosed.well
+    assert diagnosed.first.failure.component == "component train"
+    assert diagnosed.first.failure.how == "cannot start: asks for more time (PartitionTimeLimit)"
+    assert [(cause.cause, cause.fix) for cause in diagnosed.first.causes] == [
         ("train asks for more time", "a shorter slurm.time"),
         ("decode asks for more", "ask for less"),
     ]
-    running = diagnose(run, attempt, lambda job: "RUNNING", find_obstacles=lambda job: told)
+    running = diagnose(run, attempt, lambda job: "RUNNING", find_obstacles=lambda job: obstacles)
     assert running.first is None or "cannot start" not in running.first.failure.how

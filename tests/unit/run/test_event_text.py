@@ -19,8 +19,8 @@ def read(*events: dict[str, Any]) -> list[Event]:
 
 
 def texts(*events: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = notable(read(*events))
-    return [(told.who, told.text, told.level) for told in found]
+    notable_texts = notable(read(*events))
+    return [(each.who, each.text, each.level) for each in notable_texts]
 
 
 CHECKS = [
@@ -168,7 +168,7 @@ CHECKS = [
         ({"kind": "file_system_fault"}, ("file system", "has free space again", "info")),
     ],
 )
-def test_text_of_a_notable_event(event: dict[str, Any], words: tuple[str, str, str]) -> None:
+def test_eachof_a_notable_event(event: dict[str, Any], words: tuple[str, str, str]) -> None:
     assert texts(event) == [words]
 
 
@@ -198,8 +198,8 @@ def test_newest_texts_are_unique() -> None:
     failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer", "time": 1.0}
     commits = [{"kind": "committed", "process": "trainer-rank-0", "step": i, "time": 1.0 + i} for i in range(1, 5)]
     events = [failed, commits[0], failed | {"time": 2.5}, *commits[1:]]
-    found = newest_texts(notable(read(*events)), 4)
-    assert [(told.who, told.time) for told in found] == [
+    notable_texts = newest_texts(notable(read(*events)), 4)
+    assert [(each.who, each.time) for each in notable_texts] == [
         ("orchestrator", 2.5),
         ("trainer", 3.0),
         ("trainer", 4.0),

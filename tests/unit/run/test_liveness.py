@@ -73,27 +73,27 @@ def diagnosis(run: RunDirectory, job: str | None = "RUNNING") -> Diagnosis:
     )
 
 
-def states(found: RunStatus) -> dict[str, str]:
-    return {process.name: process.state for process in found.processes}
+def states(shown: RunStatus) -> dict[str, str]:
+    return {process.name: process.state for process in shown.processes}
 
 
 def test_unresponsive_head_is_reported_with_its_age(run: RunDirectory) -> None:
     head(run, 12)
     agent(run, 0, 12)
     agent(run, 1, 1)
-    found = status(run, words=("Slurm says that n1 is down",))
-    assert (found.phase, found.reason) == ("silent", "the head is unresponsive, but the job is RUNNING")
-    assert found.silence is not None
-    assert found.silence.text == "the head (on n1) has not written for 12 s; this status is from then"
-    assert (found.silence.agents, found.silence.silent_agents) == (2, 1)
-    assert found.silence.causes == [
+    shown = status(run, words=("Slurm says that n1 is down",))
+    assert (shown.phase, shown.reason) == ("silent", "the head is unresponsive, but the job is RUNNING")
+    assert shown.silence is not None
+    assert shown.silence.text == "the head (on n1) has not written for 12 s; this status is from then"
+    assert (shown.silence.agents, shown.silence.silent_agents) == (2, 1)
+    assert shown.silence.causes == [
         "all other agents write (1): the head's process or node is gone or stopped",
         "Slurm says that n1 is down",
     ]
-    assert states(found) == {TRAINER: "UNKNOWN", ENGINE: "HEALTHY"}
-    (unknown,) = found.unhealthy
+    assert states(shown) == {TRAINER: "UNKNOWN", ENGINE: "HEALTHY"}
+    (unknown,) = shown.unhealthy
     assert unknown.since == pytest.approx(time.time() - 12, abs=5)
-    assert msgspec.to_builtins(found)["silence"]["seconds"] == pytest.approx(12, abs=5)
+    assert msgspec.to_builtins(shown)["silence"]["seconds"] == pytest.approx(12, abs=5)
 
 
 @pytest.mark.parametrize("skew", [-1800.0, -3 * 86400.0])
@@ -101,8 +101,8 @@ def test_head_with_a_clock_set_back_has_a_short_age(run: RunDirectory, skew: flo
     head(run, 12, skew)
     agent(run, 0, 12, skew=skew)
     agent(run, 1, 1)
-    found = status(run)
-    assert found.silence is not None and found.silence.seconds == pytest.approx(12, abs=5)
+    shown = status(run)
+    assert shown.silence is not None and shown.silence.seconds == pytest.approx(12, abs=5)
 
 
 def test_head_with_a_longer_heartbeat_has_a_longer_timeout(run: RunDirectory) -> None:
@@ -117,10 +117,10 @@ def test_causes_name_what_agents_saw(run: RunDirectory) -> None:
     head(run, 20)
     agent(run, 0, 1)
     agent(run, 1, 1, state="backoff")
-    found = status(run)
-    assert states(found) == {TRAINER: "HEALTHY", ENGINE: "RESTARTING"}
-    assert found.silence is not None
-    assert found.silence.causes == ["all 2 agents write: the head alone is unresponsive"]
+    shown = status(run)
+    assert states(shown) == {TRAINER: "HEALTHY", ENGINE: "RESTARTING"}
+    assert shown.silence is not None
+    assert shown.silence.causes == ["all 2 agents write: the head alone is unresponsive"]
 
 
 @pytest.mark.parametrize("skew", [-3600.0, -40.0, 5.0, 40.0, 3600.0])
@@ -144,10 +144,10 @@ def test_head_with_a_wrong_clock_is_responsive_while_it_writes(run: RunDirectory
 @pytest.mark.parametrize("skew", [5.0, 40.0, 3600.0])
 def test_head_with_a_fast_clock_that_stopped_is_unresponsive(run: RunDirectory, skew: float) -> None:
     head(run, 12, skew)
-    found = status(run)
-    assert found.phase == "silent" and found.silence is not None
-    assert found.silence.seconds == pytest.approx(12, abs=5), "by the clock of the file system"
-    assert any("clocks differ" in cause for cause in found.silence.causes) == (skew > 14)
+    shown = status(run)
+    assert shown.phase == "silent" and shown.silence is not None
+    assert shown.silence.seconds == pytest.approx(12, abs=5), "by the clock of the file system"
+    assert any("clocks differ" in cause for cause in shown.silence.causes) == (skew > 14)
 
 
 @pytest.mark.parametrize(("text", "word"), [(b"", "empty"), (b'{"time": 17', "damaged")])
@@ -155,10 +155,10 @@ def test_damaged_heartbeat_of_the_head_is_unresponsive(run: RunDirectory, text: 
     write_atomic(run.attempt(1).fleet_file, text)
     agent(run, 0, 1)
     write_atomic(run.attempt(1).agent_file(1), text)
-    found = status(run)
-    assert found.phase == "silent" and found.silence is not None
-    assert f"{run.attempt(1).fleet_file} is {word}" in found.silence.causes
-    assert states(found) == {TRAINER: "HEALTHY", ENGINE: "UNKNOWN"}
+    shown = status(run)
+    assert shown.phase == "silent" and shown.silence is not None
+    assert f"{run.attempt(1).fleet_file} is {word}" in shown.silence.causes
+    assert states(shown) == {TRAINER: "HEALTHY", ENGINE: "UNKNOWN"}
     assert diagnosis(run).outcome == "silent"
 
 
@@ -172,10 +172,10 @@ def test_equally_unresponsive_agents_share_a_cause(run: RunDirectory, monkeypatc
         f_frsize, f_bsize, f_bfree = 4096, 4096, 0
 
     monkeypatch.setattr(liveness.os, "statvfs", lambda path: ReadOnly())
-    found = status(run)
-    assert found.silence is not None and states(found) == {TRAINER: "UNKNOWN", ENGINE: "UNKNOWN"}
+    shown = status(run)
+    assert shown.silence is not None and states(shown) == {TRAINER: "UNKNOWN", ENGINE: "UNKNOWN"}
     place = run.attempt(1).path
-    assert found.silence.causes == [
+    assert shown.silence.causes == [
         f"the file system of {place} is read-only, as this machine sees it",
         f"the file system of {place} is full",
         f"the file system of {place} has no room for another file (inodes)",
@@ -220,21 +220,21 @@ def test_doctor_names_the_unresponsive_head_and_its_cause(run: RunDirectory) -> 
     head(run, 23)
     agent(run, 0, 23)
     agent(run, 1, 1)
-    found = diagnosis(run)
-    assert not found.well and found.first is not None
-    assert found.outcome == "silent" and found.reason.startswith("the head (on n1) has not written for 2")
-    assert found.first.failure.component == "head" and found.first.failure.time > 1e9
-    assert "Slurm says that n1 is down" in [cause.cause for cause in found.first.causes]
+    shown = diagnosis(run)
+    assert not shown.well and shown.first is not None
+    assert shown.outcome == "silent" and shown.reason.startswith("the head (on n1) has not written for 2")
+    assert shown.first.failure.component == "head" and shown.first.failure.time > 1e9
+    assert "Slurm says that n1 is down" in [cause.cause for cause in shown.first.causes]
 
 
 def test_doctor_names_an_unresponsive_agent_before_the_head_gives_it_up(run: RunDirectory) -> None:
     head(run, 0)
     agent(run, 0, 0)
     agent(run, 1, 15)
-    found = diagnosis(run)
-    assert found.outcome == "running" and found.first is not None
-    assert (found.first.failure.component, found.first.failure.node) == ("node n2", "n2")
-    assert "has not written for 1" in found.first.failure.how
+    shown = diagnosis(run)
+    assert shown.outcome == "running" and shown.first is not None
+    assert (shown.first.failure.component, shown.first.failure.node) == ("node n2", "n2")
+    assert "has not written for 1" in shown.first.failure.how
 
 
 def test_nothing_is_healthy_after_an_end_without_the_head(run: RunDirectory) -> None:
@@ -242,14 +242,14 @@ def test_nothing_is_healthy_after_an_end_without_the_head(run: RunDirectory) -> 
     run.attempt(1).record_end(
         EndRecord("failed", "the head has been silent for 40 s", "head", 4, True, "", time.time())
     )
-    found = status(run, "PENDING (Resources)")
-    assert found.phase == "requeued" and found.roles == {"trainer": {"UNKNOWN": 1}, "decode": {"UNKNOWN": 1}}
+    shown = status(run, "PENDING (Resources)")
+    assert shown.phase == "requeued" and shown.roles == {"trainer": {"UNKNOWN": 1}, "decode": {"UNKNOWN": 1}}
 
 
 def test_failure_without_a_time_gets_the_time_of_the_submission(run: RunDirectory) -> None:
     write_json(run.attempt(1).path / "job.json", {"job_id": "7", "executor": "slurm", "submitted_at": 1.79e9})
-    found = diagnosis(run, "NODE_FAIL")
-    assert found.first is not None and found.first.failure.time == 1.79e9
+    shown = diagnosis(run, "NODE_FAIL")
+    assert shown.first is not None and shown.first.failure.time == 1.79e9
 
 
 def test_writers_that_replace_their_files_are_responsive(tmp_path: Path, replacing: Callable[[Path], None]) -> None:
@@ -271,7 +271,7 @@ def replacing() -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("last", "own", "state"),
+    ("last", "reported", "state"),
     [
         ("STALE", "ready", "STALE"),
         ("LOADING", "ready", "HEALTHY"),
@@ -282,5 +282,5 @@ def replacing() -> Callable[[Path], None]:
         ("STARTING", None, "STARTING"),
     ],
 )
-def test_state_of_a_process_comes_from_its_agent(last: str, own: str | None, state: str) -> None:
-    assert state_from_agent(last, own) == state
+def test_state_of_a_process_comes_from_its_agent(last: str, reported: str | None, state: str) -> None:
+    assert state_from_agent(last, reported) == state

@@ -17,7 +17,7 @@ from rich.console import Console
 from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.files import read_json, write_json
-from primeslurm.cli.views.dashboard import view
+from primeslurm.cli.views.status import view
 from primeslurm.plan.model import Process, Replica
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
@@ -86,8 +86,8 @@ def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
 def test_phase_comes_from_slurm_before_the_first_heartbeat(
     run: RunDirectory, job: str | None, phase: str, reason: str
 ) -> None:
-    found = status(run, job)
-    assert (found.phase, found.reason) == (phase, reason)
+    current = status(run, job)
+    assert (current.phase, current.reason) == (phase, reason)
 
 
 def test_fresh_heartbeat_of_the_head_overrides_slurm(run: RunDirectory) -> None:
@@ -101,11 +101,11 @@ def test_fresh_heartbeat_of_the_head_overrides_slurm(run: RunDirectory) -> None:
 
 def test_record_of_an_unresponsive_head_is_ignored(run: RunDirectory) -> None:
     fleet(run, age=61)
-    found = status(run, "RUNNING")
-    assert (found.phase, found.reason) == ("silent", "the head is unresponsive, but the job is RUNNING")
-    assert found.active and found.silence is not None
-    assert found.silence.text == "the head has not written for 1 min 1 s; this status is from then"
-    assert found.roles == {"decode": {"UNKNOWN": 1}}
+    current = status(run, "RUNNING")
+    assert (current.phase, current.reason) == ("silent", "the head is unresponsive, but the job is RUNNING")
+    assert current.active and current.silence is not None
+    assert current.silence.text == "the head has not written for 1 min 1 s; this status is from then"
+    assert current.roles == {"decode": {"UNKNOWN": 1}}
 
 
 def test_ended_attempt_says_how_it_ended_and_whether_it_is_requeued(run: RunDirectory) -> None:
@@ -125,8 +125,8 @@ def test_ended_attempt_says_how_it_ended_and_whether_it_is_requeued(run: RunDire
 def test_job_cancelled_before_its_start_is_cancelled(run: RunDirectory) -> None:
     assert status(run, "CANCELLED").phase == "failed"  # cancelled by another user
     run.attempt(1).cancel_file.write_text("")
-    found = status(run, "CANCELLED")
-    assert (found.phase, found.reason) == ("cancelled", "cancelled by the user")
+    current = status(run, "CANCELLED")
+    assert (current.phase, current.reason) == ("cancelled", "cancelled by the user")
     assert status(run, "PENDING (Resources)").phase == "pending"
     assert status(run, "NODE_FAIL").phase == "failed"
 
@@ -149,13 +149,13 @@ def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     directory = checkpoints.step_dir(run.path, 2)
     directory.mkdir(parents=True)
     checkpoints.commit(directory, 2, 1)
-    found = status(run, processes=True)
-    assert (found.step, found.version, found.committed_step, found.max_steps) == (3, 2, 2, 9)
-    assert found.metrics == {"step": 2, "reward/mean": 0.5}
-    assert [(p.name, p.node, p.state, p.pid, p.restarts) for p in found.processes] == [
+    current = status(run, processes=True)
+    assert (current.step, current.version, current.committed_step, current.max_steps) == (3, 2, 2, 9)
+    assert current.metrics == {"step": 2, "reward/mean": 0.5}
+    assert [(p.name, p.node, p.state, p.pid, p.restarts) for p in current.processes] == [
         ("decode-r0-0", "n001", "HEALTHY", 42, 2)
     ]
-    assert found.roles == {"decode": {"HEALTHY": 1}}
+    assert current.roles == {"decode": {"HEALTHY": 1}}
     assert status(run).processes == [] and status(run).unhealthy == []
 
 
@@ -164,8 +164,8 @@ def test_there_is_no_progress_before_a_state_file(run: RunDirectory) -> None:
     for text in (None, '{"step": 1', '{"step": "one"}'):
         if text is not None:
             state.write_text(text)
-        found = status(run)
-        assert (found.step, found.version, msgspec.to_builtins(found)["progress"]) == (None, None, {})
+        current = status(run)
+        assert (current.step, current.version, msgspec.to_builtins(current)["progress"]) == (None, None, {})
 
 
 def test_loading_engine_is_a_start_only_before_the_first_step(run: RunDirectory) -> None:
@@ -193,11 +193,11 @@ def test_replicas_have_loads_and_late_engines_are_listed(run: RunDirectory) -> N
     write_json(
         run.attempt(1).path / "state" / "orchestrator.json", {"step": 1, "engines": engines, "replicas": {"0": load}}
     )
-    found = status(run)
-    (shown,) = found.replicas
+    current = status(run)
+    (shown,) = current.replicas
     assert (shown.router, shown.engines, shown.healthy, shown.loads["decode"].running) == ("STARTING", 1, 1, 3.0)
-    assert found.progress == RlProgress(step=1, late_engines={"decode-r0-1": EngineRecord("STALE")})
-    assert not {"engines", "replicas"} & msgspec.to_builtins(found.progress).keys()
+    assert current.progress == RlProgress(step=1, late_engines={"decode-r0-1": EngineRecord("STALE")})
+    assert not {"engines", "replicas"} & msgspec.to_builtins(current.progress).keys()
 
 
 def test_history_elapsed_time_and_eta(run: RunDirectory) -> None:
@@ -207,9 +207,9 @@ def test_history_elapsed_time_and_eta(run: RunDirectory) -> None:
     write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 4})
     started = {"time": NOW - 90, "process": "agent-0", "kind": "agent_started"}
     (run.attempt(1).path / "events" / "agent-0.jsonl").write_text(json.dumps(started) + "\n")
-    found = status(run)
-    assert found.history == {"reward/mean": [0.1, 0.2, 0.3, 0.4], "staleness/mean": []}
-    assert (found.elapsed_s, found.eta_s) == (90.0, 100.0)
+    current = status(run)
+    assert current.history == {"reward/mean": [0.1, 0.2, 0.3, 0.4], "staleness/mean": []}
+    assert (current.elapsed_s, current.eta_s) == (90.0, 100.0)
     run.attempt(1).record_end(EndRecord("completed", "", "", 4, False, "", NOW - 10))
     assert (status(run).elapsed_s, status(run).eta_s) == (80.0, None)
 
@@ -219,9 +219,9 @@ def test_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events = run.attempt(1).path / "events" / "agent-0.jsonl"
     events.write_text(json.dumps({"time": NOW + 60, "kind": "started", "name": "x", "restarts": 1}) + "\n")
-    found = summarise(run)
-    assert (found.first_reward, found.last_reward, found.gain) == pytest.approx((0.3, 0.8, 0.5))
-    assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)
+    results = summarise(run)
+    assert (results.first_reward, results.last_reward, results.gain) == pytest.approx((0.3, 0.8, 0.5))
+    assert (results.mixed_version_rollouts, results.engine_restarts, results.seconds) == (10, 1, 60)
 
 
 def test_summary_adds_up_gpu_hours_by_role(run: RunDirectory) -> None:
@@ -277,13 +277,17 @@ def test_sft_run_has_loss_and_eta(run: RunDirectory) -> None:
     write_json(run.path / "recipe.resolved.json", {"max_steps": 9, "task": "sft"})
     fleet(run)
     write_json(run.attempt(1).path / "state" / "trainer-rank-0.json", {"step": 4, "phase": "optimizer"})
-    own = {"tokens_per_s": 50.0, "seconds/forward_backward": 8.0, "seconds/optimizer": 2.0}
-    rows = [{"step": i, "time": NOW, "loss": 4.0 - i / 2, **own} for i in range(1, 5)]
+    sft_values = {"tokens_per_s": 50.0, "seconds/forward_backward": 8.0, "seconds/optimizer": 2.0}
+    rows = [{"step": i, "time": NOW, "loss": 4.0 - i / 2, **sft_values} for i in range(1, 5)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo')
-    found = status(run)
-    assert (found.phase, found.step, found.eta_s) == ("running", 4, 50.0)
-    assert (found.metrics["step"], found.metrics["trainer/loss"], found.metrics["trainer/tokens_per_s"]) == (4, 2, 50)
-    assert found.history == {"trainer/loss": [3.5, 3.0, 2.5, 2.0]}
+    current = status(run)
+    assert (current.phase, current.step, current.eta_s) == ("running", 4, 50.0)
+    assert (current.metrics["step"], current.metrics["trainer/loss"], current.metrics["trainer/tokens_per_s"]) == (
+        4,
+        2,
+        50,
+    )
+    assert current.history == {"trainer/loss": [3.5, 3.0, 2.5, 2.0]}
     achieved = summarise(run)
     assert (achieved.task, achieved.steps, achieved.first_loss, achieved.last_loss) == ("sft", 4, 2.75, 2.75)
     assert achieved.trained_tokens_per_s == 50.0
@@ -308,9 +312,9 @@ def test_one_of_two_simultaneous_submissions_gets_the_name(tmp_path: Path, monke
     plan = derive(recipe, site(), tmp_path / "runs" / "twice")
 
     def look(run_dir: Path) -> list[Violation]:
-        found = name_in_use(run_dir)
+        problems = name_in_use(run_dir)
         both.wait(600)
-        return found
+        return problems
 
     def submit(_: int) -> str:
         try:
@@ -333,10 +337,10 @@ def test_missing_metrics_have_no_rows(tmp_path: Path) -> None:
 def test_excluded_nodes_of_a_pending_job_are_listed(run: RunDirectory) -> None:
     bad = BadNode("n8", "silent for 90 s", "other", 3, NOW - 60, NOW + 3600)
     write_excluded(run.path, [bad])
-    found = status(run, "PENDING (Resources)")
-    assert (found.phase, found.excluded) == ("pending", [bad])
+    current = status(run, "PENDING (Resources)")
+    assert (current.phase, current.excluded) == ("pending", [bad])
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(view(found))
+    console.print(view(current))
     shown = console.export_text()
     assert "avoids n8 until 1970-01-01" in shown and "silent for 90 s (run other)" in shown
 
@@ -355,9 +359,9 @@ def test_full_file_system_is_reported_with_and_without_the_head(
     assert files.release_reserve(run.path) and status(run, "RUNNING").waits_for == durable.RESERVE_RELEASED
 
 
-@pytest.mark.parametrize(("state", "told"), [("PENDING (Resources)", 1), ("RUNNING", 0)])
-def test_obstacles_are_those_of_a_pending_job(run: RunDirectory, state: str, told: int) -> None:
+@pytest.mark.parametrize(("state", "number"), [("PENDING (Resources)", 1), ("RUNNING", 0)])
+def test_obstacles_are_those_of_a_pending_job(run: RunDirectory, state: str, number: int) -> None:
     run.latest().record_job(JobRecord("7", "slurm", 1000.0))
     obstacle = Obstacle("train", "PartitionTimeLimit", "asks for more time", "a shorter slurm.time")
-    found = read_status(run, lambda job: state, find_obstacles=lambda job: [obstacle])
-    assert len(found.obstacles) == told
+    current = read_status(run, lambda job: state, find_obstacles=lambda job: [obstacle])
+    assert len(current.obstacles) == number

@@ -1,4 +1,4 @@
-"""Geometry of line charts: ticks, lines and points in pixels, ready for a template to draw. Pure."""
+"""Geometry of line charts in figures: ticks, lines and points in pixels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from primeslurm.records.metrics import Row
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 34
+# Of one line; more are averaged in buckets.
 MAX_POINTS = 240
-"""Of one line; more are averaged in buckets."""
-SPARSE = 60
 TICKS = 5
 
 Points = list[tuple[float, float]]
@@ -29,11 +28,10 @@ class Tick:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point that tells its value."""
+    """A point of a line."""
 
     x: float
     y: float
-    title: str
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Line:
     paths: list[str]
     """`points` of polylines: more than one where values are missing."""
     dots: list[Dot]
-    sparse: bool
-    """Few enough points that each can be seen."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +55,23 @@ class Chart:
     lines: list[Line]
 
 
-def chart(
-    title: str, unit: str, rows: Sequence[Row], series: Sequence[tuple[str, str]], log: bool = False
-) -> Chart | None:
-    """Draw a chart over steps of the metrics in `series` (label, name); None if no row has any of them.
+def chart(title: str, unit: str, rows: Sequence[Row], series: Sequence[tuple[str, str]]) -> Chart | None:
+    """Lay out a chart over steps of the metrics in `series` (label, name); None if no row has any of them.
 
     Args:
         title: its heading.
         unit: of the values, in words.
         rows: of metrics.jsonl, oldest first.
         series: lines of the chart, each with its label and the name of its metric.
-        log: logarithmic values; those that are not positive are left out.
     """
-    found = [(label, _thinned(_points(rows, name, log))) for label, name in series]
+    found = [(label, _thinned(_points(rows, name))) for label, name in series]
     found = [(label, points) for label, points in found if points]
     if not found:
         return None
     values = [y for _, points in found for _, y in points]
     steps = [x for _, points in found for x, _ in points]
     low, high = min(values), max(values)
-    marks = _log_marks(low, high) if log else nice_marks(min(low, 0.0) if low > 0 and low < high / 2 else low, high)
+    marks = nice_marks(min(low, 0.0) if low > 0 and low < high / 2 else low, high)
     low, high = min(low, marks[0]), max(high, marks[-1])
     first, last = min(steps), max(steps)
 
@@ -93,8 +86,8 @@ def chart(
         title=title,
         unit=unit,
         x_ticks=[Tick(x(step), f"{step:g}") for step in _step_marks(first, last)],
-        y_ticks=[Tick(y(mark), f"1e{mark:g}" if log else f"{mark:.6g}") for mark in marks],
-        lines=[_line(label, points, x, y, log) for label, points in found],
+        y_ticks=[Tick(y(mark), f"{mark:.6g}") for mark in marks],
+        lines=[_line(label, points, x, y) for label, points in found],
     )
 
 
@@ -117,16 +110,9 @@ def _step_marks(first: float, last: float) -> list[float]:
     return [i * step for i in range(math.ceil(first / step), math.floor(last / step) + 1)]
 
 
-def _log_marks(low: float, high: float) -> list[float]:
-    begin, end = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
-    step = max(1, math.ceil((end - begin) / TICKS))
-    return [float(mark) for mark in range(begin, end + step, step)]
-
-
-def _points(rows: Sequence[Row], name: str, log: bool) -> Points:
+def _points(rows: Sequence[Row], name: str) -> Points:
     points = [(float(row["step"]), float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
-    points = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not log)]
-    return [(x, math.log10(y)) for x, y in points] if log else points
+    return [(x, y) for x, y in points if math.isfinite(y)]
 
 
 def _thinned(points: Points) -> Points:
@@ -137,14 +123,12 @@ def _thinned(points: Points) -> Points:
     return [(b[len(b) // 2][0], sum(y for _, y in b) / len(b)) for b in buckets]
 
 
-def _line(label: str, points: Points, x: Callable[[float], float], y: Callable[[float], float], log: bool) -> Line:
+def _line(label: str, points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> Line:
     usual = min((b - a for (a, _), (b, _) in pairwise(points)), default=1.0)
     paths: list[list[str]] = [[]]
     for i, (step, value) in enumerate(points):
         if i and step - points[i - 1][0] > 3 * usual:
             paths.append([])
         paths[-1].append(f"{x(step)},{y(value)}")
-    dots = [
-        Dot(x(step), y(value), f"{label}, step {step:g}: {10**value if log else value:.4g}") for step, value in points
-    ]
-    return Line(label, [" ".join(path) for path in paths], dots, len(dots) <= SPARSE)
+    dots = [Dot(x(step), y(value)) for step, value in points]
+    return Line(label, [" ".join(path) for path in paths], dots)

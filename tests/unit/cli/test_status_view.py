@@ -12,7 +12,7 @@ from rich.console import Console
 
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.verbs import watch
-from primeslurm.cli.views.dashboard import numbers_of, one_line, sparkline, view
+from primeslurm.cli.views.status import numbers_of, one_line, sparkline, view
 from primeslurm.cli.views.tables import PlainConsole
 from primeslurm.records.evaluation import BestCheckpoint, Estimated, EvaluationProgress, EvaluationRecord, LabelResult
 from primeslurm.records.state import FailedRollouts, Load
@@ -93,12 +93,12 @@ def test_texts_of_rollouts_cannot_control_the_terminal(capsys: pytest.CaptureFix
     console.print(f"reason: {HOSTILE}")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count(HARMLESS) >= 7
-    own = re.sub(r"\x1b\[[0-9;]*m", "", shown)  # colours are rich's own
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", own)
+    without_colours = re.sub(r"\x1b\[[0-9;]*m", "", shown)  # colours are rich's own
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", without_colours)
     note(HOSTILE)
     watch._print([(Path("swe-0.log"), HOSTILE)], as_json=False)
-    said = capsys.readouterr()
-    assert said.err == f"{HARMLESS}\n" and said.out == f"swe-0 | {HARMLESS}\n"
+    streams = capsys.readouterr()
+    assert streams.err == f"{HARMLESS}\n" and streams.out == f"swe-0 | {HARMLESS}\n"
     print_json({"reason": HOSTILE})
     assert capsys.readouterr().out.isascii()
 

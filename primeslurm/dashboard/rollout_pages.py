@@ -1,0 +1,94 @@
+"""The rollouts of a run: a list that parameters filter, and single transcripts."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from primeslurm.records.rollouts import RolloutTranscript
+from primeslurm.run.rollouts.archive import RolloutArchive, RolloutPage
+from primeslurm.run.rollouts.query import RolloutQuery
+
+# Rollouts of a page, if the browser does not say how many.
+LIMIT = 100
+MOST = 1000
+_FLAGS = {"true": True, "false": False}
+
+
+class NotValidError(ValueError):
+    """A parameter of a request has a wrong value."""
+
+
+class RolloutPages:
+    """Reads the rollouts of one run for several threads."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._archive = RolloutArchive(run_dir)
+        self._lock = threading.Lock()
+
+    def page(self, parameters: Mapping[str, str]) -> RolloutPage:
+        """Return the rollouts that parameters of a request ask for. Raises NotValidError, RunError."""
+        query = query_of(parameters)
+        offset, limit = number(parameters, "offset") or 0, number(parameters, "limit")
+        limit, newest = min(LIMIT if limit is None else limit, MOST), parameters.get("order") != "oldest"
+        with self._lock:
+            return self._archive.page(query, offset=offset, limit=limit, newest=newest)
+
+    def transcript(self, rollout_id: str) -> RolloutTranscript:
+        """Return one rollout with its conversations. Raises RunError."""
+        with self._lock:
+            return self._archive.get(rollout_id)
+
+
+def query_of(parameters: Mapping[str, str]) -> RolloutQuery:
+    """Return the conditions in the parameters of a request. An empty parameter is no condition.
+
+    Raises:
+        NotValidError: a parameter has a wrong value.
+    """
+    first, last = number(parameters, "first_step"), number(parameters, "last_step")
+    steps = None if first is None and last is None else (first or 0, last if last is not None else 1 << 62)
+    return RolloutQuery(
+        steps=steps,
+        environment=parameters.get("environment") or None,
+        group=parameters.get("group") or None,
+        version=number(parameters, "version"),
+        min_reward=_reward(parameters, "min_reward", -math.inf),
+        max_reward=_reward(parameters, "max_reward", math.inf),
+        truncated=_flag(parameters, "truncated"),
+        failed=_flag(parameters, "failed"),
+        evaluation=_flag(parameters, "evaluation"),
+        dropped=_flag(parameters, "dropped"),
+    )
+
+
+def number(parameters: Mapping[str, str], name: str) -> int | None:
+    """Return a parameter that is a number from 0 on; None if it is not given. Raises NotValidError."""
+    text = parameters.get(name, "")
+    if not text:
+        return None
+    if len(text) > 15 or not (text.isascii() and text.isdecimal()):
+        raise NotValidError(f"{name} = {text[:50]}: is not a number")
+    return int(text)
+
+
+def _reward(parameters: Mapping[str, str], name: str, otherwise: float) -> float:
+    text = parameters.get(name, "")
+    if not text:
+        return otherwise
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise NotValidError(f"{name} = {text[:50]}: is not a number")
+    return value
+
+
+def _flag(parameters: Mapping[str, str], name: str) -> bool | None:
+    text = parameters.get(name, "")
+    if text and text not in _FLAGS:
+        raise NotValidError(f"{name} = {text[:50]}: is neither true nor false")
+    return _FLAGS.get(text)

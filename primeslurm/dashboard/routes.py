@@ -1,0 +1,163 @@
+"""The addresses of the dashboard: one HTML page, its files, and JSON about runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from primeslurm.base.errors import RunError
+from primeslurm.dashboard import assets, charts, live, log_page
+from primeslurm.dashboard.access import AccessControl
+from primeslurm.dashboard.rollout_pages import NotValidError, number
+from primeslurm.dashboard.run_data import RunData, RunIndex
+from primeslurm.dashboard.text import encode
+
+Endpoint = Callable[[Request], Response]
+
+
+def application(index: RunIndex, token: str, hosts: Collection[str], cookie: str = "primeslurm") -> Starlette:
+    """Return the web app. `token`, `hosts` and `cookie` are those of `AccessControl`."""
+    get = functools.partial(_json, index)
+    run = "/api/runs/{run}"
+    return Starlette(
+        routes=[
+            Route("/", lambda request: HTMLResponse(assets.page())),
+            Mount("/static", StaticFiles(directory=assets.STATIC)),
+            Route("/api/runs", get(_runs)),
+            Route("/api/live", lambda request: _follow_list(index)),
+            Route(f"{run}/status", get(lambda data, request: data.status())),
+            Route(f"{run}/curves", get(_curves)),
+            Route(f"{run}/fleet", get(lambda data, request: data.fleet())),
+            Route(f"{run}/events", get(lambda data, request: data.attempts())),
+            Route(f"{run}/logs", get(_logs)),
+            Route(f"{run}/log", get(_log)),
+            Route(f"{run}/plan", get(lambda data, request: data.plan())),
+            Route(f"{run}/processes/{{process}}", get(lambda data, request: data.process(_path(request, "process")))),
+            Route(f"{run}/recipe", get(lambda data, request: data.recipe())),
+            Route(
+                f"{run}/diff/{{other}}", get(lambda data, request: data.difference(index.run(_path(request, "other"))))
+            ),
+            Route(f"{run}/evaluations", get(lambda data, request: data.evaluations())),
+            Route(f"{run}/evaluations/{{step:int}}/{{label:path}}", get(_examples)),
+            Route(f"{run}/rollouts", get(lambda data, request: data.rollouts.page(request.query_params))),
+            Route(
+                f"{run}/rollouts/{{rollout:path}}",
+                get(lambda data, request: data.rollouts.transcript(_path(request, "rollout"))),
+            ),
+            Route(f"{run}/live", lambda request: _follow_run(index, request)),
+            Route(f"{run}/log/live", lambda request: _follow_log(index, request)),
+        ],
+        middleware=[
+            Middleware(AccessControl, token=token, hosts=hosts, cookie=cookie),
+            Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3),
+        ],
+        exception_handlers={
+            RunError: _handler(404),
+            NotValidError: _handler(400),
+            OSError: _handler(503),
+        },
+    )
+
+
+def _handler(code: int) -> Callable[[Request, Exception], Response]:
+    return lambda request, error: _encoded({"error": str(error)}, code)
+
+
+def _encoded(value: Any, code: int = 200) -> Response:
+    return Response(encode(value), code, media_type="application/json")
+
+
+def _json(index: RunIndex, answer: Callable[..., Any]) -> Endpoint:
+    """Return an endpoint that encodes the result of `answer` for the run in the path, or else for the index."""
+
+    def endpoint(request: Request) -> Response:
+        name = request.path_params.get("run")
+        return _encoded(answer(index if name is None else index.run(name), request))
+
+    return endpoint
+
+
+def _path(request: Request, name: str) -> str:
+    return str(request.path_params[name])
+
+
+def _number(request: Request, name: str) -> int | None:
+    return number(request.query_params, name)
+
+
+def _runs(index: RunIndex, request: Request) -> dict[str, Any]:
+    return {"directory": str(index.root), "runs": index.overviews()}
+
+
+def _curves(data: RunData, request: Request) -> dict[str, Any]:
+    """All charts of a run. Those of the section `Other metrics` have values only with `other=1`."""
+    table = data.metrics()
+    with table.lock:
+        specs = charts.specs(table.trained.metrics, table.evaluated.metrics)
+        other = [spec for spec in specs if spec.section == charts.OTHER]
+        chosen = other if request.query_params.get("other") else [spec for spec in specs if spec not in other]
+        points = min(_number(request, "points") or charts.POINTS, 5000)
+        return {
+            "rows": table.trained.rows,
+            "generation": table.generation,
+            "other": len(other),
+            "charts": charts.chart_data(table, chosen, points),
+        }
+
+
+def _logs(data: RunData, request: Request) -> dict[str, Any]:
+    attempt = data.attempt(_number(request, "attempt"))
+    logs = _log_files(data, attempt.number)
+    return {
+        "attempt": attempt.number,
+        "attempts": [each.number for each in data.run.attempts()],
+        "logs": [{"name": name, "bytes": path.stat().st_size} for name, path in logs.items()],
+    }
+
+
+def _log_files(data: RunData, attempt: int | None) -> dict[str, Path]:
+    found = data.attempt(attempt)
+    job = found.job()
+    return log_page.log_files(found, data.run.job_output(job.job_id) if job and job.job_id else None)
+
+
+def _log_path(data: RunData, request: Request) -> Path:
+    name = request.query_params.get("name", "")
+    # The name is only compared with the names of existing logs, and never part of a path.
+    path = _log_files(data, _number(request, "attempt")).get(name)
+    if path is None:
+        raise RunError(f"{data.run.name} has no log {name[:200]}")
+    return path
+
+
+def _log(data: RunData, request: Request) -> dict[str, Any]:
+    return log_page.page_before(_log_path(data, request), _number(request, "before"))
+
+
+def _examples(data: RunData, request: Request) -> list[Any]:
+    return data.evaluated_examples(int(request.path_params["step"]), _path(request, "label"))
+
+
+def _follow_list(index: RunIndex) -> Response:
+    return live.event_stream(live.ListChanges(index).look, lambda: live.LIST_POLL_S)
+
+
+def _follow_run(index: RunIndex, request: Request) -> Response:
+    run = index.run(_path(request, "run"))
+    changes = live.RunChanges(run, _number(request, "rows"), _number(request, "generation") or 0)
+    return live.event_stream(changes.look, lambda: live.POLL_S if changes.active else live.SLOW_POLL_S)
+
+
+def _follow_log(index: RunIndex, request: Request) -> Response:
+    path = _log_path(index.run(_path(request, "run")), request)
+    return live.event_stream(live.LogChanges(path, _number(request, "begin") or 0).look, lambda: live.LOG_POLL_S)

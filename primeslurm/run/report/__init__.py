@@ -1,1 +1,0 @@
-"""A page about a run."""
