@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.concurrency import (
     CALM_S,
     COOLING_S,
+    FIRST_S,
     FLOOR_PER_ENGINE,
     GROWTH,
     HEADROOM,
@@ -21,9 +23,7 @@ from primeslurm.orchestrator.dispatch.concurrency import (
     MAX_HEADROOM,
     MAX_KV,
     MIN_KV,
-    SETTLED,
     START_PER_ENGINE,
-    YOUNG,
     Concurrency,
     Headroom,
     KvOccupancy,
@@ -159,8 +159,12 @@ def test_limit_grows_until_the_cache_is_full() -> None:
 
 def test_limit_grows_slowly_while_all_rollouts_are_young() -> None:
     engines = Engines("engine-r0-0")
-    engines.run(300, kv_each=0.01, ended=0)
-    assert 24 <= engines.slots["router-0"] <= 30, "less than a third of the cache, because rollouts will grow"
+    engines.run(FIRST_S, kv_each=0.01, ended=0)
+    assert engines.slots["router-0"] == START_PER_ENGINE, "nobody knows how large a rollout becomes"
+    engines.run(FIRST_S, kv_each=0.01, ended=0)
+    assert 1.8 * START_PER_ENGINE <= engines.slots["router-0"] <= 2 * START_PER_ENGINE, "in proportion to time"
+    engines.run(120, kv_each=0.01)
+    assert engines.slots["router-0"] > 4 * START_PER_ENGINE, "rollouts have ended"
 
 
 def test_preemptions_enlarge_the_headroom_for_a_while() -> None:
@@ -223,6 +227,7 @@ def test_slot_that_was_just_freed_does_not_stop_growth() -> None:
             engines.inflight = {"router-0": engines.slots["router-0"] - left}
             sample["running"], sample["generated"] = engines.inflight["router-0"], sample["generated"] + 1000
             sample["kv_usage"] = 0.001 * sample["running"]
+            engines.ended["router-0"] += 10
             engines.observe()
         return engines.slots["router-0"]
 
@@ -267,10 +272,20 @@ def test_limit_does_not_oscillate_with_agents_at_their_tools(draw: int) -> None:
 
 def test_long_tool_calls_allow_more_rollouts_than_fit_the_cache() -> None:
     """With tool calls of 40 s, the rollouts in the cache keep only three requests running."""
-    world = World(next(workload for workload in WORKLOADS if workload.tool_s == 40), None)
-    world.run(1800 + LOOK_S)
-    at_first, at_last = world.rate(300, 600), world.rate(1500, 1800)
-    assert at_last > 1.3 * at_first, "tokens a second: more rollouts than are cached"
+    workload = next(workload for workload in WORKLOADS if workload.tool_s == 40)
+    world, cached = World(workload, None), World(workload, 240)
+    for each in (world, cached):
+        each.run(1800 + LOOK_S)
+    assert world.rate(COLD_S, 1800) > 1.3 * cached.rate(COLD_S, 1800), "tokens a second"
+
+
+def test_agents_of_100_turns_do_not_overfill_the_cache() -> None:
+    """Their first turns leave most of the cache free, so that too many could start."""
+    workload = next(workload for workload in WORKLOADS if workload.turns == 100)
+    world, best = World(workload, None), World(workload, 48)
+    for each in (world, best):
+        each.run(1800 + LOOK_S)
+    assert world.rate(COLD_S, 1800) > 0.9 * best.rate(COLD_S, 1800), "tokens a second"
 
 
 @pytest.mark.parametrize(("for_each", "limit"), [(4.0, "cache"), (1.2, "kv")])
@@ -539,15 +554,19 @@ def test_headroom_grows_with_preemptions_and_decays() -> None:
     assert Headroom().usable(1.0) == MIN_KV and Headroom().usable(1e-6) == MAX_KV
 
 
-def test_young_rollouts_are_expected_to_grow() -> None:
+def test_size_is_predicted_for_half_a_lifetime() -> None:
+    """Fifty rollouts that start together grow by 0.0001 per second. After 100 s, one ends every two seconds."""
     estimates: dict[str, KvOccupancy] = {}
     estimates["0"] = occupancy = KvOccupancy(estimates.values())
-    occupancy.add(0.5, 50, 50, 0, 10.0)
-    assert occupancy.mean == pytest.approx(0.01) and occupancy.expected(50) == pytest.approx(0.01 * YOUNG)
+    for look in range(10):
+        occupancy.add(50 * (0.002 + 0.001 * look), 50, 50, 0, 10.0)
+    assert occupancy.first_limit == START_PER_ENGINE and occupancy.settled(50) == 0
+    assert occupancy.size(50) > 0.011, "more than they hold now"
     for look in range(1, 200):
-        occupancy.add(0.5, 50, 50, look * 10, 10.0)
-    assert occupancy.settled(50) == 1.0 and occupancy.settled(2 * 2000 / SETTLED) < 1.0
-    assert occupancy.expected(50) == pytest.approx(0.01)
+        occupancy.add(50 * 0.007, 50, 50, look * 5, 10.0)
+    assert occupancy.first_limit == math.inf and occupancy.settled(50) == 1
+    assert occupancy.lifetime == pytest.approx(100, rel=0.1)
+    assert occupancy.size(50) == occupancy.mean == pytest.approx(0.007, rel=0.05)
 
 
 def test_replicas_share_their_occupancy() -> None:
