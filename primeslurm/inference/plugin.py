@@ -10,8 +10,8 @@ from primeslurm.wire.transport import secret
 
 # Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
 TRANSFER_ENGINES = {
-    "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem", "FilesystemTransferEngine"),
-    "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective", "CollectiveTransferEngine"),
+    "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem_receiver", "FilesystemTransferEngine"),
+    "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective_receiver", "CollectiveTransferEngine"),
 }
 
 _registered = False

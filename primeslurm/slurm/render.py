@@ -19,8 +19,8 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.records.job_output import MARK
 from primeslurm.slurm.launch_failures import START
 
-# Module that a job starts on every node, with the folder of the pickled agent
-LOAD = "primeslurm.node.load"
+# Module that a job starts on every node. It gets the folder of the pickled agent.
+AGENT_MODULE = "primeslurm.node.start_agent"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -43,7 +43,7 @@ def render(plan: Plan) -> str:
         srun=(*_step_options(plan), *plan.job.srun),
         mark=MARK,
         start=START,
-        command=(*python, "-u", "-m", LOAD, submitit_folder(plan)),
+        command=(*python, "-u", "-m", AGENT_MODULE, submitit_folder(plan)),
         setup_failure=(*python, "-m", "primeslurm.node.attempt.setup_failure", plan.run_dir),
         batch_epilogue=(*python, "-m", "primeslurm.node.attempt.batch_epilogue", plan.run_dir),
     )

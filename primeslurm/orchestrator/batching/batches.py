@@ -21,7 +21,7 @@ import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
 from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, quantum
-from primeslurm.orchestrator.dispatch.limits import AgeLimit
+from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.orchestrator.rollouts.transcripts import Credited

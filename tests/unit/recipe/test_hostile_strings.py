@@ -157,7 +157,15 @@ def _check_plan(plan: Plan, directory: Path, tools: Path) -> None:
     assert re.fullmatch(rb"primeslurm: start [0-9a-f-]{36}\n", done.stdout)
     assert not (directory / CANARY).exists()
     argv = (directory / "srun.argv").read_bytes().decode().split("\0")[:-1]
-    agent = [*plan.job.launcher, plan.python, "-u", "-m", "primeslurm.node.load", f"{plan.run_dir}/submitit", "w"]
+    agent = [
+        *plan.job.launcher,
+        plan.python,
+        "-u",
+        "-m",
+        "primeslurm.node.start_agent",
+        f"{plan.run_dir}/submitit",
+        "w",
+    ]
     assert argv[-len(agent) :] == agent
     step = argv[: -len(agent)]
     assert step[len(step) - len(plan.job.srun) :] == list(plan.job.srun)

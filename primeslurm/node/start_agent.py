@@ -1,6 +1,8 @@
-"""Started by the batch script on every node: checks who could write the pickle, and loads it with submitit.
+"""Start the node agent. The batch script runs this module on every node.
 
-    python -m primeslurm.node.load FOLDER SUBMISSION
+It checks who could write the pickled agent, loads it with submitit, and runs it:
+
+    python -m primeslurm.node.start_agent FOLDER SUBMISSION
 
 A pickle is code. Another user who could write to the folder, or replace the run directory, could run code as the user
 of the job.
