@@ -149,7 +149,7 @@ class ProcessManager:
                 self._kill(process.name)
                 continue
             probe = self.probes.get(process.name)
-            order = view.units.get(process.unit) if process.unit else None
+            order = view.units.get(process.restart_group) if process.restart_group else None
             decision = supervision.tick(
                 now,
                 prerequisites=all(name in ready or name in lost for name in process.after),

@@ -348,7 +348,7 @@ class Fleet:
             self.assignment.vacate(node)
             return self._give_up((process.name for process in processes), reason, name)
         self.news.append(News(NodeReplaced(name, self.agents[spare].name, node)))
-        for group in {process.unit for process in processes if process.unit is not None}:
+        for group in {process.restart_group for process in processes if process.restart_group is not None}:
             self._restart_group(self.restart_groups[group], f"node {name} is lost", now)
         return None
 
@@ -448,7 +448,7 @@ class Fleet:
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue
-            group = self.restart_groups.get(process.unit or "")
+            group = self.restart_groups.get(process.restart_group or "")
             if group is not None and report.generation < group.generation:
                 continue  # it is about to restart
             reason = f"{process.name} {how_it_died(report)}"

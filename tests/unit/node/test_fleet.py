@@ -45,7 +45,7 @@ def two_replicas(**options: int) -> Agents:
 def trainer_of_two(spares: int) -> Agents:
     """Return a trainer with a rank on each of nodes 1 and 2."""
     ranks = [process("trainer", "attempt", f"t{i}", health=False, node=i + 1) for i in (0, 1)]
-    members = [(rank.model_copy(update={"unit": "trainer"}),) for rank in ranks]
+    members = [(rank.model_copy(update={"restart_group": "trainer"}),) for rank in ranks]
     agents = Agents((process("orchestrator", name="orchestrator"),), *members, spares=spares)
     agents.assigned()
     return agents
