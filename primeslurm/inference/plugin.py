@@ -1,4 +1,7 @@
-"""vLLM plugin (entry point `vllm.general_plugins`), which vLLM loads in its API server, engine core and workers."""
+"""vLLM plugin that registers the weight-transfer backends and patches vLLM.
+
+vLLM loads it through the entry point `vllm.general_plugins` in its API server, engine core and workers.
+"""
 
 from __future__ import annotations
 

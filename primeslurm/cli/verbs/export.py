@@ -1,4 +1,4 @@
-"""The verbs `export`, `convert` and `report`."""
+"""`primeslurm export`, `convert` and `report`: write checkpoints as Hugging Face models, and a run as an HTML file."""
 
 from __future__ import annotations
 

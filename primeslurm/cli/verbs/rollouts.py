@@ -1,4 +1,4 @@
-"""The verb that shows rollouts: rollouts."""
+"""`primeslurm rollouts`: list, show and export the rollouts of a run."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Fleet:
         return rank not in self.agents or self.agents[rank].fitness is PreflightState.CHECKING
 
     def _assign_nodes(self, now: float) -> Ending | None:
-        if self.assignment.short(self.gone):
+        if self.assignment.lacks_agents(self.gone):
             return Ending(Outcome.FAILED, _folded([*self.gone.values()]), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
         if self._enough_since is None and NodeAssignment(self.plan).fill(self._fit()):

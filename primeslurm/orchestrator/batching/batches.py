@@ -1,4 +1,7 @@
-"""The batches that the trainer may still request: formed once, then served the same way every time.
+"""The batches that the trainer may still request.
+
+The groups of a batch are chosen once. Only the last two packed batches stay in memory. An older one is packed again
+from its groups, which gives the same bytes.
 
 The run's algorithm assigns credit to the sequences of a batch, and packing makes rows of them, equally many for every
 data-parallel rank.

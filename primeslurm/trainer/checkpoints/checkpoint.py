@@ -249,7 +249,10 @@ class Checkpoints:
             checkpoints.commit(directory, step, self._attempt, writer.files)
 
     def _commit_or_discard(self, timer: PhaseTimer) -> bool:
-        """Commit the pending write. If the disk was full or unreachable, delete its files and return False."""
+        """Commit the pending write. If the disk was full or unreachable, delete its files and return False.
+
+        Raises RankError for any other failure, and if the disk was unreachable MAX_ATTEMPTS times in a row.
+        """
         pending = self._pending
         try:
             self._commit_pending(timer)
