@@ -87,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
     registry: Any
     token: str
     timeout = _REQUEST_S
+    # With the library's default, HTTP/0.9, the answer to a malformed request has no status line.
+    default_request_version = "HTTP/1.0"
 
     def do_GET(self) -> None:
         from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
