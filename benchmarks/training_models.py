@@ -1,4 +1,4 @@
-"""Shapes of the models whose training is timed, and the operations per token."""
+"""Shapes of the models whose training is timed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-
-# Dense bfloat16 operations per second, by part of the GPU's name (data sheets of the SXM boards, without sparsity).
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 
 
 @dataclass(frozen=True)
@@ -161,85 +158,3 @@ SHAPES = {
 def expert_count(config: Any) -> int:
     """Return the number of routed experts per layer; 0 if there are none."""
     return getattr(config, _EXPERT_COUNTS.get(type(config), "num_experts"), 0)
-
-
-def matrix_flops(model: Any, config: Any) -> float:
-    """Return the operations per token in products with weights, forward and backward.
-
-    Six per weight that a token meets (two forward, two for each of both gradients; Kaplan et al. 2020,
-    https://arxiv.org/abs/2001.08361, table 1), and two if it is frozen. Embeddings are looked up, and count only if the
-    head shares them. A token meets as many experts as it is routed to.
-    """
-    experts = expert_count(config)
-    total = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or ("tok_embeddings" in name and not config.tie_word_embeddings):
-            continue
-        share = config.num_experts_per_tok / experts if "routed_experts" in name else 1.0
-        total += (6 if parameter.requires_grad else 2) * share * parameter.numel()
-    return total
-
-
-def attention_flops(config: Any, length: int, causal: bool) -> float:
-    """Return the operations per token in products of queries, keys and values, as the mean over a document.
-
-    Three times those of the forward pass, without recomputation (Chowdhery et al. 2022,
-    https://arxiv.org/abs/2204.02311, appendix B).
-
-    Args:
-        causal: count only the keys that a token sees; otherwise all of them, as torchtitan and many others do.
-    """
-    heads = config.num_attention_heads
-    if not hasattr(config, "index_topk"):
-        widths = _head_widths(config)
-        return sum(3 * 2 * heads * widths * _seen(length, window, causal) for window in _windows(config, length))
-    layers, seen = config.num_hidden_layers, _seen(length, length, causal)
-    # Absorbed: keys are compressed keys and rotary parts, values are compressed keys. The frozen indexer runs only
-    # forward.
-    chosen = _seen(length, config.index_topk, causal=True)
-    width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
-    indexers = config.indexer_types.count("full")
-    return 3 * layers * 2 * heads * width * chosen + indexers * 2 * config.index_n_heads * config.index_head_dim * seen
-
-
-def _seen(length: int, window: int, causal: bool) -> float:
-    """Return the mean number of keys that a token attends to."""
-    window = min(window, length)
-    return window - window * (window - 1) / (2 * length) if causal else float(window)
-
-
-def _windows(config: Any, length: int) -> list[int]:
-    """Return the largest number of keys that each attention layer allows per token."""
-    if isinstance(config, GptOssConfig):
-        return [config.sliding_window if kind == "sliding_attention" else length for kind in config.layer_types]
-    kinds = _kinds(config)
-    return [length] * (kinds.count("full_attention") if kinds else config.num_hidden_layers)
-
-
-def _head_widths(config: Any) -> int:
-    """Return the width of a head's keys and values together."""
-    if isinstance(config, DeepseekV3Config):
-        return int(config.qk_head_dim + config.v_head_dim)
-    return 2 * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def recurrence_flops(config: Any) -> float:
-    """Return the operations per token in products with recurrent states, three times those of the forward pass.
-
-    Counted token by token: the delta rule looks up, updates and reads, a state space updates and reads. Chunked kernels
-    compute more.
-    """
-    layers = _kinds(config).count("linear_attention")
-    if isinstance(config, NemotronHConfig):
-        return 3 * layers * 2 * 2 * config.mamba_num_heads * config.mamba_head_dim * config.ssm_state_size
-    if not layers:
-        return 0.0
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    return 3 * layers * 3 * 2 * values * config.linear_key_head_dim
-
-
-def _kinds(config: Any) -> list[str]:
-    """Return the kind of each layer of a model with recurrent layers; nothing for other models."""
-    if isinstance(config, NemotronHConfig):
-        return list(config.layers_block_type)
-    return list(config.layer_types) if isinstance(config, Qwen3_5MoeTextConfig) else []

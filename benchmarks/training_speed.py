@@ -23,12 +23,16 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.support import ranks
+
+if TYPE_CHECKING:
+    from primeslurm.models.shape import ModelShape
 
 WARM_UP = 2
 # Number of different batches, if rows have several documents.
@@ -172,6 +176,25 @@ def document_lengths(seq_len: int, rows: int, documents: int) -> list[int]:
     return [int(last) + 1 for last in positions[np.append(positions[1:], 0) == 0]]
 
 
+def flops_per_token(
+    shape: ModelShape, lengths: Sequence[int], seq_len: int, adapters: int | None = None
+) -> tuple[float, float]:
+    """Return the operations of a step per token, as runs report them, and the same with all keys of a row.
+
+    Many projects count all keys instead of visible ones. `adapters` are the weights of LoRA adapters that a token
+    meets; None without LoRA.
+    """
+    import numpy as np
+
+    from primeslurm.models.flops import Work, flops
+
+    tokens = sum(lengths)
+    visible = Work.of(np.concatenate([np.arange(length) for length in lengths]), shape, tokens - len(lengths))
+    window = min(shape.window or seq_len, seq_len)
+    everything = replace(visible, pairs=tokens * seq_len, windowed_pairs=tokens * window)
+    return tuple(flops(shape, work, adapters=adapters).step / tokens for work in (visible, everything))
+
+
 def _add_compiles(total: dict[str, float], metrics: Mapping[str, float]) -> None:
     total.update({name: total[name] + metrics[name] for name in total if "compile" in name})
 
@@ -306,8 +329,11 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     """Measure with all ranks. The result is the same on each."""
     import torch
 
-    from benchmarks.training_models import PEAK_FLOPS, SHAPES, attention_flops, matrix_flops, recurrence_flops
+    from benchmarks.training_models import SHAPES
+    from primeslurm.base.gpu_peaks import peak_of
+    from primeslurm.models.hf_config import shape_of
     from primeslurm.nn.kernels import linear_attention
+    from primeslurm.trainer.policy.flops_meter import adapter_weights
 
     if options.plain_recurrence:
         linear_attention.fits = lambda mixed: False
@@ -336,18 +362,17 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
         made = {name: warmed_up(make, world) for name, make in makers.items()}
         steps, peaks = {name: each[0] for name, each in made.items()}, {name: each[2] for name, each in made.items()}
         model = next(iter(made.values()))[1]
-        sizes = {(_count(each), matrix_flops(each, config)) for _, each, _ in made.values()}
-        assert len(sizes) == 1, "both train the same shape, and count the same operations"
+        assert len({_count(each) for _, each, _ in made.values()}) == 1, "both train the same shape"
         times = take_turns(steps, options.steps, world)
         if options.profile:
             profile(steps, options.profile, world)
     tokens = world.size // options.cp * options.rows * options.seq
-    matrices = matrix_flops(model, config) + recurrence_flops(config)
     lengths = document_lengths(options.seq, options.rows, options.documents)
-    seen = sum(length * attention_flops(config, length, causal=True) for length in lengths) / sum(lengths)
-    causal, whole = matrices + seen, matrices + attention_flops(config, options.seq, causal=False)
+    model_shape = shape_of(config.to_dict())
+    adapters = adapter_weights(model, model_shape) if options.lora else None
+    causal, whole = flops_per_token(model_shape, lengths, options.seq, adapters)
     gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
-    ceiling = next((flops for name, flops in PEAK_FLOPS.items() if gpu and name in gpu), None)
+    peak = peak_of(gpu) if gpu else None
     found: dict[str, Any] = {"parameters": _count(model), "flops_per_token": causal, "tokens_per_step": tokens}
     medians = {name: [statistics.median(kind) for kind in zip(*each, strict=True)] for name, each in times.items()}
     for name, (median, used) in medians.items():
@@ -357,8 +382,9 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
             "tokens_per_s": round(tokens / median, 1),
             "peak_gb": None if peaks[name] is None else round(max(world.collect(peaks[name])), 2),
         }
-        if ceiling:
-            per_s = tokens / median / world.size / ceiling
+        if peak:
+            # Of the peak in bfloat16, with FP8 too, so that both can be compared.
+            per_s = tokens / median / world.size / (peak.bf16 * 1e12)
             found[name] |= {"mfu": round(causal * per_s, 4), "mfu_all_keys": round(whole * per_s, 4)}
     found |= {name: last[name] for name in ("allocation_retries",) if name in last}
     found |= {name: first[name] for name in ("compiles", "recompiles", "compile_s") if name in first}

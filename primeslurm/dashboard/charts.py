@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from primeslurm.dashboard.metric_table import Columns, MetricTable, spread
-from primeslurm.records.metrics import EVALUATION
+from primeslurm.records.monitors import EVALUATION
 
 # Most points of a chart, about as many as it has pixels.
 POINTS = 600

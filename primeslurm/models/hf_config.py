@@ -60,6 +60,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         fp8_blocks=is_block_fp8(quantization),
         four_bits=four_bit_format(quantization),
         fp8_powers=quantization.get("scale_fmt") == "ue8m0",
+        heads_by_window=_heads_by_window(text),
     )
 
 
@@ -77,6 +78,15 @@ def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
     if traits.attention_gate == "element" or text.get("gating") == "per-element":
         return int(heads * text["head_dim"])
     return int(heads) if traits.attention_gate == "head" else 0
+
+
+def _heads_by_window(text: Mapping[str, Any]) -> tuple[int, int] | None:
+    by_layer = text.get("num_attention_heads_per_layer")
+    if not by_layer:
+        return None
+    types = text.get("layer_types") or ["full_attention"] * len(by_layer)
+    windowed = sum(heads for heads, kind in zip(by_layer, types, strict=True) if kind == "sliding_attention")
+    return sum(by_layer) - windowed, windowed
 
 
 def _layer_counts(text: Mapping[str, Any], moe: int) -> dict[str, int]:

@@ -142,6 +142,14 @@ class ModelShape:
     """Four-bit format of the checkpoint if the trainer can read it: int4 or mxfp4."""
     has_vision: bool = False
     """The model has a vision encoder. `vision` is None if its sizes are unknown."""
+    heads_by_window: tuple[int, int] | None = None
+    """If layers have different numbers of query heads: the sums over layers without and with a sliding window."""
+
+    @property
+    def query_heads(self) -> tuple[int, int]:
+        """Query heads of all layers without a sliding window, and of all layers with one."""
+        full_layers = self.attention_layers - self.window_layers
+        return self.heads_by_window or (self.heads * full_layers, self.heads * self.window_layers)
 
     @property
     def moe_layers(self) -> int:

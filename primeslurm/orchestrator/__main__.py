@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 
-from primeslurm.base import files
+from primeslurm.base import files, logs
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
@@ -21,8 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the orchestrator of one attempt. Returns 0 if the run is complete, else an exit code of `wire.exits`."""
     options = _parser().parse_args(argv)
     secret.take()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.configure()
     recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     arguments = OrchestratorArguments(
         run_dir=options.run_dir,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+from primeslurm.base import logs
 from primeslurm.base.errors import Violation
 from primeslurm.base.hostlists import expand
 from primeslurm.base.units import duration
@@ -121,7 +122,7 @@ def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
     )
 
 
-def environment(site: Site) -> dict[str, str]:
+def environment(recipe: Recipe, site: Site) -> dict[str, str]:
     """Return the environment of every process on every node, with placeholders."""
     env = {
         "PYTHONUNBUFFERED": "1",
@@ -136,6 +137,10 @@ def environment(site: Site) -> dict[str, str]:
     if site.device == "cpu":
         # One thread per process, because an emulated cluster runs many nodes on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
+    if recipe.logging.level != "info":
+        env[logs.LEVEL] = recipe.logging.level
+    if recipe.logging.format != "text":
+        env[logs.FORMAT] = recipe.logging.format
     return env | site.env | {secret.VARIABLE: "${secret}"}
 
 

@@ -230,6 +230,8 @@ class Plan(Section):
     """Longest time between the starts of the first and any other agent [s]. Nodes may have to pull images first."""
     bad_node_hours: int = 24
     """Hours for which later jobs avoid a failed node."""
+    prometheus: Literal["token", "open", "off"] = "token"
+    """Access to the metrics that the head serves."""
     findings: tuple[Finding, ...] = ()
     estimate: Estimate | None = None
     """None if the model's shape is unknown."""

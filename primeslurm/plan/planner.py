@@ -191,7 +191,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         nodes=finish(builders),
         replicas=tuple(replicas),
         totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
-        env=batch_job.environment(site),
+        env=batch_job.environment(recipe, site),
         library_path=site.library_path,
         interface=site.network.interface,
         hcas=site.network.hcas,
@@ -200,6 +200,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         node_silent_s=site.node_silent_s,
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
+        prometheus=site.prometheus,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
         max_attempts=recipe.slurm.max_attempts,
     )

@@ -12,6 +12,7 @@ from primeslurm.recipe.sections.deployment import Deployment
 from primeslurm.recipe.sections.evaluation import Evaluation, EvaluationEnvironment, EvaluationSampling
 from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.inference import Inference
+from primeslurm.recipe.sections.logs import Logging
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment, Orchestrator, Sampling
 from primeslurm.recipe.sections.slurm import MetricsOptions, Monitor, Slurm
 from primeslurm.recipe.sections.teacher import Teacher
@@ -63,6 +64,8 @@ class Recipe(Section):
     """Slurm options of the job, such as time limit, account and partition per role."""
     monitor: Monitor = Monitor()
     """Where metrics are logged besides `metrics.jsonl`."""
+    logging: Logging = Logging()
+    """Level and format of the log lines of all processes."""
     pass_env: tuple[EnvironmentName, ...] = ()
     """Names of environment variables that processes receive from the shell you submit from, for example
     `[WANDB_API_KEY]`. Their values are never written to a file."""
@@ -139,8 +142,10 @@ class Recipe(Section):
 
     def metrics_options(self) -> MetricsOptions:
         """Return where metrics are logged besides metrics.jsonl."""
-        wandb = self.monitor.wandb
-        if wandb is None:
-            return {"tensorboard": self.monitor.tensorboard, "wandb": None}
+        monitor = self.monitor
         run = {"name": self.name, "config": self.model_dump(mode="json", by_alias=True)}
-        return {"tensorboard": self.monitor.tensorboard, "wandb": wandb.model_dump() | run}
+        return {
+            "tensorboard": monitor.tensorboard,
+            "wandb": None if monitor.wandb is None else monitor.wandb.model_dump() | run,
+            "mlflow": None if monitor.mlflow is None else monitor.mlflow.model_dump() | run,
+        }

@@ -108,6 +108,10 @@ class Site(Section):
     in third_party/ucx of the checkout is found automatically."""
     network: Network = Network()
     """Network between the nodes."""
+    prometheus: Literal["token", "open", "off"] = "token"
+    """Access to `/metrics` of a run on its first node. token: with the bearer token in `prometheus.token` of the run
+    directory. open: without a token, from every host that reaches the node. off: runs serve no metrics of their own.
+    vLLM engines and routers always serve theirs without a token."""
     node_silent_s: PositiveInt = 90
     """Seconds without a heartbeat after which a node counts as lost. Network file systems may show old files for up to
     a minute."""

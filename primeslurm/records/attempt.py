@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
 
 from primeslurm.base import files
+from primeslurm.records.reading import find_record
+
+# Name of the metric of `first_step_metrics`.
+FIRST_STEP = "throughput/first_step_seconds"
+# In the directory of an attempt.
+START_FILE = "start/record.json"
 
 
 class TakenOverError(OSError):
@@ -64,6 +71,14 @@ class StartRecord(msgspec.Struct, frozen=True):
     job_id: str
     host: str
     time: float  # Unix seconds
+
+
+def first_step_metrics(attempt_dir: Path) -> dict[str, float]:
+    """Return the seconds from the start of the job to now, when its first step is done; nothing if it is unknown."""
+    start = find_record(attempt_dir / START_FILE, StartRecord)
+    if start is None:
+        return {}
+    return {FIRST_STEP: max(0.0, time.time() - start.time)}
 
 
 class Obstacle(msgspec.Struct, frozen=True):

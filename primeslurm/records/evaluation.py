@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.base import files
-from primeslurm.records.metrics import EVALUATION, Row
+from primeslurm.records.metrics import Row
+from primeslurm.records.monitors import EVALUATION
 from primeslurm.records.reading import find_record
 
 DIRECTORY = "evaluations"

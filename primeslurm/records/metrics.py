@@ -1,4 +1,4 @@
-"""Metrics per step: metrics.jsonl, TensorBoard, and Weights & Biases if configured.
+"""Metrics per step: metrics.jsonl, and the monitors of the recipe (`records.monitors`).
 
 The orchestrator of an RL run or the trainer of an SFT run writes them. Names in RL rows start with the component
 (`trainer/loss`, `reward/mean`). SFT rows come from the trainer alone and have no such prefix (`loss`). Readers get the
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ import msgspec
 
 from primeslurm.base import durable, files
 from primeslurm.base.files import Appender, write_atomic
-from primeslurm.records.attempt import LockRecord
-from primeslurm.records.reading import TAIL_BYTES, find_record, last_lines, whole_lines
+from primeslurm.records.monitors import EVALUATION, Mlflow, Monitor, SampleRow, TensorBoard, WeightsAndBiases
+from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 
-log = logging.getLogger(__name__)
-# Prefix of evaluation metrics. An evaluation ends later than its step, so it gets a row of its own.
-EVALUATION = "eval/"
-
+# Prefix of metrics of the whole run, which SFT writes, too.
+_OF_RUN = "throughput/"
 # In the run directory.
 FILE = "metrics.jsonl"
 
@@ -43,47 +40,64 @@ class MetricsLog:
         resumed_step: the last step that is part of the resumed checkpoint.
         tensorboard: also write TensorBoard event files to the run directory.
         wandb: arguments of `wandb.init` besides id and directory; None disables Weights & Biases.
+        mlflow: options of `monitors.Mlflow`; None disables MLflow.
+
+    Raises:
+        MonitorError: the package of a monitor is missing.
     """
 
     def __init__(
-        self, run_dir: Path, resumed_step: int, *, tensorboard: bool, wandb: Mapping[str, Any] | None = None
+        self,
+        run_dir: Path,
+        resumed_step: int,
+        *,
+        tensorboard: bool,
+        wandb: Mapping[str, Any] | None = None,
+        mlflow: Mapping[str, Any] | None = None,
     ) -> None:
         self._path = run_dir / FILE
         self._last, self._evaluated = _truncate(self._path, resumed_step)
         self._appender = Appender(self._path)
         self._unwritten = b""
         self._lock = threading.Lock()
-        self._board = _Board(run_dir / "tensorboard", resumed_step) if tensorboard else None
-        self._wandb = _wandb(run_dir, wandb) if wandb is not None else None
+        self._monitors: list[Monitor] = [TensorBoard(run_dir / "tensorboard", resumed_step)] if tensorboard else []
+        if wandb is not None:
+            self._monitors.append(WeightsAndBiases(run_dir, wandb))
+        if mlflow is not None:
+            self._monitors.append(Mlflow(run_dir, mlflow))
 
-    def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Add the row of a step, unless it has one. Raises OSError if the next row or `flush` must write it."""
+    def write(self, step: int, row: Mapping[str, float], samples: Sequence[SampleRow] = ()) -> None:
+        """Add the row of a step, unless it has one, and show some of its rollouts.
+
+        Raises OSError if the next row or `flush` must write the row.
+        """
         if step <= self._last:
             return
         self._last = step
-        self._append(step, row)
-        if self._wandb is not None:
-            self._wandb.log(dict(row), step=step)
+        now = time.time()
+        try:
+            self._append(step, now, row)
+        finally:
+            for monitor in self._monitors:
+                if samples:
+                    monitor.log_samples(step, samples)
+                monitor.log(step, now, row)
 
     def add_evaluation(self, step: int, row: Mapping[str, float]) -> None:
         """Add the results of a step's evaluation as a row. Raises OSError like `write`."""
         if step in self._evaluated:
             return
         self._evaluated.add(step)
-        self._append(step, row)
-        if self._wandb is not None:
-            # W&B refuses rows of earlier steps, and later steps may have been logged already. The row therefore goes
-            # to the current step, and W&B plots it over `eval/step`.
-            self._wandb.log({**row, f"{EVALUATION}step": step}, commit=False)
-
-    def _append(self, step: int, row: Mapping[str, float]) -> None:
         now = time.time()
-        self._unwritten += (json.dumps({"step": step, "time": now, **row}) + "\n").encode()
         try:
-            self.flush()
+            self._append(step, now, row)
         finally:
-            if self._board is not None:
-                self._board.write(step, now, row)
+            for monitor in self._monitors:
+                monitor.log_evaluation(step, now, row)
+
+    def _append(self, step: int, now: float, row: Mapping[str, float]) -> None:
+        self._unwritten += (json.dumps({"step": step, "time": now, **row}) + "\n").encode()
+        self.flush()
 
     def flush(self) -> None:
         with self._lock:
@@ -99,10 +113,8 @@ class MetricsLog:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.flush()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for monitor in self._monitors:
+            monitor.close()
 
 
 def sync(run_dir: Path) -> None:
@@ -115,7 +127,7 @@ def with_rl_names(row: Row) -> Row:
     if "loss" not in row:
         return row
     common = {name: row[name] for name in ("step", "time") if name in row}
-    trainer = {f"trainer/{name}": value for name, value in row.items() if name not in common}
+    trainer = {name if name.startswith(_OF_RUN) else f"trainer/{name}": row[name] for name in row if name not in common}
     phases = [value for name, value in row.items() if name.startswith("seconds/")]
     return common | trainer | ({"throughput/step_seconds": sum(phases)} if phases else {})
 
@@ -172,55 +184,3 @@ def _truncate(path: Path, step: int) -> tuple[int, set[int]]:
     write_atomic(path, b"".join(line + b"\n" for _, line in rows))
     trained = max((row["step"] for row, _ in rows if not is_evaluation(row)), default=0)
     return int(trained), {int(row["step"]) for row, _ in rows if is_evaluation(row)}
-
-
-class _Board:
-    """TensorBoard event files, written without torch.
-
-    A file that cannot be written costs its rows, never the run: the next row begins a new file.
-    """
-
-    def __init__(self, directory: Path, resumed_step: int) -> None:
-        # Importing takes 0.3 s, and the base install has no TensorBoard.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self._directory = directory
-        self._writer: Any = None
-        # A session start makes TensorBoard forget what earlier files say about later steps.
-        begin = SessionLog(status=SessionLog.START)
-        self._add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=begin))
-
-    def write(self, step: int, now: float, row: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()])
-        self._add(Event(wall_time=now, step=step, summary=summary))
-
-    def _add(self, event: Any) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        try:
-            if self._writer is None:
-                self._writer = files.retrying(self._directory, lambda: EventFileWriter(str(self._directory)))
-            self._writer.add_event(event)
-            self._writer.flush()
-        except OSError as error:
-            log.warning("cannot write the TensorBoard file, beginning a new one: %s", error)
-            self._writer = None  # its thread has ended
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._writer is not None:
-                self._writer.close()
-
-
-def _wandb(run_dir: Path, options: Mapping[str, Any]) -> Any:
-    # All attempts share one W&B run, because its id is the run's id. W&B keeps the first value of a step that a later
-    # attempt trains again.
-    import wandb
-
-    lock = find_record(run_dir / "lock.json", LockRecord) or LockRecord()
-    run = wandb.init(**options, id=lock.run_id or run_dir.name, resume="allow", dir=run_dir)
-    run.define_metric(f"{EVALUATION}*", step_metric=f"{EVALUATION}step")
-    return run

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from primeslurm.base import compiled_code, files
+from primeslurm.base import compiled_code, files, logs
 from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
@@ -25,6 +25,7 @@ from primeslurm.trainer.data.sft_data import Conversations
 from primeslurm.trainer.distributed.world import RankError, World, bound_memory, host_memory, join
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
+from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.collective_sender import CollectiveTransfer, Sender
@@ -42,8 +43,7 @@ def run(
 ) -> int:
     """Train as rank RANK of WORLD_SIZE. Return the exit code. Expected errors are logged, not raised."""
     rank = os.environ["RANK"]
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
-    logging.getLogger("torchtitan").setLevel(logging.WARNING)
+    logs.configure(f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
     journal = Journal(run_dir / "attempts" / str(attempt), f"trainer-rank-{rank}")
     journal.note_storage_faults()
     journal.write(TrainerStarted(os.getpid()))
@@ -79,8 +79,9 @@ def _task(
     reader = None
     if recipe.model.vlm is not None:
         reader = ImageReader(policy.source, model_directory.load_config(policy.source).image_token_id)
+    meter = FlopsMeter.of(policy, model_directory.load_config(policy.source), recipe, world)
     kept = KeptLogprobs(run_dir, attempt, world.rank) if recipe.task == "rl" else None
-    train_step = TrainStep(policy, recipe, world, reader, kept=kept)
+    train_step = TrainStep(policy, recipe, world, reader, kept=kept, meter=meter)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
@@ -100,4 +101,4 @@ def _task(
     data = recipe.sft.data
     conversations = Conversations(Path(data.path), tokenizer, recipe.seq_len, reader, data.train == "all")
     examples = token_files.tokenized(run_dir, conversations, policy.source, world)
-    return SftTask(recipe, run_dir, train_step, publisher, saver, world, examples, journal)
+    return SftTask(recipe, run_dir, attempt, train_step, publisher, saver, world, examples, journal)

@@ -24,6 +24,7 @@ from primeslurm.cli.views.status import failures_text, one_line, process_table, 
 from primeslurm.cli.views.tables import err, out
 from primeslurm.records.fleet import outcome_text
 from primeslurm.run.status.run_status import EMULATED
+from primeslurm.run.status.summary import Summary
 
 # Interval between two queries of a run's status.
 REFRESH_S = 1.0
@@ -147,6 +148,7 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         if results.first_loss is not None:
             out.print(f"loss: {results.first_loss:.4f} (first steps) -> {results.last_loss:.4f} (last)")
         out.print(f"restarts: {results.engine_restarts}; {number(results.trained_tokens_per_s)} trained tokens/s")
+        _print_gpus(results)
         return
     if results.gain is not None:
         out.print(
@@ -162,3 +164,12 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
     if results.mismatch_kl_max is not None:
         out.print(f"KL between trainer and engines: at most {results.mismatch_kl_max:.1e}")
     out.print(f"restarts: {results.engine_restarts}; {number(results.tokens_per_s)} sampled tokens/s")
+    _print_gpus(results)
+
+
+def _print_gpus(results: Summary) -> None:
+    for role, hours in results.gpu_hours.items():
+        mfu = f", MFU {results.mfu:.1%}" if role == "trainer" and results.mfu is not None else ""
+        out.print(f"{role}: {hours:.3g} GPU-hours, {results.idle_fraction[role]:.0%} idle{mfu}")
+    if results.first_step_seconds is not None:
+        out.print(f"time to first step: {duration(results.first_step_seconds)}")

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from primeslurm.base import logs
 from primeslurm.inference.router.supervisor import REFUSED_BYTES, Address, RouterSupervisor
 from primeslurm.records.journal import Journal
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the supervisor until the router ends, and return the router's exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logs.configure()
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--name", required=True)
     parser.add_argument("--attempt-dir", type=Path, required=True)

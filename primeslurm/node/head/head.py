@@ -18,6 +18,7 @@ from primeslurm.base.unresponsive_timer import scheduling_delay_s
 from primeslurm.node.agent.node_agent import TICK_RETRY_S, NodeAgent
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, record_bad_node
+from primeslurm.node.head.exporter import TARGETS_FILE, Exporter, start_exporter, targets
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.head.job_end import (
     MARGIN_S,
@@ -31,6 +32,7 @@ from primeslurm.node.head.job_end import (
     termination,
 )
 from primeslurm.node.head.process_states import fleet_state
+from primeslurm.node.head.run_metrics import RunCollector
 from primeslurm.node.head.unresponsive_ranks import THRESHOLDS, QuietThresholds
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
@@ -97,6 +99,8 @@ class Head(threading.Thread):
         self._published_generation = 0
         self._published = FleetView(time=0.0)
         self._published_at = -math.inf
+        self._exporter: Exporter | None = None
+        self._published_targets: Addresses | None = None
         self._requested: Ending | None = None
         self._warned = self._terminated = 0  # signals received so far: USR2 and SIGTERM
         self._explained = (0, 0)  # the same, when their reason was last looked up
@@ -122,6 +126,8 @@ class Head(threading.Thread):
 
     def run(self) -> None:
         """Tick until the attempt has ended everywhere. An error of the head itself ends the attempt."""
+        collector = RunCollector(self.plan, self.attempt.number, lambda: self._published)
+        self._exporter = start_exporter(self.plan, self._agent.address, collector)
         try:
             while not self._gathered(self._ticked_at):
                 self.tick(time.monotonic())
@@ -131,6 +137,8 @@ class Head(threading.Thread):
             self.ending = Ending(Outcome.FAILED, f"head: {message}", "head", error=message)
             self.journal.write(HeadFailed(self.ending.reason))
             self._agent.end(self.ending)
+        finally:
+            self._close_exporter()
 
     def tick(self, now: float) -> None:
         """Read the heartbeats that changed, decide, and publish. `now`: monotonic clock [s]."""
@@ -252,6 +260,22 @@ class Head(threading.Thread):
         self._publish_assignment()
         self._publish_addresses()
         self._publish_view(now)
+        self._publish_targets()
+
+    def _publish_targets(self) -> None:
+        """Publish the addresses that Prometheus can scrape, if they have changed."""
+        if self._published_targets is not self._addresses:
+            head = self._exporter.address if self._exporter else None
+            write_json(self.run_directory.path / TARGETS_FILE, targets(self.plan, self._addresses, head))
+            self._published_targets = self._addresses
+
+    def _close_exporter(self) -> None:
+        """Stop serving metrics. Prometheus drops the targets of a run that has ended."""
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None
+        with contextlib.suppress(OSError):
+            write_json(self.run_directory.path / TARGETS_FILE, [])
 
     def _publish_assignment(self) -> None:
         assignment = self.fleet.assignment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import threading
@@ -14,16 +15,18 @@ from typing import TypeVar
 import msgspec
 
 from primeslurm.base.durable import retry_until_written
-from primeslurm.base.files import FileWatcher, digest, write_json
+from primeslurm.base.files import FileWatcher, digest, read_json, write_json
 from primeslurm.base.model_files import model_directory
 from primeslurm.base.units import duration
 from primeslurm.node.host.fabric import find_hcas
 from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
 from primeslurm.plan.model import VLLM_ROLES, Node, Plan
+from primeslurm.records import resolved_recipe
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import FleetView, PreflightCheck, PreflightReference, PreflightState, SharedCheck
 from primeslurm.records.journal import Journal
+from primeslurm.records.monitors import MLFLOW_FIX, MLFLOW_MISSING
 from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
@@ -119,6 +122,7 @@ class Preflight:
             "its engines' sockets": self._sockets,
             "its file systems": self._files,
             "the models": self._models,
+            "the monitors": self._monitors,
             "the head's files": self._reference,
             "the clock": self._clock,
         }
@@ -199,6 +203,17 @@ class Preflight:
         if directory is None:
             return PreflightCheck("model", "failed", f"there is no model {path}", "put it on the shared file system")
         return checks.model_check(directory)
+
+    def _monitors(self) -> list[PreflightCheck]:
+        """Check that the package of a monitor is installed where its process may run."""
+        # The orchestrator writes the metrics of RL, and rank 0 of the trainer those of SFT.
+        writers = {"orchestrator", "trainer-rank-0"}
+        if writers.isdisjoint(process.name for node in self._candidates for process in node.processes):
+            return []
+        recipe = read_json(Path(self._plan.run_dir) / resolved_recipe.FILE) or {}
+        if not recipe.get("monitor", {}).get("mlflow") or importlib.util.find_spec("mlflow"):
+            return []
+        return [PreflightCheck("monitors", "failed", MLFLOW_MISSING, MLFLOW_FIX)]
 
     def _environments(self) -> list[PreflightCheck]:
         workers = any(p.role == "environment" for node in self._candidates for p in node.processes)

@@ -17,10 +17,12 @@ from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.pipeline.finalize import GroupFinalizer
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, ProgressFile, RunProgress
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
+from primeslurm.orchestrator.telemetry.sample_tables import SampleTables
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
-from primeslurm.records.attempt import require_newest
+from primeslurm.records.attempt import first_step_metrics, require_newest
 from primeslurm.records.metrics import MetricsLog, Row
+from primeslurm.records.monitors import SampleRow
 from primeslurm.wire.batches.file_ranges import FrameSource
 from primeslurm.wire.link.messages import Answer, Committed, GetBatch, Request, Save, StepDone
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, SessionState
@@ -55,6 +57,8 @@ class TrainerService:
         self._batch, self._batches, self._files = batch, batches, files
         self._finalizer, self._filter, self._progress = finalizer, group_filter, progress
         self._sessions, self._metrics, self._recorder = sessions, metrics, context.recorder
+        self._is_first_step = not context.journal.has_begun
+        self._samples = SampleTables(context.recipe)
         # A report counts once: a repeat waits until the first one is on disk.
         self._reporting = asyncio.Lock()
 
@@ -135,22 +139,28 @@ class TrainerService:
 
     async def _step_done(self, request: StepDone) -> None:
         row: Row = {}
+        samples: list[SampleRow] = []
         if request.step > self._progress.now.done_step and (groups := await self._batches.read(request.step)):
             row = await asyncio.to_thread(batch_metrics, groups, request.step, self._context.recipe.seq_len)
+            samples = await asyncio.to_thread(self._samples.of, groups, request.step)
         async with self._reporting:
             if request.step > self._progress.now.done_step:  # else a repeat that was handled meanwhile
-                await self._count_step(request, row)
+                await self._count_step(request, row, samples)
 
-    async def _count_step(self, request: StepDone, row: Row) -> None:
+    async def _count_step(self, request: StepDone, row: Row, samples: Sequence[SampleRow]) -> None:
         require_newest(self._context.arguments.run_dir, self._context.arguments.attempt)
         version = self._policy.current_version
         row |= self._monitor.step_metrics(self._dispatcher.counts, self._dispatcher.queue_lengths, version)
+        row |= self._policy.update_metrics()
+        if self._is_first_step:
+            self._is_first_step = False
+            row |= first_step_metrics(self._context.arguments.attempt_dir)
         row |= self._filter.take_metrics() | self._recorder.take_metrics()
         row |= {f"memory/{name}": value for name, value in self._progress.now.memory.get(request.step + 1, {}).items()}
         row |= self._batch.scoring.take_metrics() if self._batch.scoring is not None else {}
         row |= {f"trainer/{name}": value for name, value in request.metrics.items()}
         try:
-            self._metrics.write(request.step, row)
+            self._metrics.write(request.step, row, samples)
         except OSError as error:
             log.warning("metrics of step %d are not written yet: %s", request.step, error)
         await self._progress.note(lambda now: {"done_step": request.step})

@@ -11,7 +11,7 @@ import msgspec
 
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.telemetry.engine_load import LastSamples, LoadWindow, Sample, rounded, scrape
+from primeslurm.orchestrator.telemetry.engine_load import ENGINE, LastSamples, LoadWindow, Sample, rounded, scrape
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported, TaskGivenUp
@@ -68,6 +68,7 @@ class ProgressMonitor:
         self._rejected: Counter[str] = Counter()  # rejected groups by reason, since a group was kept
         self._rejected_rollouts = 0
         self._rejecting_since = 0.0
+        self._tp = recipe.inference.parallel.tp
         self._journal = journal
         self._engines = engines
         self._looked = looked
@@ -185,6 +186,10 @@ class ProgressMonitor:
         for role, load in self._roles.items():
             values = {name: getattr(load, name) for name in _ROW_LOADS}
             row |= {f"engines/{role}/{name}": value for name, value in values.items() if value is not None}
+            row[f"engines/{role}/idle_fraction"] = 1 - load.busy_mean
+            row[f"engines/{role}/generated_per_s_per_gpu"] = load.generated_per_s / (load.engines * self._tp)
+        for role, engines in Counter(match["role"] for match in map(ENGINE.match, self._engines()) if match).items():
+            row[f"engines/{role}/gpu_hours"] = engines * self._tp * (now - self._row_at) / 3600
         self._tokens = 0
         self._row_at = now
         return row

@@ -95,6 +95,8 @@ class WeightUpdateLoop:
         self._requests: dict[str, asyncio.Task[Step]] = {}
         self._lost: set[str] = set()
         self._missed_updates: Counter[str] = Counter()
+        # Parts of the last update of each engine [s], and its version
+        self._parts: dict[str, tuple[int, Mapping[str, float]]] = {}
         self._damaged = DamagedAnswers()
         self._restart_reason: dict[str, str] = {}  # why engines are restarted that answer updates
         self.useless = ""  # why no engine can be used, if restarts do not help
@@ -108,6 +110,18 @@ class WeightUpdateLoop:
     def wants_transfer(self) -> bool:
         wanted = self.pool.wanted
         return wanted is not None and not wanted.path and self.pool.wanting() > 0
+
+    def update_metrics(self) -> dict[str, float]:
+        """Return the parts of the newest weight update [s], each of the engine that took longest."""
+        newest = max((version for version, _ in self._parts.values()), default=-1)
+        parts = [seconds for version, seconds in self._parts.values() if version == newest]
+        if not parts:
+            return {}
+        return {
+            "policy/update_wait_seconds": max(each["wait"] for each in parts),
+            "policy/update_load_seconds": max(each["load"] for each in parts),
+            "policy/update_pause_seconds": max(each["pause"] for each in parts),
+        }
 
     async def want(self, policy: PolicyVersion) -> None:
         """Set the wanted policy. A repetition changes nothing. Raise ValueError for an older version."""
@@ -248,6 +262,8 @@ class WeightUpdateLoop:
             wait_s, load_s, pause_s = (
                 None if (part_s := parts.get(part)) is None else round(part_s, 3) for part in ("wait", "load", "pause")
             )
+            if parts:
+                self._parts[name] = policy.version, dict(parts)
             seconds = round(time.monotonic() - began, 3)
             self._journal.write(EngineUpdated(name, policy.version, step.value, seconds, wait_s, load_s, pause_s))
         await self._announce()

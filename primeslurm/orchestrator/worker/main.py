@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import logging
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from primeslurm.base import files
+from primeslurm.base import files, logs
 from primeslurm.base.imports import uncollected
 
 with uncollected():
@@ -197,9 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--node", default="", help="index of this node in the plan")
     options = parser.parse_args(argv)
     secret.keep()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("httpx", "aiohttp.access", "verifiers", "renderers"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logs.configure()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     environment = recipe.environment(options.environment)

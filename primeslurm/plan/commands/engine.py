@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
+from primeslurm.base import logs
 from primeslurm.models import Parsers, parsers_of
 from primeslurm.plan.commands import dynamo, kv
 from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
@@ -22,6 +24,8 @@ CPU_ALL2ALL = "allgather_reducescatter"
 # Log-probabilities of the distribution that tokens are drawn from, after the temperature. The trainer divides by it,
 # too, so `raw_logprobs` (before it) would not match.
 LOGPROBS_MODE = "processed_logprobs"
+# Name of the file with the configuration of an engine's log
+LOG_CONFIG = "vllm_logging.json"
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.version_gate.VersionGate"
 # Middleware without policy versions, for engines that keep the weights they loaded
@@ -82,7 +86,7 @@ class Engines:
         if self._in_dynamo:
             options, module = dynamo.worker_options(options, role), dynamo.WORKER
         self._argv = (python, "-m", module, *long_options(options))
-        self._files = kv.engine_files(recipe, device)
+        self._files = kv.engine_files(recipe, device) | _log_files(recipe)
         self._scratch = kv.engine_scratch(recipe, role)
 
     def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
@@ -190,6 +194,13 @@ def _rank_options(dp: DataParallel) -> dict[str, object]:
     }
 
 
+def _log_files(recipe: Recipe) -> dict[str, str]:
+    """Return the file with the configuration of vLLM's and uvicorn's loggers."""
+    if recipe.logging.format != "json":
+        return {}
+    return {LOG_CONFIG: json.dumps(logs.server_config(recipe.logging.level))}
+
+
 def _engine_env(
     recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole, dp: DataParallel
 ) -> dict[str, str]:
@@ -216,6 +227,10 @@ def _engine_env(
         # vLLM rounds scales up to powers of two, even on SM90, whose kernels do not need that. The trainer does not
         # round.
         env["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
+    if recipe.logging.level != "info":
+        env["VLLM_LOGGING_LEVEL"] = recipe.logging.level.upper()
+    if recipe.logging.format == "json":
+        env["VLLM_LOGGING_CONFIG_PATH"] = f"${{tmp}}/{LOG_CONFIG}"
     if settings.dbo:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other runner has no dual batch overlap
     return {**env, **kv.engine_env(recipe, role, device, dp.rank), **settings.env}

@@ -66,7 +66,8 @@ def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, 
     else:
         argv += ["--worker-urls", *map(url_of, workers.engines)]
     # Below RUST_LOG=warn, it logs three lines per request.
-    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics", "health"))
+    level = {"debug": "debug", "error": "error"}.get(recipe.logging.level, "warn")
+    return Command(tuple(argv), {"RUST_LOG": level}, ("http", "metrics", "health"))
 
 
 _OPTIONS: dict[str, object] = {

@@ -139,6 +139,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe | None:
         task="serve",
         seed=recipe.seed,
         seq_len=recipe.seq_len,
+        logging=recipe.logging,
         model=Model(path=teacher.path, dtype=teacher.dtype, max_len=recipe.seq_len + 1),
         inference=Inference(
             parallel=EngineParallel(tp=teacher.tp),

@@ -236,6 +236,12 @@ EnvironmentId = Annotated[
 ImportPath = Annotated[
     str, _matching(re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"), "must be package.module:function")
 ]
+TrackingUri = Annotated[
+    str,
+    _matching(
+        re.compile(r"https?://[^/\s]+\S*|databricks(://\S+)?"), "must be an http or https address, or databricks"
+    ),
+]
 Directory = Annotated[
     str,
     _matching(re.compile(r"[^\\]*"), "must not contain \\, which Slurm reads as an escape in names of log files"),

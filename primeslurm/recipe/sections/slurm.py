@@ -21,6 +21,7 @@ from primeslurm.recipe.fields.types import (
     Option,
     SlurmTime,
     Switches,
+    TrackingUri,
 )
 
 DEFAULT_TIME = "24:00:00"
@@ -174,6 +175,16 @@ class Wandb(Section):
     W&B."""
 
 
+class Mlflow(Section):
+    """MLflow logging. All attempts of a run log to one MLflow run. The nodes need the package mlflow-skinny."""
+
+    experiment: str = Field(min_length=1)
+    """MLflow experiment that the run is logged to."""
+    tracking_uri: TrackingUri
+    """Address of the tracking server, for example `http://mlflow.example.org:5000`, or `databricks`. Put
+    MLFLOW_TRACKING_TOKEN or other variables of MLflow in `pass_env`."""
+
+
 class KeptRollouts(Section):
     """Rollouts that are kept as readable text, for `primeslurm rollouts`."""
 
@@ -194,6 +205,15 @@ class Monitor(Section):
     wandb: Wandb | None = None
     """Log to Weights & Biases, for example `{project: my-project}`. Also put WANDB_API_KEY in `pass_env`. Default: no
     W&B."""
+    mlflow: Mlflow | None = None
+    """Log to MLflow, for example `{experiment: my-project, tracking_uri: "http://mlflow.example.org:5000"}`. Default:
+    no MLflow."""
+    sample_interval: NonNegativeInt = 10
+    """Steps between tables with eight rollouts of the batch, as text with rewards, in Weights & Biases and MLflow. 0:
+    no tables."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak rate of a trainer's GPU [TFLOP/s], of which `trainer/mfu` is the used fraction. Default: the dense peak of
+    known GPUs (A100, H100, H200, B200 and others) in bfloat16, or in FP8 with `trainer.fp8`."""
     rollouts: KeptRollouts = KeptRollouts()
     """Which rollouts are kept as readable text in `rollouts/archive/` of the run directory."""
 
@@ -204,3 +224,5 @@ class MetricsOptions(TypedDict):
     tensorboard: bool
     wandb: dict[str, Any] | None
     """Keyword arguments of `wandb.init`; None without Weights & Biases."""
+    mlflow: dict[str, Any] | None
+    """Options of `records.monitors.Mlflow`; None without MLflow."""

@@ -55,6 +55,7 @@ class PlanOutline(msgspec.Struct, frozen=True):
     nodes: list[NodeOutline]
     replicas: list[ReplicaOutline]
     emulated: bool = False
+    device: str = "cuda"
 
     def processes(self) -> Iterator[ProcessOutline]:
         """Iterate over all processes, in node order."""

@@ -11,14 +11,16 @@ from statistics import fmean
 import msgspec
 
 from primeslurm.base.errors import RunError, signature
+from primeslurm.records.attempt import FIRST_STEP
 from primeslurm.records.evaluation import BestCheckpoint, EvaluationRecord, best_of, evaluations
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.events.training import RolloutFailed, TaskGivenUp
+from primeslurm.records.metrics import Row
 from primeslurm.records.record import Event
 from primeslurm.records.state import FailedRollouts
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.run.status.plan_outline import read_outline
+from primeslurm.run.status.plan_outline import PlanOutline, read_outline
 
 # Steps averaged at the start and at the end of the run.
 WINDOW = 5
@@ -53,6 +55,14 @@ class Summary(msgspec.Struct, frozen=True):
     """Best evaluation by the metric that the recipe names."""
     emulated: bool = False
     """All numbers come from stand-ins."""
+    gpu_hours: dict[str, float] = {}
+    """GPU-hours of the trained steps, by role: trainer, engine, prefill, decode. Empty on a site without GPUs."""
+    idle_fraction: dict[str, float] = {}
+    """Fraction of these GPU-hours in which GPUs had nothing to do, by role."""
+    mfu: float | None = None
+    """Mean model FLOPs utilization of the trainer; None if it is unknown."""
+    first_step_seconds: float | None = None
+    """Seconds from the start of the first job to its first step."""
 
     @property
     def gain(self) -> float | None:
@@ -93,6 +103,9 @@ def summarise(run: RunDirectory) -> Summary:
     evaluated = evaluations(run.path)
     keep_best = recipe.evaluation.keep_best if recipe.evaluation else None
     restarts = sum(isinstance(event, ProcessStarted) and event.restarts > 0 for event in happened)
+    outline = _outline(run)
+    has_gpus = outline is None or outline.device == "cuda"
+    gpu_hours = _of_roles(steps, "gpu_hours") if has_gpus else {}
     created = run.created_at or (steps[0]["time"] if steps else 0.0)
     return Summary(
         run=run.name,
@@ -114,12 +127,35 @@ def summarise(run: RunDirectory) -> Summary:
         trained_tokens_per_s=fmean([row.get("trainer/tokens_per_s", 0.0) for row in steps] or [0.0]),
         evaluations=evaluated,
         best=best_of(evaluated, keep_best) if keep_best else None,
-        emulated=_emulated(run),
+        emulated=outline is not None and outline.emulated,
+        gpu_hours={role: sum(hours) for role, hours in gpu_hours.items()},
+        idle_fraction={role: _idle(steps, role) for role in gpu_hours},
+        mfu=fmean(used) if (used := [row["trainer/mfu"] for row in steps if "trainer/mfu" in row]) else None,
+        first_step_seconds=next((row[FIRST_STEP] for row in steps if FIRST_STEP in row), None),
     )
 
 
-def _emulated(run: RunDirectory) -> bool:
+def _of_roles(steps: Sequence[Row], name: str) -> dict[str, list[float]]:
+    """Return the values of a metric that every role has, by role."""
+    values: dict[str, list[float]] = {}
+    for row in steps:
+        for metric, value in row.items():
+            *prefix, last = metric.split("/")
+            if last == name and prefix and prefix[0] in ("trainer", "engines"):
+                values.setdefault(prefix[-1], []).append(value)
+    return values
+
+
+def _idle(steps: Sequence[Row], role: str) -> float:
+    """Return the idle fraction of a role, weighted by GPU-hours."""
+    prefix = "trainer" if role == "trainer" else f"engines/{role}"
+    hours = [(row.get(f"{prefix}/gpu_hours", 0.0), row.get(f"{prefix}/idle_fraction", 0.0)) for row in steps]
+    total = sum(spent for spent, _ in hours)
+    return sum(spent * idle for spent, idle in hours) / total if total else 0.0
+
+
+def _outline(run: RunDirectory) -> PlanOutline | None:
     # A run may have no attempt, or a plan that cannot be read.
     with contextlib.suppress(RunError):
-        return read_outline(run.latest()).emulated
-    return False
+        return read_outline(run.latest())
+    return None

@@ -10,14 +10,13 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from primeslurm.base import files
+from primeslurm.base import files, logs
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.rollouts import transcripts
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
@@ -177,8 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--attempt-dir", type=Path, required=True)
     parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
     options = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.configure()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options))
 

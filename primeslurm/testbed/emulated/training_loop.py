@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from primeslurm.base import durable, files
+from primeslurm.base import durable, files, logs
 from primeslurm.base.durable import retry_until_written
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
@@ -191,7 +191,7 @@ def train(argv: list[str] | None, ranks: Ranks) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--orchestrator", required=True)
     options, _ = parser.parse_known_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer 0 %(levelname)s %(message)s")
+    logs.configure("%(asctime)s trainer 0 %(levelname)s %(message)s")
     recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     world = int(os.environ["WORLD_SIZE"])
     link = TrainerLink(options.orchestrator, on_wait=liveness().heartbeat)

@@ -25,6 +25,7 @@ class PhaseTimer:
         self._limits = limits
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
+        self._taken_at = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -49,9 +50,19 @@ class PhaseTimer:
         """Return the seconds spent on a phase since the last `take`."""
         return self._seconds[name]
 
-    def take(self) -> dict[str, float]:
-        """End a step: return the seconds per phase since the last call as metrics, and reset them."""
+    def take(self, gpus: int) -> dict[str, float]:
+        """End a step: return metrics of the time since the last call, and begin again.
+
+        Args:
+            gpus: number of ranks, each of which has a GPU.
+        """
         self.steps_done += 1
-        metrics = {f"seconds/{name}": spent for name, spent in self._seconds.items()}
+        now = time.monotonic()
+        elapsed_s, self._taken_at = now - self._taken_at, now
+        metrics = {
+            "gpu_hours": gpus * elapsed_s / 3600,
+            "idle_fraction": self._seconds.get("wait", 0.0) / max(elapsed_s, 1e-9),
+        }
+        metrics |= {f"seconds/{name}": spent for name, spent in self._seconds.items()}
         self._seconds.clear()
         return metrics

@@ -159,7 +159,7 @@ class RlTask:
         metrics = self.train_step.train(batch, self._timer)
         self._transfer_policy(step)
         # A step is reported before it is saved, so its checkpoint seconds are those of the previous save.
-        metrics |= self._timer.take()
+        metrics |= self._timer.take(self.world.size)
         if self.world.is_main:
             self.link.step_done(step, metrics)
             if metrics["skipped"]:

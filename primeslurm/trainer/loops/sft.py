@@ -8,6 +8,7 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.attempt import first_step_metrics
 from primeslurm.records.events.training import (
     CheckpointLoaded,
     StepSkipped,
@@ -35,6 +36,7 @@ class SftTask:
 
     recipe: Recipe
     run_dir: Path
+    attempt: int
     train_step: TrainStep
     publisher: Publisher
     saver: Checkpoints
@@ -57,8 +59,10 @@ class SftTask:
         while step < self.recipe.max_steps and not interrupted:
             step += 1
             self._timer.step = step
-            values = self.train_step.train(self._batch(step), self._timer) | self._timer.take()
+            values = self.train_step.train(self._batch(step), self._timer) | self._timer.take(self.world.size)
             if metrics is not None:
+                if self._timer.steps_done == 1:
+                    values |= first_step_metrics(self.run_dir / "attempts" / str(self.attempt))
                 self.saver.require_owned()
                 metrics.write(step, values)
                 self.journal.write(StepTrained(step, values["loss"]))

@@ -24,6 +24,7 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
+from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, stack
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 class TrainStep:
     """The policy with the recipe's loss, optimizer and schedule. Without a `reader`, training is on text only.
 
-    `kept` writes log-probabilities of rollouts in the archive.
+    `kept` writes log-probabilities of rollouts in the archive. Without a `meter`, steps have no metrics of operations.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class TrainStep:
         reader: ImageReader | None = None,
         loss: LossFunction | None = None,
         kept: KeptLogprobs | None = None,
+        meter: FlopsMeter | None = None,
     ) -> None:
         self.policy = policy
         self._settings = trainer = recipe.trainer
         self._loss = loss or (from_recipe(trainer.loss) if recipe.task == "rl" else cross_entropy)
         self._world = world
         self._reader = reader
+        self._meter = meter
         self._kept = kept
         self._compilations = CompilationMetrics(policy.compiled, world)
         self.optimizer = optimizers.build(
@@ -95,6 +98,7 @@ class TrainStep:
             "peak_memory_gb": self._world.peak_memory_bytes() / 1e9,
             "allocation_retries": float(self._world.allocation_retries()),
             **self._compilations.take(),
+            **(self._meter.take(seconds) if self._meter else {}),
         }
 
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
@@ -109,10 +113,11 @@ class TrainStep:
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # If any row of the batch has images, every rank runs the vision encoder in every micro batch, because the
             # encoder's weights are gathered from all ranks.
-            sums = self._micro_batch(
-                arrays, self._images(rows) if batch.info.has_images else None, batch.info, first_row
-            )
+            images = self._images(rows) if batch.info.has_images else None
+            sums, trained = self._micro_batch(arrays, images, batch.info, first_row)
             first_row += len(rows)
+            if self._meter is not None:
+                self._meter.add(rows, trained, images)
             (sums.loss / tokens).backward()
             for name, value in sums.metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
@@ -134,7 +139,8 @@ class TrainStep:
 
     def _micro_batch(
         self, row: dict[str, torch.Tensor], images: VisionInput | None, info: BatchInfo, first_row: int
-    ) -> Any:
+    ) -> tuple[Any, int]:
+        """Return the sums of the loss, and the number of tokens that this rank trains."""
         positions = row.pop("positions")
         length = positions.shape[1] // self.policy.cp_world
         # Logits at a position predict the next token, so targets are shifted by one.
@@ -158,7 +164,7 @@ class TrainStep:
         logprobs, entropy, trained = self.policy.score(tokens, whole_positions, mask, targets, routed, images)
         if self._kept is not None:
             self._kept.add(info, first_row, mask, logprobs)
-        return self._loss(logprobs, entropy, trained)
+        return self._loss(logprobs, entropy, trained), int(mask.sum())
 
     def _update(self, step: int) -> tuple[float, bool]:
         """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""

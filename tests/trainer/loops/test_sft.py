@@ -57,7 +57,7 @@ def train(
     conversations = sft_data.Conversations(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
     examples = token_files.tokenized(run_dir, conversations, policy.source, world)
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
-    assert SftTask(recipe, run_dir, train_step, publisher, saver, world, examples, journal).run() == 0
+    assert SftTask(recipe, run_dir, 1, train_step, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,28 +1,23 @@
-"""The benchmark of training steps at a tiny size, and its operation counts."""
+"""The benchmark of training steps at a tiny size, and the MFU of its recorded results."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config
 
-from benchmarks.training_models import SHAPES, attention_flops, expert_count, matrix_flops
-from benchmarks.training_speed import arguments, document_lengths, make_recipe, measure, ours
+from benchmarks.training_models import SHAPES, expert_count
+from benchmarks.training_speed import arguments, document_lengths, flops_per_token, measure
 from primeslurm.models import family_of
+from primeslurm.models.hf_config import shape_of
+from primeslurm.plan.memory.parameters import count
 from primeslurm.trainer.distributed.world import World
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_hidden_layers": 2,
-}
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+PEAK = 989e12  # of H100 and H200 in bfloat16
 
 
 def test_both_steps_are_timed(world: World) -> None:
@@ -39,12 +34,9 @@ def test_compiled_and_eager_steps_are_timed(world: World) -> None:
     assert actual["first_step"] == actual["eager_first_step"], "the same weights and rows"
     lengths = document_lengths(64, 1, 3)
     assert sum(lengths) == 8 * 64 and len(lengths) == sum((1, 1, 1, 1, 2, 2, 2, 3))
-    config = SHAPES["tiny"].build(1, None, 256)
-    keys = sum(length * (length + 1) / 2 for length in lengths) / sum(lengths)
-    a_key = attention_flops(config, 1, causal=True)
-    rest = actual["flops_per_token"] - a_key * keys
-    whole = measure(arguments(["--layers", "1", "--seq", "64", "--steps", "1", "--vocab", "256"]), world)
-    assert whole["flops_per_token"] - rest == pytest.approx(a_key * 32.5), "no key of another document is counted"
+    shape = shape_of(SHAPES["tiny"].build(1, None, 256).to_dict())
+    visible, whole = flops_per_token(shape, lengths, 64)
+    assert actual["flops_per_token"] == visible < whole, "no key of another document is counted"
 
 
 def test_features_that_torchtitan_lacks_are_rejected(world: World) -> None:
@@ -52,45 +44,43 @@ def test_features_that_torchtitan_lacks_are_rejected(world: World) -> None:
         measure(arguments(["--shape", "glm5", "--against", "torchtitan"]), world)
 
 
-def test_counted_matrix_products_match_torch(world: World, tmp_path: Path) -> None:
-    config = Qwen3Config(**SHAPES["qwen3_4b"].settings | SMALL | {"intermediate_size": 128})
-    recipe = make_recipe(arguments(["--seq", "64", "--checkpointing", "none"]), on_cpu=True)
-    first: dict[str, float] = {}
-    step, model = ours(recipe, config, 1, world, tmp_path, first, {})
-    with FlopCounterMode(display=False) as counter:
-        step()
-    assert first["grad_norm"] > 0
-    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
-    head_of_last_token = 6 * 256 * 64  # it predicts nothing
-    assert matrix_flops(model, config) * 64 == counted + head_of_last_token
-
-
-@pytest.mark.parametrize("length", [8, 40])
-def test_attention_flops_count_visible_keys(length: int) -> None:
-    sizes = {"index_topk": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "index_n_heads": 3, "index_head_dim": 8}
-    config = SHAPES["glm5"].config(**SHAPES["glm5"].settings | SMALL | sizes)
-    seen = [query + 1 for query in range(length)]
-    attended = sum(min(keys, 16) for keys in seen) * (2 * 32 + 16)
-    scored = sum(seen) * 3 * 8
-    flops = 2 * (3 * 2 * 4 * attended + 2 * scored)  # layers, heads; the indexer has no backward pass
-    assert attention_flops(config, length, causal=True) * length == pytest.approx(flops)
-    config = Qwen3Config(**SMALL)
-    assert attention_flops(config, length, causal=True) * length == 3 * 2 * 2 * 4 * 2 * 32 * sum(seen)
-
-
-def test_attention_flops_count_windows_and_two_head_sizes() -> None:
-    config = SHAPES["gpt_oss_120b"].build(2, 4, 256)
-    width = 3 * 2 * 64 * 2 * 64
-    assert attention_flops(config, 8, causal=True) == 2 * width * 4.5, "no window is as long"
-    seen = [min(token + 1, 128) for token in range(1024)]
-    assert attention_flops(config, 1024, causal=True) == width * (512.5 + sum(seen) / 1024)
-    assert attention_flops(config, 1024, causal=False) == width * (1024 + 128)
-    config = SHAPES["deepseek_v3"].build(1, 4, 256)
-    assert attention_flops(config, 8, causal=False) == 3 * 2 * 128 * (192 + 128) * 8
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_benchmark_shapes_have_trainer_code(name: str) -> None:
     config = SHAPES[name].build(1, None if name in ("qwen3_4b", "llama3_8b") else 16, 256)
     assert family_of(config.model_type) is not None
     assert expert_count(config) == (0 if name in ("qwen3_4b", "llama3_8b") else 16)
+
+
+def recorded(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the results of this benchmark in the content of a results file."""
+    if isinstance(value, dict) and {"flops_per_token", "shape"} <= set(value):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from recorded(part)
+
+
+def adapters_of(result: dict[str, Any], shape: Any) -> int | None:
+    """Return the weights of LoRA adapters that a token meets, from the number of parameters."""
+    if not result["lora"]:
+        return None
+    adapters = result["parameters"] - count(shape).total
+    e = shape.experts
+    of_experts = shape.moe_layers * e.count * 3 * result["lora"] * (shape.hidden + e.width)
+    return adapters - of_experts + of_experts * e.top_k // e.count
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("*_h[12]00*.json")))
+def test_recorded_mfu_is_that_of_the_formula(file: str) -> None:
+    for result in recorded(json.loads((RESULTS / file).read_text())):
+        config = SHAPES[result["shape"]].build(result["layers"], result["experts"], result["vocab"])
+        shape = shape_of(config.to_dict())
+        lengths = document_lengths(result["seq"], result["rows"], result.get("documents") or 1)
+        adapters = adapters_of(result | {"lora": result.get("lora")}, shape)
+        operations, everything = flops_per_token(shape, lengths, result["seq"], adapters)
+        # Earlier results counted short convolutions, too, and the logits of a document's last token.
+        assert result["flops_per_token"] == pytest.approx(operations, rel=1e-3)
+        for name in {"ours", "torchtitan", "eager"} & set(result):
+            rate = result[name]["tokens_per_s"] / result["ranks"] / PEAK
+            assert result[name]["mfu"] == pytest.approx(operations * rate, rel=2e-3, abs=1e-4), name
+            assert result[name]["mfu_all_keys"] == pytest.approx(everything * rate, rel=2e-3, abs=1e-4), name

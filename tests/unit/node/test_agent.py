@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from primeslurm.base.files import read_json
 from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
+from primeslurm.node.head.exporter import TARGETS_FILE, TOKEN_FILE
 from primeslurm.node.head.head import Head, HeadTimings
 from primeslurm.node.head.job_end import Termination
 from primeslurm.node.host.exit_cleanup import ExitCleanup
@@ -31,6 +34,7 @@ from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import BY_SIGTERM, CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import events as all_events
 from primeslurm.wire import exit_codes
+from primeslurm.wire.transport import secret
 from tests.support.plans import SERVER, plan_of, python
 
 E = TypeVar("E", bound=Event)
@@ -147,6 +151,28 @@ def test_a_process_starts_after_its_prerequisites_answer(start: Callable[..., Ru
     port = read_json(running.attempt.agent_file(1))["ports"]["server"]["http"]
     assert log[-1] == f"127.0.0.2:{port}"
     assert running.report("server").healthy is True
+
+
+def test_prometheus_can_scrape_head_and_engines_until_the_attempt_ends(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    secret.create(tmp_path / "run")
+    engine = process("engine-r0-0", 1, python(SERVER, "${host}", "${port:http}"), ports={"http": 21000})
+    running = start((process("orchestrator", 0, SLEEP),), (engine,))
+    targets_file = running.run.path / TARGETS_FILE
+    running.wait(lambda: len(read_json(targets_file) or ()) == 2)
+    head, of_engine = (target["targets"][0] for target in read_json(targets_file))
+    assert of_engine == f"127.0.0.2:{read_json(running.attempt.agent_file(1))['ports']['engine-r0-0']['http']}"
+    token = (running.run.path / TOKEN_FILE).read_text()
+    request = urllib.request.Request(f"http://{head}/metrics", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert f'primeslurm_attempt{{run="{running.run.name}"}} 1.0' in answer.read().decode()
+    running.head.end(Ending(Outcome.CANCELLED, "test over"))
+    running.join()
+    assert read_json(targets_file) == []
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(request, timeout=30)
 
 
 def test_an_attempt_ends_when_a_newer_one_owns_the_run(start: Callable[..., Running]) -> None:

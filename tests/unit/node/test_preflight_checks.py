@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan, Process
 from primeslurm.records.fleet import PreflightState, SharedCheck
 from primeslurm.records.journal import Journal
+from primeslurm.records.monitors import MLFLOW_MISSING
 from primeslurm.run.directory import RunDirectory
 from tests.support.cli import ROOT
 from tests.support.plans import plan_of, python
@@ -265,6 +267,21 @@ def test_the_teachers_model_is_checked(plan: Plan, tmp_path: Path) -> None:
     check = preflight(plan, 0, tmp_path)
     check.start()
     assert verdict(check) == (PreflightState.UNFIT, f"there is no model {tmp_path / 'none'}")
+
+
+@pytest.mark.parametrize("name", ["orchestrator", "trainer-rank-0", "engine-r0-0"])
+def test_mlflow_must_be_installed_where_metrics_are_written(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    process = plan.nodes[0].processes[0].model_copy(update={"name": name})
+    nodes = (plan.nodes[0].model_copy(update={"processes": (process,)}),)
+    recipe = {"model": {"path": str(model_dir(tmp_path))}, "monitor": {"mlflow": {"experiment": "e"}}}
+    write_json(Path(plan.run_dir) / "recipe.resolved.json", recipe)
+    check = preflight(plan.model_copy(update={"nodes": nodes}), 0, tmp_path, clock_wait_s=0.2)
+    check.start()
+    writes = name != "engine-r0-0"
+    assert verdict(check) == ((PreflightState.UNFIT, MLFLOW_MISSING) if writes else (PreflightState.FIT, ""))
 
 
 def test_environments_are_loaded_where_workers_may_run(

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineUnresponsiveError,
     EventLoopDelayedError,
     PolicyVersion,
+    Step,
 )
 from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
 from primeslurm.orchestrator.weight_transfer.polling import (
@@ -200,6 +202,29 @@ async def test_busy_engines_stay_current_and_are_logged_once_each(
     assert len(events) == 6
     assert {(line["engines"], line["error"][:30]) for line in events} == {(6, "http://engine: no answer withi")}
     assert not any(line["kind"] == "engine_state" and line["state"] == "DOWN" for line in lines)
+
+
+async def test_parts_of_an_update_are_those_of_the_slowest_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine()
+    engines = {name: clients(monkeypatch, machine) for name in ("a", "b", "c")}
+    loop = WeightUpdateLoop(engines, Journal(tmp_path, "orchestrator"), 30, poll_s=0.05)
+    assert loop.update_metrics() == {}
+    for name, load in (("a", 3.0), ("b", 7.0), ("c", 9.0)):
+        engine = engines[name]
+        step = Step.CONFIRM if name == "c" else Step.UPDATE  # c has the weights already
+
+        async def apply(*_: Any, step: Step = step) -> Step:
+            return step
+
+        monkeypatch.setattr(engine, "apply", apply)
+        monkeypatch.setattr(engine, "seconds", {"wait": 10 - load, "load": load, "pause": load + 1})
+    async with running(loop):
+        await loop.want(PolicyVersion(2, "/v2"))
+        await wait_until_async(lambda: loop.update_metrics().get("policy/update_pause_seconds") == 8.0)
+    expected = {"wait": 7.0, "load": 7.0, "pause": 8.0}
+    assert loop.update_metrics() == {f"policy/update_{name}_seconds": value for name, value in expected.items()}
 
 
 async def test_missing_engine_is_down_at_once_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIV
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor, StallError
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.inference import EngineParallel, Inference
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import OrchestratorState
 from primeslurm.wire.batches.rollout import Rollout
@@ -94,6 +95,25 @@ def test_row_has_the_load_of_each_role(tmp_path: Path) -> None:
         watch.engines_seen({"decode-r0-0": {"running": running, "waiting": 0.0, "kv_usage": 0.1}})
     row = watch.step_metrics(Counter(), {"inflight": 7}, version=3)
     assert row["engines/decode/busy_mean"] == 0.75 and row["policy/version"] == 3 and row["queue/inflight"] == 7
+
+
+def test_row_has_gpu_hours_and_idle_time_of_each_role(tmp_path: Path) -> None:
+    recipe = RECIPE.model_copy(update={"inference": Inference(parallel=EngineParallel(tp=4))})
+    engines = dict.fromkeys(("prefill-r0-0", "decode-r0-0", "decode-r0-1", "router-0"), "http://x")
+    clock = Clock()
+    watch = ProgressMonitor(recipe, Journal(tmp_path, "orchestrator"), lambda: engines, clock)
+    for generated in (0.0, 800.0):
+        clock.now += 10
+        watch.engines_seen({f"decode-r0-{i}": {"running": generated / 100, "generated": generated} for i in (0, 1)})
+    clock.now += 340
+    row = watch.step_metrics(Counter(), {}, version=0)
+    # Engines that do not answer cost as much as others.
+    assert row["engines/prefill/gpu_hours"] == pytest.approx(4 * 360 / 3600)
+    assert row["engines/decode/gpu_hours"] == pytest.approx(8 * 360 / 3600)
+    assert row["engines/decode/idle_fraction"] == 0.5
+    assert row["engines/decode/generated_per_s_per_gpu"] == pytest.approx(2 * 80 / 8)
+    clock.now += 36
+    assert watch.step_metrics(Counter(), {}, version=0)["engines/prefill/gpu_hours"] == pytest.approx(4 * 36 / 3600)
 
 
 def test_state_shows_progress_of_engines(tmp_path: Path) -> None:

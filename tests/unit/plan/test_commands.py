@@ -10,6 +10,7 @@ import pytest
 from primeslurm.plan.commands.command import Command, ReplicaEngines
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.logs import Logging
 from primeslurm.recipe.sections.routers import VllmRouter
 from tests.support.engine_commands import engine_command
 
@@ -178,3 +179,13 @@ def test_router_over_prefill_and_decode() -> None:
 def test_replica_has_either_engines_or_prefill_and_decode(workers: dict[str, list[str]]) -> None:
     with pytest.raises(ValueError, match="either engines, or prefill"):
         ReplicaEngines(**workers)
+
+
+def test_engines_log_at_the_level_and_in_the_format_of_the_run() -> None:
+    changed = recipe().model_copy(update={"logging": Logging(level="debug", format="json")})
+    command = engine_command(changed, "cpu", "engine", "python")
+    assert command.env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    name = command.env["VLLM_LOGGING_CONFIG_PATH"].removeprefix("${tmp}/")
+    assert json.loads(command.files[name])["loggers"]["vllm"]["level"] == "DEBUG"
+    chosen = recipe(env={"VLLM_LOGGING_LEVEL": "ERROR"}).model_copy(update={"logging": Logging(level="debug")})
+    assert engine_command(chosen, "cpu", "engine", "python").env["VLLM_LOGGING_LEVEL"] == "ERROR"

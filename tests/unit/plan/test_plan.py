@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.api.sites import local_site
+from primeslurm.base import logs
 from primeslurm.base.errors import UsageError
 from primeslurm.node.agent.node_context import Addresses, resolve
 from primeslurm.plan.checks.run_checks import check_plan
@@ -480,3 +481,9 @@ def test_warns_of_checkpoint_copies_that_are_never_read() -> None:
         changes = {"checkpoint": {"local": "/scratch"}, "deployment": {"train": {"nodes": 2}, **spares}}
         findings = check_plan(Recipe.model_validate(recipe_data(**changes)), plan_for(**changes))
         assert [finding.fix for finding in findings if finding.field == "checkpoint.local"] == told
+
+
+def test_all_processes_get_level_and_format_of_log_lines() -> None:
+    assert not {logs.LEVEL, logs.FORMAT} & set(plan_for().env)
+    env = plan_for(logging={"level": "warning", "format": "json"}).env
+    assert (env[logs.LEVEL], env[logs.FORMAT]) == ("warning", "json")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from primeslurm.orchestrator.telemetry import progress_monitor
+from primeslurm.records.attempt import FIRST_STEP
 from primeslurm.records.evaluation import Estimated, LabelResult
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,6 +26,9 @@ WRITERS = (
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
     ("trainer/policy/train_step.py", "trainer/", {"train"}),
     ("trainer/policy/compilation_metrics.py", "trainer/", {"take"}),
+    ("trainer/policy/flops_meter.py", "trainer/", {"take"}),
+    ("trainer/base/phase_timer.py", "trainer/", {"take"}),
+    ("orchestrator/weight_transfer/weight_update_loop.py", "", {"update_metrics"}),
 )
 """Module, prefix of its metric names, and the functions that write them; None for all."""
 PLACEHOLDERS = {"E", "A", "R", "*"}
@@ -55,7 +59,7 @@ def keys(function: ast.AST) -> Iterator[str]:
 
 def emitted() -> set[str]:
     """Return the names of all metrics, with * for parts that differ between runs."""
-    metrics = {f"engines/*/{name}" for name in progress_monitor._ROW_LOADS}
+    metrics = {f"engines/*/{name}" for name in progress_monitor._ROW_LOADS} | {FIRST_STEP}
     for module, prefix, functions in WRITERS:
         for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
             if isinstance(node, ast.FunctionDef) and (functions is None or node.name in functions):
@@ -75,7 +79,8 @@ def emitted() -> set[str]:
         turns=1.0,
         metrics={"x": 1.0},
     )
-    metrics -= {"engines/*/*", "env/*/*", "queue/*"}  # loops over the names that are collected above
+    # Loops over the names that are collected above.
+    metrics -= {"engines/*/*", "env/*/*", "queue/*", "trainer/seconds/*"}
     return metrics | {f"eval/*/{name.replace('@1', '@k').replace('/x', '/*')}" for name in result.row()}
 
 

@@ -85,6 +85,8 @@ def test_string_of_a_recipe_is_refused_or_arrives_unchanged(
         data |= {"task": "serve", "environments": []}  # Dynamo cannot be used for RL
     if "teacher" in data:
         data = merge(data, {"orchestrator": {"advantages": "opd"}})  # a teacher needs a use
+    if "mlflow" in data.get("monitor", {}):
+        data = merge(data, {"monitor": {"mlflow": {"tracking_uri": "http://x1"}}})  # a word is no address
     text = yaml.safe_dump(model_strings.put(merge(data, _parents(data, path)), path, value))
     try:
         (tmp_path / "r.yaml").write_text(text)

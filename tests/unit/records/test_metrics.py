@@ -60,7 +60,11 @@ class FakeWandb(types.ModuleType):
         """Run id to the steps logged."""
         self.names: set[str] = set()
         self.evaluations: list[dict[str, float]] = []
+        self.tables: list[tuple[int | None, list[str], list[list[Any]]]] = []
         self._current = ""
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+        return columns, data
 
     def init(self, *, id: str, name: str, resume: str, **_: Any) -> FakeWandb:
         assert resume == "allow"
@@ -72,7 +76,10 @@ class FakeWandb(types.ModuleType):
     def define_metric(self, name: str, step_metric: str) -> None:
         assert (name, step_metric) == ("eval/*", "eval/step")
 
-    def log(self, row: dict[str, float], step: int | None = None, commit: bool = True) -> None:
+    def log(self, row: dict[str, Any], step: int | None = None, commit: bool = True) -> None:
+        if "rollouts" in row:
+            self.tables.append((step, *row["rollouts"]))
+            return
         if step is None:
             assert not commit, "a commit would close the step that is being trained"
             self.evaluations.append(row)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError, UsageError, Violation
-from primeslurm.base.files import write_json
+from primeslurm.base.files import read_json, write_json
 from primeslurm.cli.views.status import view
 from primeslurm.plan.model import Process, Replica
 from primeslurm.plan.planner import derive
@@ -222,6 +222,23 @@ def test_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     results = summarise(run)
     assert (results.first_reward, results.last_reward, results.gain) == pytest.approx((0.3, 0.8, 0.5))
     assert (results.mixed_version_rollouts, results.engine_restarts, results.seconds) == (10, 1, 60)
+
+
+def test_summary_adds_up_gpu_hours_by_role(run: RunDirectory) -> None:
+    rows = [
+        {"step": 1, "trainer/gpu_hours": 1.0, "trainer/idle_fraction": 0.5, "throughput/first_step_seconds": 99.0},
+        {"step": 2, "trainer/gpu_hours": 3.0, "trainer/idle_fraction": 0.1, "trainer/mfu": 0.25},
+        {"step": 3, "engines/decode/gpu_hours": 8.0, "engines/decode/idle_fraction": 0.2, "trainer/mfu": 0.35},
+        {"step": 3, "throughput/first_step_seconds": 5.0},
+    ]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert summarise(run).gpu_hours == {}, "the site has no GPUs"
+    plan = run.attempt(1).plan_file
+    write_json(plan, read_json(plan) | {"device": "cuda"})
+    found = summarise(run)
+    assert found.gpu_hours == {"trainer": 4.0, "decode": 8.0}
+    assert found.idle_fraction == pytest.approx({"trainer": (0.5 + 0.3) / 4, "decode": 0.2})
+    assert found.mfu == pytest.approx(0.3) and found.first_step_seconds == 99.0
 
 
 def test_summary_counts_failed_rollouts_of_all_attempts(run: RunDirectory) -> None:

@@ -1,0 +1,169 @@
+"""Prometheus on the head: `/metrics` of the run, and the addresses that a Prometheus server can scrape."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any
+
+from primeslurm.base import files
+from primeslurm.plan.model import VLLM_ROLES, Plan
+from primeslurm.wire.transport import secret
+from primeslurm.wire.transport.addresses import Addresses
+
+log = logging.getLogger(__name__)
+# In the run directory: targets in the format of Prometheus' file_sd, and the token of `/metrics`.
+TARGETS_FILE, TOKEN_FILE = "prometheus.json", "prometheus.token"
+# Name of the port with a process's metrics, by role. Others serve none, or only what the head exposes.
+_PORTS = {**dict.fromkeys(VLLM_ROLES, "http"), "router": "metrics"}
+_REQUEST_S = 10.0
+# Connections served at a time, with a thread each. Further ones are closed, so that no program can exhaust the head.
+MAX_CONNECTIONS = 16
+Target = dict[str, Any]
+
+
+class Exporter:
+    """Serves `/metrics` in threads of its own.
+
+    Args:
+        host: address to listen on; a free port is chosen.
+        collector: a collector of prometheus_client.
+        token: bearer token that a scrape must have; empty if none is needed.
+    """
+
+    def __init__(self, host: str, collector: Any, token: str) -> None:
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        handler = type("Handler", (_Handler,), {"registry": registry, "token": token})
+        self._server = _Server((host, 0), handler)
+        threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True).start()
+        self.address = f"{host}:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def server_bind(self) -> None:
+        # HTTPServer looks up the name of the host, which takes seconds where DNS does not answer.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET /metrics."""
+
+    registry: Any
+    token: str
+    timeout = _REQUEST_S
+    # With the library's default, HTTP/0.9, the answer to a malformed request has no status line.
+    default_request_version = "HTTP/1.0"
+
+    def do_GET(self) -> None:
+        from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+        if self.path.partition("?")[0] != "/metrics":
+            return self._answer(404, "text/plain", b"there is only /metrics\n")
+        given = self.headers.get("Authorization", "")
+        if self.token and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            return self._answer(401, "text/plain", b"a token is needed\n")
+        return self._answer(200, CONTENT_TYPE_LATEST, generate_latest(self.registry))
+
+    def _answer(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        if code == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no requests: there is one every few seconds."""
+
+
+def token_of(run_dir: Path) -> str:
+    """Return the token of a run's `/metrics`. It is derived from the run's secret, and admits to nothing else."""
+    return secret.key_for(b"metrics", secret.read(run_dir)).hex()
+
+
+def write_token(run_dir: Path, token: str) -> None:
+    """Write the token to a file that only the user can read. Raises OSError."""
+    path = run_dir / TOKEN_FILE
+
+    def write() -> None:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(token)
+
+    files.retrying(path, write)
+
+
+def start_exporter(plan: Plan, host: str, collector: Any) -> Exporter | None:
+    """Serve a run's metrics as the site says; None if it says no, or if the head cannot serve them."""
+    if plan.prometheus == "off" or not host:  # preflight reports a node without an address
+        return None
+    run_dir = Path(plan.run_dir)
+    try:
+        token = token_of(run_dir) if plan.prometheus == "token" else ""
+        if token:
+            write_token(run_dir, token)
+        return Exporter(host, collector, token)
+    except (ImportError, OSError, secret.SecretError) as error:
+        log.warning("no metrics for Prometheus: %s", error)
+        return None
+
+
+def targets(plan: Plan, addresses: Addresses, head: str | None) -> list[Target]:
+    """Return everything to scrape, in the format of Prometheus' file_sd.
+
+    Args:
+        head: address of the head's exporter; None if it serves none.
+    """
+    labels = {"run": plan.run}
+    of_head = [{"targets": [head], "labels": {**labels, "role": "head", "process": "head"}}] if head else []
+    return of_head + list(_of_processes(plan, addresses, labels))
+
+
+def _of_processes(plan: Plan, addresses: Addresses, labels: dict[str, str]) -> Iterator[Target]:
+    lost = set(addresses.lost)
+    for process in plan.processes():
+        port = addresses.ports.get(process.name, {}).get(_PORTS.get(process.role, ""))
+        host = addresses.hosts.get(process.name)
+        if port is None or host is None or process.name in lost:
+            continue
+        replica = {} if process.replica is None else {"replica": str(process.replica)}
+        yield {
+            "targets": [f"{host}:{port}"],
+            "labels": {**labels, "role": process.role, "process": process.name, **replica},
+        }
