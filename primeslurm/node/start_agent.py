@@ -27,7 +27,7 @@ def main(folder: str, submission: str) -> int:
         return exit_codes.FAILED
     # submitit imports NumPy to unpickle arrays. Ours have none, and the agent would keep 6 MB and the threads of a
     # BLAS.
-    with absent("numpy"):
+    with hide_module("numpy"):
         from submitit.core.submission import process_job
     _copy_pickle(Path(folder), submission)
     process_job(folder)
@@ -49,7 +49,7 @@ def _copy_pickle(folder: Path, submission: str) -> None:
 
 
 @contextmanager
-def absent(module: str) -> Iterator[None]:
+def hide_module(module: str) -> Iterator[None]:
     """Make imports of an optional module fail within the block, unless it is already imported."""
     if module in sys.modules:
         yield

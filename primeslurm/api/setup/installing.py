@@ -228,7 +228,7 @@ def flavour_of(directory: Path) -> Flavour | None:
     return None
 
 
-def names(kind: str) -> list[str]:
+def lock_names(kind: str) -> list[str]:
     """Return the names of the locks in `harnesses` or `models`."""
     return sorted(path.stem for path in (shipped("requirements") / kind).glob("*.txt"))
 
@@ -307,8 +307,8 @@ def _pip_settings() -> Mapping[str, str]:
 
 
 def _lock(option: str, kind: str, name: str) -> Path:
-    if name not in names(kind):
-        raise UsageError([Violation(option, name, "does not exist", f"one of {', '.join(names(kind))}")])
+    if name not in lock_names(kind):
+        raise UsageError([Violation(option, name, "does not exist", f"one of {', '.join(lock_names(kind))}")])
     return shipped("requirements") / kind / f"{name}.txt"
 
 

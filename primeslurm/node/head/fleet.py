@@ -19,7 +19,7 @@ from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.head.blame import Fault, fails_again, whose_fault
 from primeslurm.node.head.failed_starts import FailedStarts
 from primeslurm.node.head.node_assignment import NodeAssignment
-from primeslurm.node.head.process_states import how_it_died, message
+from primeslurm.node.head.process_states import error_message, how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
 from primeslurm.node.head.unresponsive_ranks import THRESHOLDS, QuietThresholds, UnresponsiveRanks, unresponsive_ranks
 from primeslurm.plan.model import Plan, Process, Replica
@@ -399,7 +399,7 @@ class Fleet:
                 reason = f"{dead.name} {how_it_died(report)}"
                 if group.exhausted:
                     reason += f"; its restart group {group.name} was restarted {group.restarts} times"
-                    if ending := self._give_up([dead.name], reason, group.name, message(report)):
+                    if ending := self._give_up([dead.name], reason, group.name, error_message(report)):
                         return ending
                     continue
                 self._restart_group(group, reason, now)
@@ -441,7 +441,7 @@ class Fleet:
         # that were ended as unresponsive, then processes with an error of their own.
         def order(process: Process) -> tuple[bool, bool]:
             report = self.report(process.name)
-            error = message(report) if report is not None else ""
+            error = error_message(report) if report is not None else ""
             return process.name not in self.hung, not error or is_transient(error)
 
         for process in sorted(self.plan.processes(), key=order):
@@ -462,7 +462,7 @@ class Fleet:
                 return Ending(Outcome.FAILED, reason, process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
-            error = "" if process.name in self.hung else message(report)
+            error = "" if process.name in self.hung else error_message(report)
             if ending := self._give_up([process.name], reason, process.name, error):
                 return ending
         return None

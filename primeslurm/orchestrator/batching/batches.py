@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
-from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, quantum
+from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, row_length_multiple
 from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
@@ -203,7 +203,7 @@ class Batches:
             doc if array is None else replace(doc, routed_experts=array.rows(0, len(doc)))
             for doc, array in zip(docs, stored, strict=True)
         ]
-        smallest = quantum(recipe)
+        smallest = row_length_multiple(recipe)
         info = BatchInfo(
             step,
             0,
@@ -247,7 +247,7 @@ def documents(
     cut = [group.cut(seq_len) for group in groups]
     # Without routed experts, because those of groups on disk are not there either: the same groups get the same credit.
     credits = algorithm.assign([group.without_experts() for group in cut])
-    scaled = averaged(cut, credits, average, seq_len)
+    scaled = scale_to_average(cut, credits, average, seq_len)
     return [
         Document(
             sequence.token_ids,
@@ -272,7 +272,7 @@ def loss_tokens(docs: Sequence[Document]) -> int:
     return sum(int(doc.mask.sum()) for doc in docs)
 
 
-def averaged(
+def scale_to_average(
     groups: Sequence[RolloutGroup], credits: Sequence[Sequence[Credit]], average: Average, seq_len: int
 ) -> Sequence[Sequence[Credit]]:
     """Scale advantages so that the trainer's sum over tokens becomes the requested average."""

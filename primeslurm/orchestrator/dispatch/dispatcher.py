@@ -22,7 +22,7 @@ from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForec
 from primeslurm.orchestrator.dispatch.continuations import Continuations
 from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
-from primeslurm.orchestrator.dispatch.limits import DispatchLimits, ReplicaSlots, choose
+from primeslurm.orchestrator.dispatch.limits import DispatchLimits, ReplicaSlots, choose_groups
 from primeslurm.orchestrator.rollouts.cache_salt import cache_salt, has_prefix
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
@@ -488,4 +488,4 @@ def _done(groups: Iterable[OpenGroup]) -> int:
 
 
 def _choose(groups: Sequence[RolloutGroup], rollouts: int) -> list[RolloutGroup]:
-    return [groups[index] for index in choose([group.size for group in groups], rollouts)]
+    return [groups[index] for index in choose_groups([group.size for group in groups], rollouts)]

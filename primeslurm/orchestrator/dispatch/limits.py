@@ -66,7 +66,7 @@ class DispatchLimits:
         return expected_step <= self.max_steps and version >= self.age_limit.oldest_version(expected_step)
 
 
-def choose(sizes: Sequence[int], total: int) -> list[int]:
+def choose_groups(sizes: Sequence[int], total: int) -> list[int]:
     """Choose groups that hold `total` rollouts, or as few more as possible; among equals, the first ones.
 
     Returns:

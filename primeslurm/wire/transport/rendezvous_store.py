@@ -26,7 +26,7 @@ def serve_store(host: str, port: int, gate: socket.socket | None = None) -> dist
 
 
 def _served(host: str, port: int, gate: socket.socket | None) -> dist.TCPStore:
-    listening = rendezvous.reserve()
+    listening = rendezvous.bound_store_socket()
     with listening.dup() as ours:
         store_port = int(ours.getsockname()[1])
         fd = listening.detach()
