@@ -111,7 +111,7 @@ class RouterSupervisor:
 
     def __post_init__(self) -> None:
         self._wanted = workers_of_command(self.argv)
-        self._secret = secret.secret_of_this_process()
+        self._secret = secret.own_secret()
         self._headers = secret.header()
         secret.keep()
 
