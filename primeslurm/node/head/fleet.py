@@ -403,7 +403,7 @@ class Fleet:
                         return ending
                     continue
                 self._restart_group(group, reason, now)
-            # Before all agents have taken over their nodes, members would start with the address of a lost node.
+            # Wait until all agents have taken over their nodes. Else members would start with a lost node's address.
             if assembled:
                 group.tick(now, reports)
         return None

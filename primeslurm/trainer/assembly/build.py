@@ -78,7 +78,7 @@ def assemble(
     draft = ModelDraft(recipe, spec, settings, stored)
     for convert in CONVERTERS:
         convert(draft)
-    # Before sharding: afterwards the adapter sees only this rank's experts.
+    # List the names before sharding. Afterwards the adapter sees only this rank's experts.
     hf_names = set(draft.adapter.to_hf(lora.base_weights(draft.model)))
     shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
     if shared:
