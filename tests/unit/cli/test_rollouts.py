@@ -187,6 +187,14 @@ def test_all_mistakes_are_reported_at_once(run: Path, rollouts_of: Command) -> N
     assert result.err.startswith("error: 5 problems")
 
 
+def test_every_mistake_is_one_problem(rollouts_of: Command) -> None:
+    result = rollouts_of("--step", "1" * 5000, "--reward", "nan:1", "--tokens", "--full")
+    assert result.code == 2 and result.err.startswith("error: 4 problems")
+    for text in ("--step = 1111", "--reward = nan:1: is no range", "--tokens: needs the ID", "--full: needs the ID"):
+        assert result.err.count(text) == 1, result.err
+    assert "Traceback" not in result.err
+
+
 def test_export_as_json_lines_is_complete(run: Path, rollouts_of: Command) -> None:
     write(run, 3, range(3))
     result = rollouts_of("--reward", "0.1:", "--export", "kept.jsonl")
