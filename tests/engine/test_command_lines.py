@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from primeslurm.models import families
 from primeslurm.plan.commands.command import Device, EngineRole
 from primeslurm.plan.memory.engine import PROMPT_TOKENS
+from primeslurm.recipe.reading.recipe_files import read_recipe
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.processes import fill
 
 pytestmark = pytest.mark.engine
+READY = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -30,6 +33,26 @@ def test_vllm_parses_the_options(model: Path, device: Device, role: EngineRole) 
     assert args.weight_transfer_config.backend == "primeslurm_filesystem"
     assert args.middleware == ["primeslurm.inference.version_gate.VersionGate"]
     assert (args.kv_transfer_config is not None) == (role != "engine")
+
+
+def test_stored_options_are_those_of_the_installed_vllm() -> None:
+    from scripts import engine_options
+
+    hint = "run `python -m scripts.engine_options` after moving the pin of vLLM"
+    assert engine_options.PATH.read_text() == engine_options.text(), hint
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_vllm_parses_the_options_of_ready_recipes(path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    recipe, parser = read_recipe(path, []).valid_value(), make_arg_parser(FlexibleArgumentParser())
+    roles: tuple[EngineRole, ...] = ("engine", "prefill", "decode")
+    for role in roles:
+        argv = engine_command(recipe, "cuda", role, "python").argv[3:]
+        args = parser.parse_args([re.sub(r"\$\{[^}]+\}", "1", part) for part in argv])
+        assert args.max_model_len == recipe.max_len, role
 
 
 def test_vllm_keeps_the_trainers_full_precision_weights(model: Path) -> None:

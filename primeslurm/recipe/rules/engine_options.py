@@ -43,7 +43,7 @@ PLANNED: dict[str, str] = {
 }
 """Options that no recipe may set, and why."""
 
-_RECIPE_FIELDS = {
+RECIPE_FIELDS = {
     "model": "model.path",
     "dtype": "model.dtype",
     "max_model_len": "model.max_len",
@@ -63,7 +63,7 @@ _RECIPE_FIELDS = {
     "reasoning_parser": "inference.reasoning_parser",
 }
 # Fields of `inference`, `inference.prefill` and `inference.decode`
-_ROLE_FIELDS = {
+ROLE_FIELDS = {
     "all2all_backend": "all2all",
     "enable_dbo": "dbo",
     "enable_eplb": "eplb",
@@ -73,7 +73,7 @@ _ROLE_FIELDS = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "compilation_config.cudagraph_mode": "cuda_graphs",
 }
-_TEACHER_FIELDS = {
+TEACHER_FIELDS = {
     "model": "teacher.path",
     "dtype": "teacher.dtype",
     "max_model_len": "seq_len",
@@ -138,6 +138,11 @@ def _data() -> Schema:
     return data
 
 
+def version() -> str:
+    """Return the version of vLLM that the options are from."""
+    return str(_data()["vllm"])
+
+
 def options() -> Mapping[str, Schema]:
     """Return the options of the pinned vLLM by their long names with underscores."""
     known: Mapping[str, Schema] = _data()["options"]
@@ -145,9 +150,12 @@ def options() -> Mapping[str, Schema]:
 
 
 def argument(name: str, value: object) -> object:
-    """Return the value as the command line of vLLM has it. Some options take a list as one JSON text."""
-    takes_words = options().get(name, {}).get("words", True)
-    return value if takes_words or not isinstance(value, list | tuple) else json.dumps(value)
+    """Return the value in the form that vLLM's command line takes it: some lists and all mappings are JSON texts."""
+    if not isinstance(value, list | tuple):
+        return value
+    if not options().get(name, {}).get("words"):
+        return json.dumps(value)
+    return [json.dumps(item) if isinstance(item, Mapping) else item for item in value]
 
 
 def violations(recipe: Recipe) -> list[Violation]:
@@ -156,10 +164,10 @@ def violations(recipe: Recipe) -> list[Violation]:
     inference = recipe.inference
     roles = {"inference": inference, "inference.prefill": inference.prefill, "inference.decode": inference.decode}
     for section, settings in roles.items():
-        fields = _RECIPE_FIELDS | {option: f"{section}.{name}" for option, name in _ROLE_FIELDS.items()}
+        fields = RECIPE_FIELDS | {option: f"{section}.{name}" for option, name in ROLE_FIELDS.items()}
         extras.append(_Extra(section, settings.vllm_extra, fields, refused))
     if isinstance(recipe.teacher, TeacherEngines):
-        extras.append(_Extra("teacher", recipe.teacher.vllm_extra, _TEACHER_FIELDS, PLANNED))
+        extras.append(_Extra("teacher", recipe.teacher.vllm_extra, TEACHER_FIELDS, PLANNED))
     return [
         problem
         for extra in extras
@@ -171,7 +179,7 @@ def violations(recipe: Recipe) -> list[Violation]:
 def _problems(extra: _Extra, written: str, value: Any) -> list[Violation]:
     path, name = f"{extra.section}.vllm_extra.{written}", written.replace("-", "_")
     if name not in options():
-        return [Violation(path, shown(value), f"vLLM {_data()['vllm']} has no such option", _meant(name))]
+        return [Violation(path, shown(value), f"vLLM {version()} has no such option", _meant(name))]
     if (owner := _owner(extra, name, path, value)) is not None:
         return [owner]
     schema = options()[name]
@@ -262,7 +270,7 @@ def _faults_of_keys(schema: Schema, value: Mapping[str, Any], path: str) -> list
             problems += _faults(properties.get(key, rest), item, f"{path}.{key}")
         elif not rest:
             fix = suggestion(key, list(properties))
-            problems.append(Violation(f"{path}.{key}", shown(item), f"vLLM {_data()['vllm']} has no such key", fix))
+            problems.append(Violation(f"{path}.{key}", shown(item), f"vLLM {version()} has no such key", fix))
     return problems
 
 
