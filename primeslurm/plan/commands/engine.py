@@ -137,8 +137,10 @@ def _extra_options(settings: EngineSettings, planned: Mapping[str, object]) -> d
     for name, value in settings.vllm_extra.items():
         option = name.replace("-", "_")
         of_plan = planned.get(option)
-        both = isinstance(of_plan, Mapping) and isinstance(value, Mapping)
-        extra[option] = {**of_plan, **value} if both else engine_options.argument(option, value)
+        if isinstance(of_plan, Mapping) and isinstance(value, Mapping):
+            extra[option] = {**of_plan, **value}
+        else:
+            extra[option] = engine_options.argument(option, value)
     return extra
 
 
