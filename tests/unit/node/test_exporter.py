@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import stat
 import urllib.error
 import urllib.request
@@ -14,13 +16,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from primeslurm.node.head import exporter
-from primeslurm.node.head.exporter import TOKEN_FILE, Exporter, start_exporter, targets
+from primeslurm.node.head.exporter import MAX_CONNECTIONS, TOKEN_FILE, Exporter, start_exporter, targets
 from primeslurm.node.head.run_metrics import RunCollector, labelled
 from primeslurm.plan.model import Plan, Process
 from primeslurm.records.fleet import FleetView
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of, python
+from tests.support.waiting import wait_until
 
 HOSTILE = 'a"b\\c\nd'
 
@@ -199,3 +202,23 @@ def test_targets_are_the_head_and_everything_that_serves_metrics(plan: Plan) -> 
 )
 def test_names_are_valid_for_prometheus(name: str, family: str) -> None:
     assert labelled(name)[0] == family
+
+
+def test_idle_connections_are_bounded(served: Exporter) -> None:
+    host, port = served.address.split(":")
+    with contextlib.ExitStack() as idle:
+        for _ in range(MAX_CONNECTIONS):
+            idle.enter_context(socket.create_connection((host, int(port)), timeout=30))
+        with socket.create_connection((host, int(port)), timeout=30) as refused:
+            assert refused.recv(1) == b""
+    wait_until(lambda: answers(served.address))
+
+
+def answers(address: str) -> bool:
+    try:
+        get(address)
+    except urllib.error.HTTPError as error:
+        return error.code == 401
+    except OSError:
+        return False
+    return True
