@@ -38,8 +38,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 LISTEN = {"router/http", "router/metrics", "router/health", "prefill/http", "decode/http"}
-LISTEN |= {"orchestrator/wire", "orchestrator/envs"}
-REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "ZMTP", "ZMTP CURVE", "ZMTP CURVE ERROR"}
+LISTEN |= {"orchestrator/wire", "orchestrator/envs", "head/metrics"}
+REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "HTTP 501", "ZMTP", "ZMTP CURVE", "ZMTP CURVE ERROR"}
 OPEN = {"router/metrics"}
 """Ports that answer without a secret: a router's metrics (see docs/explanation/security.md)."""
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 
 import pytest
 
 from primeslurm.models import families
-from primeslurm.plan.commands.command import Device, EngineRole
+from primeslurm.plan.commands.command import Device, EngineRole, long_options
 from primeslurm.plan.memory.engine import PROMPT_TOKENS
+from primeslurm.recipe.reading.recipe_files import read_recipe
+from primeslurm.recipe.rules import engine_options
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.processes import fill
 
 pytestmark = pytest.mark.engine
+READY = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -30,6 +35,46 @@ def test_vllm_parses_the_options(model: Path, device: Device, role: EngineRole) 
     assert args.weight_transfer_config.backend == "primeslurm_filesystem"
     assert args.middleware == ["primeslurm.inference.version_gate.VersionGate"]
     assert (args.kv_transfer_config is not None) == (role != "engine")
+
+
+def test_stored_options_are_those_of_the_installed_vllm() -> None:
+    from scripts.engine_options import PATH, text
+
+    hint = "run `python -m scripts.engine_options` after moving the pin of vLLM"
+    assert PATH.read_text() == text(), hint
+
+
+def test_vllm_and_the_check_agree_on_values() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser, checked = make_arg_parser(FlexibleArgumentParser()), 0
+    free = engine_options.options().keys() - engine_options.PLANNED.keys() - engine_options.RECIPE_FIELDS.keys()
+    free -= engine_options.ROLE_FIELDS.keys() | engine_options.IN_RL.keys()
+    for name in sorted(free):
+        schema, default = engine_options.options()[name]["schema"], parser.get_default(name)
+        values = [each for each in schema.get("enum", ()) if each is not None]
+        if type(default) in (bool, int, float, str) and default not in (False, argparse.SUPPRESS):
+            values.append(default)
+        for value in values:
+            recipe = tiny_recipe(Path("m"), vllm_extra={name: value})
+            assert engine_options.violations(recipe) == [], (name, value)
+            parser.parse_args(long_options({name: engine_options.argument(name, value)}))
+            checked += 1
+    assert checked > 200
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_vllm_parses_the_options_of_ready_recipes(path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    recipe, parser = read_recipe(path, []).valid_value(), make_arg_parser(FlexibleArgumentParser())
+    roles: tuple[EngineRole, ...] = ("engine", "prefill", "decode")
+    for role in roles:
+        argv = engine_command(recipe, "cuda", role, "python").argv[3:]
+        args = parser.parse_args([re.sub(r"\$\{[^}]+\}", "1", part) for part in argv])
+        assert args.max_model_len == recipe.max_len, role
 
 
 def test_vllm_keeps_the_trainers_full_precision_weights(model: Path) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from primeslurm.node.head.exporter import TARGETS_FILE
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.batches.batch import RankShard
 from primeslurm.wire.link.messages import GetBatch
@@ -59,6 +60,10 @@ def ports_of(run: RunDirectory) -> list[Port]:
         owners |= {process.pid: name for name, process in report.processes.items() if process.pid}
         for name, ports in report.ports.items():
             names |= {(report.address, port): f"{name}/{port_name}" for port_name, port in ports.items()}
+    for target in json.loads((run.path / TARGETS_FILE).read_text()):
+        if target["labels"]["role"] == "head":
+            host, port = target["targets"][0].rsplit(":", 1)
+            names[host, int(port)] = "head/metrics"
     listening = set()
     for each in psutil.net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN and each.pid and (owner := _owner(each.pid, owners)):

@@ -23,6 +23,8 @@ TARGETS_FILE, TOKEN_FILE = "prometheus.json", "prometheus.token"
 # Name of the port with a process's metrics, by role. Others serve none, or only what the head exposes.
 _PORTS = {**dict.fromkeys(VLLM_ROLES, "http"), "router": "metrics"}
 _REQUEST_S = 10.0
+# Connections served at a time, with a thread each. Further ones are closed, so that no program can exhaust the head.
+MAX_CONNECTIONS = 16
 Target = dict[str, Any]
 
 
@@ -53,6 +55,26 @@ class Exporter:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def server_bind(self) -> None:
         # HTTPServer looks up the name of the host, which takes seconds where DNS does not answer.
         TCPServer.server_bind(self)
@@ -65,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
     registry: Any
     token: str
     timeout = _REQUEST_S
+    # With the library's default, HTTP/0.9, the answer to a malformed request has no status line.
+    default_request_version = "HTTP/1.0"
 
     def do_GET(self) -> None:
         from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest

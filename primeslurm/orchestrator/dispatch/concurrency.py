@@ -196,13 +196,13 @@ class KvOccupancy:
             return math.inf
         return START_PER_ENGINE * max(1.0, max(each._elapsed for each in self._replicas) / FIRST_S)
 
-    def settled(self, inflight: float) -> float:
+    def settled_fraction(self, inflight: float) -> float:
         """Return how close the rollouts in flight are to a mix of all ages, 0 to 1."""
         return min(1.0, ((self._total_ended or 0) - self._first_ended) / (SETTLED * inflight))
 
     def size(self, inflight: float) -> float:
         """Return the size to plan with: the mean, and until rollouts are of all ages, what they will hold soon."""
-        settled = self.settled(inflight)
+        settled = self.settled_fraction(inflight)
         soon = fmean(each._now + each._rise for each in self._replicas if each._now)
         return self.mean * settled + max(self.mean, soon) * (1 - settled)
 
@@ -310,7 +310,7 @@ class ReplicaLimit:
                 self._is_found = True
             self._cap, self._limited_by = max(wanted, 1.0 * FLOOR_PER_ENGINE * self._engines), limit
         elif is_used:
-            settled = self._occupancy.settled(period.inflight)
+            settled = self._occupancy.settled_fraction(period.inflight)
             most = self._cap * (steady if self._is_found else YOUNG_GROWTH + (GROWTH - YOUNG_GROWTH) * settled)
             self._cap, self._limited_by = min(wanted, most), limit if wanted < most else "growing"
         else:
@@ -329,7 +329,7 @@ class ReplicaLimit:
         held = period.rollouts * self._occupancy.mean / self._engines
         # A preemption above the wanted fill proves nothing: it is known that there are too many rollouts.
         preempted = period.preempted > 0 and held <= usable * 1.05
-        self._headroom.learn(self._occupancy.settled(period.inflight) if preempted else 0.0, period.seconds)
+        self._headroom.learn(self._occupancy.settled_fraction(period.inflight) if preempted else 0.0, period.seconds)
         recomputed = self._recomputed(period) if held >= MIN_OVERCOMMIT / 2 else 0.0  # else the prompts are new
         if recomputed > 1 or held > TESTED * self._shared_overcommit:
             change = OVERCOMMIT_PER_S * period.seconds * max(-2.0, 1 - recomputed)
@@ -460,7 +460,7 @@ class Concurrency:
         limit.set_engines(len(sampling), sum(self._is_fresh(name, samples[name]) for name in sampling))
         if not sampling or any(self._is_fresh(name, sample) for name, sample in samples.items()):
             return
-        # An engine that missed a look reports the growth of two: that is no rate of this interval.
+        # An engine that was missing from the last observation reports its growth over two intervals. Skip this one.
         if self._observed_at is None or any(self._last[name][0] != self._observed_at for name in samples):
             return
         last = [self._last[name][1] for name in samples]

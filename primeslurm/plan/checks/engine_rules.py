@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
-from primeslurm.plan.commands.engine import LOGPROBS_MODE
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
 
@@ -11,25 +10,6 @@ DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 # Largest batch for which vLLM captures a CUDA graph by default below SM100
 GRAPH_SIZES = 512
 LOW_LATENCY_TOKENS = 512
-# Other processes rely on these vLLM options
-PLANNED = frozenset(
-    {
-        *("host", "port", "model", "served_model_name", "tensor_parallel_size", "weight_transfer_config", "middleware"),
-        *("data_parallel_size", "data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port"),
-        *("kv_transfer_config", "config"),
-    }
-)
-# These vLLM options change the distribution that tokens are drawn from, or the log-probabilities that are returned
-SAMPLED = frozenset(
-    {
-        *("logprobs_mode", "logits_processors", "return_sampling_mask", "watermark_config", "diffusion_config"),
-        *("hf_overrides", "hf_config_path"),  # the trainer reads the checkpoint's own config
-    }
-)
-# Speculative decoding keeps the model's distribution, unless it accepts draft tokens at a synthetic rate
-SPECULATIVE = frozenset({"speculative_config"})
-# vLLM options whose names are prefixes of another option's name
-OTHER_OPTIONS = frozenset({"watermark"})
 
 
 def _ep_alone(context: RuleContext) -> str:
@@ -167,33 +147,6 @@ def _tp_latent(context: RuleContext) -> str:
     return f"all {tp} GPUs hold the same compressed KV" if context.shape and context.shape.mla and tp > 1 else ""
 
 
-def _extra(context: RuleContext, names: frozenset[str]) -> list[tuple[str, str]]:
-    """Return the vLLM options among `names` that the recipe sets for any role, as written, with their values."""
-    inference, options = context.recipe.inference, set[tuple[str, str]]()
-    for settings in (inference, inference.prefill, inference.decode):
-        for name, value in settings.vllm_extra.items():
-            # vLLM accepts dashes, and any unambiguous prefix of a name
-            plain = name.replace("-", "_")
-            if plain not in OTHER_OPTIONS and any(each.startswith(plain) for each in names):
-                options.add((name, str(value)))
-    return sorted(options)
-
-
-def _planned_options(context: RuleContext) -> str:
-    names = dict.fromkeys(name for name, _ in _extra(context, PLANNED))
-    return f"vllm_extra sets {', '.join(names)}" if names else ""
-
-
-def _sampled_distribution(context: RuleContext) -> str:
-    if context.recipe.task != "rl":
-        return ""
-    options = [f"{name} = {value}" for name, value in _extra(context, SAMPLED) if value != LOGPROBS_MODE]
-    options += [f"{name} = {value}" for name, value in _extra(context, SPECULATIVE) if "synthetic" in value]
-    if not options:
-        return ""
-    return f"{', '.join(options)}: engines would sample from, or report, another distribution than the trained one"
-
-
 _EP = "inference.expert_parallel"
 ENGINE_RULES = (
     Rule("ep-dense", "error", _EP, "Expert parallelism needs a model with experts",
@@ -247,9 +200,4 @@ ENGINE_RULES = (
     Rule("tp-latent", "warning", "inference.parallel.tp", "tp does not split the KV cache of models with MLA",
          _tp_latent, "set tp: 1 and expert_parallel: true, which hold tp times as many tokens",
          "vLLM 0.32, MLA backends"),
-    Rule("sampled-distribution", "error", "inference.vllm_extra",
-         "RL needs engines that sample from the model's own distribution", _sampled_distribution, "remove the option",
-         "vLLM 0.32: v1/sample, config/speculative.py"),
-    Rule("planned-options", "error", "inference.vllm_extra", "The plan sets addresses, ports and ranks",
-         _planned_options, "remove the option", "other processes rely on them"),
 )  # fmt: skip

@@ -38,31 +38,11 @@ def _replay_router(context: RuleContext) -> str:
     return "its sidecar drops the routed experts of the prompt" if _replay(context) and llmd else ""
 
 
-def _replay_parallel(context: RuleContext) -> str:
-    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    used = [name for name in names if context.option(name) not in (None, 1)]
-    return f"vLLM refuses it with {used[0]}" if used and _replay(context) else ""
-
-
-def _prefix_cache_off(context: RuleContext) -> bool:
-    return context.option("enable_prefix_caching") is False
-
-
-def _replay_prefix(context: RuleContext) -> str:
-    broken = _prefix_cache_off(context) and _replay(context)
-    return "vLLM stores routed experts by blocks of the prefix cache" if broken else ""
-
-
 def _replay_workers(context: RuleContext) -> str:
     single = [environment.label for environment in context.recipe.environments if environment.workers == 1]
     long = context.recipe.seq_len >= 16384
     overloaded = single and long and _replay(context)
     return f"the one worker of {single[0]} has to decode all routed experts" if overloaded else ""
-
-
-def _prefix_offload(context: RuleContext) -> str:
-    broken = _prefix_cache_off(context) and context.recipe.inference.kv_offload
-    return "offloaded KV is looked up by its prefix" if broken else ""
 
 
 def _mooncake(context: RuleContext) -> MooncakeOffload | None:
@@ -146,18 +126,11 @@ JOINT_RULES = (
          "remove inference.kv_offload", "vLLM 0.32: BlockObjectStoreError at a hit without rows"),
     Rule("replay-llm-d", "error", _REPLAY, "Router replay does not work with the llm-d router", _replay_router,
          "set inference.router.type: vllm-router", "llm-d-router#1473"),
-    Rule("replay-parallel", "error", _REPLAY,
-         "Router replay does not work with pipeline-parallel or context-parallel engines", _replay_parallel,
-         "remove the option from vllm_extra", "vLLM 0.32 config/vllm.py"),
-    Rule("replay-prefix-cache", "error", _REPLAY, "Router replay needs the engines' prefix cache", _replay_prefix,
-         "leave enable_prefix_caching on", "vLLM 0.32"),
     Rule("replay-dense", "error", _REPLAY, "Router replay needs a model with experts",
          lambda c: c.no_experts(c.recipe.trainer.router_replay),
          "set trainer.router_replay: false", "arXiv 2510.11370"),
     Rule("replay-workers", "warning", _REPLAY, "Router replay needs several environment workers", _replay_workers,
          "raise environments.workers", "prime-rl 0.6.0 docs, router replay"),
-    Rule("offload-prefix-cache", "error", _OFFLOAD, "KV offload needs the engines' prefix cache", _prefix_offload,
-         "leave enable_prefix_caching on", "vLLM 0.32, KV connectors"),
     Rule("mooncake-rdma", "error", f"{_OFFLOAD}.protocol", "Mooncake with protocol rdma needs nodes with RDMA",
          _mooncake_fabric, "set type: native, or protocol: tcp", "prime-rl 0.6.0 docs, KV offload"),
     Rule("mooncake-tcp", "warning", f"{_OFFLOAD}.protocol", "Mooncake over TCP is slow", _mooncake_tcp,

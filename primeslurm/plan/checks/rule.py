@@ -88,19 +88,6 @@ class RuleContext:
         experts = self.shape.experts.count if self.shape and self.shape.experts else 0
         return f"{experts} experts cannot be spread evenly over {ranks} GPUs" if experts % ranks else ""
 
-    def option(self, name: str) -> object:
-        """Return the value of a vLLM option in `vllm_extra` of any role; None if it is not set."""
-        inference = self.recipe.inference
-        for settings in (inference.prefill, inference.decode, inference):
-            for written_name, value in settings.vllm_extra.items():
-                # vLLM accepts dashes, any unambiguous prefix of a name, and `no_NAME` for `NAME: false`
-                plain = written_name.replace("-", "_")
-                if name.startswith(plain):
-                    return value
-                if plain == f"no_{name}":
-                    return not value
-        return None
-
 
 @dataclass(frozen=True)
 class Rule:

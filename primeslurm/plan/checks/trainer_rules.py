@@ -176,7 +176,7 @@ def _lora_quantised(context: RuleContext) -> str:
     if recipe.task != "rl" or recipe.trainer.lora is None:
         return ""
     stored = "fp8" if context.shape and context.shape.quantization == "fp8" else None
-    quantised = recipe.inference.quantization or context.option("quantization") or stored
+    quantised = recipe.inference.quantization or stored
     return f"engines quantise merged weights to {quantised}, and the trainer does not" if quantised else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from primeslurm.base import logs
@@ -10,6 +11,7 @@ from primeslurm.models import Parsers, parsers_of
 from primeslurm.plan.commands import dynamo, kv
 from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 
@@ -126,7 +128,20 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options |= _parallel_options(recipe, settings, device)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
-    return options | settings.vllm_extra
+    return options | _extra_options(settings, options)
+
+
+def _extra_options(settings: EngineSettings, planned: Mapping[str, object]) -> dict[str, object]:
+    """Return `vllm_extra` as options. A mapping adds to the plan's, for example to `compilation_config`."""
+    extra: dict[str, object] = {}
+    for name, value in settings.vllm_extra.items():
+        option = name.replace("-", "_")
+        of_plan = planned.get(option)
+        if isinstance(of_plan, Mapping) and isinstance(value, Mapping):
+            extra[option] = {**of_plan, **value}
+        else:
+            extra[option] = engine_options.argument(option, value)
+    return extra
 
 
 def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:

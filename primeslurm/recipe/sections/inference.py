@@ -66,7 +66,8 @@ class EngineSettings(Section):
     env: dict[EnvironmentName, str] = {}
     """Environment variables of the engines, for example `{VLLM_LOGGING_LEVEL: DEBUG}`."""
     vllm_extra: dict[OptionName, Json] = {}
-    """Any other vLLM option by its long name with underscores, for example `{enable_chunked_prefill: false}`."""
+    """Any other vLLM option by its long name with underscores, for example `{enable_chunked_prefill: false}`. `check`
+    refuses what vLLM does not know, and options that the plan or another field sets."""
 
 
 class Inference(EngineSettings):

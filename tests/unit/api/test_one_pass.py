@@ -54,7 +54,7 @@ FAULTS = {
     # Contradictions to the model or the site
     "trainer.parallelism.ep=7": "trainer.parallelism.ep",
     "inference.parallel.tp=5": "inference.parallel.tp",
-    "inference.prefill.vllm_extra={port: 1}": "inference.vllm_extra",
+    "inference.prefill.vllm_extra={port: 1}": "inference.prefill.vllm_extra.port",
     "deployment.spares.environments=1": "deployment.spares.environments",
 }
 """Overrides of the recipe, and the field of the finding of each."""

@@ -560,11 +560,11 @@ def test_size_is_predicted_for_half_a_lifetime() -> None:
     estimates["0"] = occupancy = KvOccupancy(estimates.values())
     for look in range(10):
         occupancy.add(50 * (0.002 + 0.001 * look), 50, 50, 0, 10.0)
-    assert occupancy.first_limit == START_PER_ENGINE and occupancy.settled(50) == 0
+    assert occupancy.first_limit == START_PER_ENGINE and occupancy.settled_fraction(50) == 0
     assert occupancy.size(50) > 0.011, "more than they hold now"
     for look in range(1, 200):
         occupancy.add(50 * 0.007, 50, 50, look * 5, 10.0)
-    assert occupancy.first_limit == math.inf and occupancy.settled(50) == 1
+    assert occupancy.first_limit == math.inf and occupancy.settled_fraction(50) == 1
     assert occupancy.lifetime == pytest.approx(100, rel=0.1)
     assert occupancy.size(50) == occupancy.mean == pytest.approx(0.007, rel=0.05)
 

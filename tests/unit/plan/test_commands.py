@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from primeslurm.plan.commands.command import Command, ReplicaEngines
+from primeslurm.plan.commands.command import Command, EngineRole, ReplicaEngines
+from primeslurm.plan.commands.engine import DataParallel
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.reading.recipe_files import read_recipe
+from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.logs import Logging
 from primeslurm.recipe.sections.routers import VllmRouter
 from tests.support.engine_commands import engine_command
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def recipe(**inference: Any) -> Recipe:
@@ -119,19 +125,38 @@ def test_tensor_parallel_engine_on_cpu_has_worker_processes() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command.env
 
 
-def test_extra_options_replace_and_add() -> None:
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_cannot_replace_an_option_that_the_plan_sets(path: Path) -> None:
+    free = {"compilation_config", "disable_uvicorn_access_log", "safetensors_load_strategy", "enable_ep_weight_filter"}
+    fixed = {*engine_options.PLANNED, *engine_options.RECIPE_FIELDS, *engine_options.ROLE_FIELDS, *free}
+    it, roles = read_recipe(path, []).valid_value(), get_args(EngineRole)
+    dp = DataParallel(size=2, rank=1, head="engine-0")
+    argv = [word for role in roles for word in engine_command(it, "cuda", role, "python", dp).argv[3:]]
+    names = {word[2:].replace("-", "_") for word in argv if word.startswith("--")}
+    assert names and names <= fixed | {f"no_{name}" for name in fixed}
+
+
+def test_extra_options_are_added() -> None:
     extra = {
-        "max_model_len": 9,
         "enable_lora": True,
-        "enable_prefix_caching": False,
+        "enable-chunked-prefill": False,
         "speculative_config": {"method": "ngram"},
+        "lora_target_modules": ["a", "b"],
+        "lora_modules": [{"name": "a", "path": "b"}],
         "allowed_origins": ["a", "b"],
     }
     argv = engine_command(recipe(vllm_extra=extra), "cpu", "engine", "python").argv
-    assert argv[argv.index("--max-model-len") + 1] == "9" and argv.count("--max-model-len") == 1
-    assert "--enable-lora" in argv and "--no-enable-prefix-caching" in argv and "--enable-prefix-caching" not in argv
+    assert "--enable-lora" in argv and "--no-enable-chunked-prefill" in argv
     assert argv[argv.index("--speculative-config") + 1] == '{"method": "ngram"}'
-    assert argv[argv.index("--allowed-origins") :][:3] == ("--allowed-origins", "a", "b")
+    assert argv[argv.index("--lora-target-modules") :][:3] == ("--lora-target-modules", "a", "b")
+    assert argv[argv.index("--lora-modules") + 1] == '{"name": "a", "path": "b"}'
+    assert argv[argv.index("--allowed-origins") + 1] == '["a", "b"]'  # vLLM takes this list as one JSON text
+
+
+def test_extra_compilation_config_adds_to_the_plans() -> None:
+    it = recipe(cuda_graphs="FULL", vllm_extra={"compilation_config": {"mode": 0}})
+    command = engine_command(it, "cuda", "engine", "python")
+    assert json.loads(option(command, "--compilation-config")) == {"cudagraph_mode": "FULL", "mode": 0}
 
 
 def test_engines_use_the_scales_of_an_fp8_trainer() -> None:

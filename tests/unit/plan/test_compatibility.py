@@ -65,22 +65,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     "replay-disaggregated": ((on(REPLAY, PD), MOE, GPU), (REPLAY, MOE, GPU)),
     "replay-offload": ((on(REPLAY, MOONCAKE), MOE, GPU), (MOONCAKE, MOE, GPU)),
     "replay-llm-d": ((on(REPLAY, inference(router={"type": "llm-d"})), MOE, GPU), (REPLAY, MOE, GPU)),
-    "replay-parallel": (
-        (on(REPLAY, inference(vllm_extra={"pipeline_parallel_size": 2})), MOE, GPU),
-        (on(REPLAY, inference(vllm_extra={"pipeline_parallel_size": 1})), MOE, GPU),
-    ),
-    "replay-prefix-cache": (
-        (on(REPLAY, inference(vllm_extra={"enable_prefix_caching": False})), MOE, GPU),
-        (REPLAY, MOE, GPU),
-    ),
     "replay-dense": ((REPLAY, DENSE, GPU), (REPLAY, MOE, GPU)),
     "replay-workers": (
         (on(REPLAY, seq_len=32768), MOE, GPU),
         (on(REPLAY, seq_len=32768, environments=[{"id": "reverse-text", "workers": 4}]), MOE, GPU),
-    ),
-    "offload-prefix-cache": (
-        (on(MOONCAKE, inference(vllm_extra={"enable_prefix_caching": False})), MOE, GPU),
-        (MOONCAKE, MOE, GPU),
     ),
     "mooncake-rdma": ((MOONCAKE, MOE, {"network": {"rdma": False}}), (MOONCAKE, MOE, GPU)),
     "mooncake-tcp": ((on(MOONCAKE, inference(kv_offload={"protocol": "tcp"})), MOE, GPU), (MOONCAKE, MOE, GPU)),
@@ -144,14 +132,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     ),
     "tp-heads": ((inference(parallel={"tp": 8}), "odd heads", GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
     "tp-latent": ((inference(parallel={"tp": 8}), GLM, GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
-    "sampled-distribution": (
-        (inference(vllm_extra={"logprobs_mode": "raw_logprobs"}), MOE, GPU),
-        (inference(vllm_extra={"logprobs_mode": "processed_logprobs"}), MOE, GPU),
-    ),
-    "planned-options": (
-        (inference(decode={"vllm_extra": {"port": 1}}), MOE, GPU),
-        (inference(decode={"vllm_extra": {"block_size": 64}}), MOE, GPU),
-    ),
     "trainer-compile": (
         (on(trainer(compile=True), model={"dtype": "float32"}), MOE, GPU),
         (on(trainer(compile=True), model={"dtype": "bfloat16"}), MOE, GPU),
@@ -323,8 +303,6 @@ def test_engine_rules_do_not_apply_to_sft() -> None:
     ("changes", "model"),
     [
         (inference(quantization="fp8"), MOE),
-        (inference(vllm_extra={"quantization": "fp8_per_block"}), MOE),
-        (inference(decode={"vllm_extra": {"quantization": "fp8"}}), MOE),
         ({}, "FP8 blocks"),
         (trainer(fp8=True), "FP8 blocks"),
     ],
@@ -335,58 +313,7 @@ def test_lora_is_refused_if_engines_quantise(changes: dict[str, Any], model: str
     assert "lora-quantised" not in broken(on(trainer(lora={}), SFT), model, GPU)
 
 
-@pytest.mark.parametrize(
-    ("rule", "changes", "extra"),
-    [
-        ("lora-quantised", trainer(lora={}), {"quantization": "fp8"}),
-        ("lora-quantised", trainer(lora={}), {"quantiz": "fp8"}),
-        ("replay-prefix-cache", REPLAY, {"enable-prefix-caching": False}),
-        ("replay-prefix-cache", REPLAY, {"no_enable_prefix_caching": True}),
-        ("replay-prefix-cache", REPLAY, {"enable_prefix": False}),
-        ("replay-parallel", REPLAY, {"pipeline-parallel-size": 2}),
-        ("offload-prefix-cache", MOONCAKE, {"no-enable-prefix-caching": True}),
-    ],
-)
-def test_rules_find_vllm_options_in_every_spelling(rule: str, changes: dict[str, Any], extra: dict[str, Any]) -> None:
-    assert rule in broken(on(changes, inference(vllm_extra=extra)), MOE, GPU)
-    assert rule in broken(on(changes, inference(decode={"vllm_extra": extra})), MOE, GPU)
-    assert rule not in broken(on(changes, inference(vllm_extra={"block_size": 64})), MOE, GPU)
-
-
 def test_served_quantised_checkpoint_must_not_be_quantised_again() -> None:
     serve = on(inference(quantization="fp8"), task="serve", environments=[])
     assert "quantised-twice" in broken(serve, OSS, GPU)
     assert "quantised-twice" not in broken(serve, MOE, GPU)
-
-
-@pytest.mark.parametrize(
-    ("part", "extra", "what"),
-    [
-        ("inference", {"logprobs-mode": "raw_logprobs"}, "logprobs-mode = raw_logprobs"),
-        ("inference", {"logprobs_m": "raw_logits"}, "logprobs_m = raw_logits"),
-        ("prefill", {"logprobs_mode": "raw_logprobs"}, "logprobs_mode = raw_logprobs"),
-        ("decode", {"logits_processors": ["a:B"]}, "logits_processors = ['a:B']"),
-        ("inference", {"watermark_config": {"key": 1}}, "watermark_config = {'key': 1}"),
-        ("inference", {"hf-overrides": {"a": 1}}, "hf-overrides = {'a': 1}"),
-        (
-            "inference",
-            {"speculative_config": '{"rejection_sample_method": "synthetic"}'},
-            'speculative_config = {"rejection_sample_method": "synthetic"}',
-        ),
-        ("inference", {"speculative_config": {"method": "mtp"}, "watermark": 0.1, "max_logprobs": 0}, ""),
-    ],
-)
-def test_sampling_options_are_found_in_every_spelling(part: str, extra: dict[str, Any], what: str) -> None:
-    given: dict[str, Any] = {"vllm_extra": extra}
-    if part != "inference":  # the option of one role must not be hidden by the common option
-        given = {part: given, "vllm_extra": {"logprobs_mode": "processed_logprobs"}}
-    where = context(on(PD, {"inference": given}), MOE, GPU)
-    found = RULES["sampled-distribution"].finds(where)
-    assert found.partition(": engines would")[0] == what
-    assert not RULES["planned-options"].finds(where)
-
-
-@pytest.mark.parametrize("name", ["config", "conf", "served-model-name", "served_model"])
-def test_planned_options_are_found_in_every_spelling(name: str) -> None:
-    where = context(inference(vllm_extra={name: "x"}), MOE, GPU)
-    assert RULES["planned-options"].finds(where) == f"vllm_extra sets {name}"
