@@ -144,15 +144,16 @@ def installed_options() -> dict[str, Any]:
         negated = {f"no_{name}" for name in long} if isinstance(action, argparse.BooleanOptionalAction) else set()
         name = action.dest if action.dest in long else next(each for each in long if each not in negated)
         others = [each.lstrip("-").replace("-", "_") for each in action.option_strings]
-        option = {"schema": _schema(action, fields.get(action.help or ""))}
+        option: dict[str, Any] = {"schema": _schema(action, fields.get(action.help or ""))}
         if aliases := sorted({each for each in others if each != name and each not in negated}):
             option["aliases"] = aliases
         if action.nargs not in (None, 0, "?"):
             option["words"] = True
         options[name] = option
-    return _without_annotations(
+    data: dict[str, Any] = _without_annotations(
         {"vllm": vllm.__version__.partition("+")[0], "options": options, "$defs": _used(options, definitions)}
     )
+    return data
 
 
 def text() -> str:
