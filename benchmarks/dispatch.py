@@ -33,7 +33,7 @@ import numpy as np
 from primeslurm.base.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.group_queues import ReadyGroups
-from primeslurm.orchestrator.dispatch.limits import AgeLimit
+from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness, StaleRule, SurplusRule
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo

@@ -24,7 +24,7 @@ import torch
 from vllm import LLM
 
 from primeslurm.inference.weight_transfer.experts import held_experts
-from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
+from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemTransferEngine
 from primeslurm.wire.weight_transfer.catalogue import Named
 
 EXPERTS = 128

@@ -41,7 +41,7 @@ from primeslurm.trainer.assembly import build
 from primeslurm.trainer.base.interrupt import SIGNAL
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.collective import Sender
+from primeslurm.trainer.weight_transfer.collective_sender import Sender
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink

@@ -11,7 +11,7 @@ from primeslurm.records.metrics import Row
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 34
-# Of one line; more are averaged in buckets.
+# Largest number of points of a line. More are averaged in buckets.
 MAX_POINTS = 240
 TICKS = 5
 

@@ -23,7 +23,7 @@ from primeslurm.wire.transport import secret
 
 # Values that an agent knows about this machine.
 NODE_VALUES = {
-    "generate_token": secret.generate_token(secret.own()),
+    "generate_token": secret.generate_token(secret.own_secret()),
     "run_id": "test-run",
     "node": "0",
     "key": "abcdef",

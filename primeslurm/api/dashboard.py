@@ -23,9 +23,21 @@ def dashboard(runs: str | Path | None = None, *, host: str = LOOPBACK[0], port: 
         UsageError: there is no such directory, or the port cannot be used.
     """
     directory = runs_directory(runs).absolute()
+    problems = _problems(directory)
+    try:
+        served = prepare(directory, looking_query, host, port)
+    except UsageError as error:
+        raise UsageError([*problems, *error.violations]) from None
+    if problems:
+        served.listener.close()
+        raise UsageError(problems)
+    return served
+
+
+def _problems(directory: Path) -> list[Violation]:
     if not is_dir(directory):
-        raise UsageError([Violation("RUNS_DIR", str(directory), "is no directory", "name the directory of your runs")])
+        return [Violation("RUNS_DIR", str(directory), "is no directory", "name the directory of your runs")]
     if is_file(directory / "lock.json"):
         fix = f"name the directory that holds it: {directory.parent}"
-        raise UsageError([Violation("RUNS_DIR", str(directory), "is a run, not a directory of runs", fix)])
-    return prepare(directory, looking_query, host, port)
+        return [Violation("RUNS_DIR", str(directory), "is a run, not a directory of runs", fix)]
+    return []

@@ -50,7 +50,7 @@ def queries(run: RunDirectory, if_silent: OnNoAnswer | None = None) -> tuple[Job
     timeout_s = None if if_silent is None else ANSWER_S
     timeouts: list[ClusterError] = []
     try:
-        settle(run, timeout_s)
+        record_interrupted_submission(run, timeout_s)
     except ClusterError as error:
         if if_silent is None:
             raise
@@ -136,7 +136,7 @@ def _end_of(path: Path) -> str:
         return ""
 
 
-def settle(run: RunDirectory, timeout_s: float | None = None) -> None:
+def record_interrupted_submission(run: RunDirectory, timeout_s: float | None = None) -> None:
     """Record the job's id if the submission was interrupted after Slurm had accepted the job. Raises ClusterError."""
     attempts = run.attempts()
     job = attempts[-1].job() if attempts else None
@@ -206,6 +206,6 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
         return None
     if state.state != "PENDING":
         return state.state
-    reasons = pending_reasons.reasons(state, _component_names(run))
+    reasons = pending_reasons.pending_reason(state, _component_names(run))
     parts = [reasons] * bool(reasons) + [BROKEN_UP] * state.broken_up
     return f"PENDING ({', '.join(parts)})" if parts else "PENDING"

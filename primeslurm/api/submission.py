@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from primeslurm.api.checks.recipe_check import SlurmAnswer
-from primeslurm.api.jobs import ANSWER_S, find_job, settle
+from primeslurm.api.jobs import ANSWER_S, find_job, record_interrupted_submission
 from primeslurm.api.sites import find_site
 from primeslurm.base import durable
 from primeslurm.base.errors import ClusterError, PrimeslurmError, UsageError, Violation
@@ -106,7 +106,7 @@ def refuse_unfit(plan: Plan) -> None:
     directory = RunDirectory(Path(plan.run_dir))
     if directory.exists():  # records the job of an interrupted submission, so that it is visible
         with contextlib.suppress(ClusterError):
-            settle(directory, ANSWER_S)
+            record_interrupted_submission(directory, ANSWER_S)
     if problems := name_in_use(Path(plan.run_dir)) + permission_problems(Path(plan.run_dir)) + missing_variables(plan):
         raise UsageError(problems)
 
@@ -338,14 +338,14 @@ def installed(site_file: Path | None, node: str | None = None, *, every: bool = 
     if node is not None and every:
         raise UsageError([Violation("--node", node, "contradicts --all", "keep one of them")])
     site = find_site(site_file) if node or every or site_file else None
-    pins = inventory.lock(site.device if site else _device())
+    pins = inventory.locked_versions(site.device if site else _device())
     nodes: dict[str, Parts] = {}
     gpu_nodes: list[str] = []
     if site is not None and (node or every):
         nodes |= inventory.on_nodes(site, SlurmClient(site.slurm_conf), node)
         gpu_nodes = _gpu_nodes(site)
     else:
-        nodes |= inventory.here()
+        nodes |= inventory.installed_on_this_host()
     return Installed(nodes, inventory.differences(nodes, pins, gpu_nodes))
 
 

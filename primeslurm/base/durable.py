@@ -235,7 +235,7 @@ def free_bytes(directory: Path) -> int | None:
         return None
 
 
-def shortage(directory: Path, minimum: int = MIN_FREE_BYTES) -> str:
+def describe_shortage(directory: Path, minimum: int = MIN_FREE_BYTES) -> str:
     """Describe a lack of space; empty if there is enough, or the file system does not answer."""
     free = free_bytes(directory)
     if free is None or free >= minimum:

@@ -388,6 +388,13 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
         retrying(directory, once)
 
 
+def require_replaceable(path: Path) -> None:
+    """Raise OSError if a path that a user chose is a device, pipe or socket, which `write_atomic` would replace."""
+    about = status(path)
+    if about is not None and not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
+
+
 def write_atomic(path: Path, data: Content) -> None:
     """Replace a file: write a temporary file, flush it, and rename it. After an OSError the old content stays."""
     writing(path, lambda: _write_atomic(path, data))

@@ -54,7 +54,8 @@ class TrainingText:
 
     def _continuation(self, before: str, text: str) -> list[int] | None:
         """Return the tokens of a text that follows another, or None if a token spans both."""
-        # A line break in place of the text before: sometimes only that text's last token would span both.
+        # Try a line break as the text before, too. A token may span the real text and this one, but not the line break
+        # and this one.
         for start in (before, "\n"):
             first, both = self._encoded([start, start + text])
             if both[: len(first)] == first:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Collection
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -92,20 +92,13 @@ class AccessControl:
             redirect = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             redirect.set_cookie(self._cookie, self._token, COOKIE_AGE_S, httponly=True, samesite="strict")
             return redirect
-        if not self._is_token(_cookie(headers.get("cookie", ""), self._cookie)):
+        # Other programs on this host share their cookies with the dashboard, valid or not.
+        if not self._is_token(HTTPConnection(scope).cookies.get(self._cookie, "")):
             return PlainTextResponse(REFUSED, 401)
         return None
 
     def _is_token(self, word: str) -> bool:
         return hmac.compare_digest(word.encode(errors="replace"), self._token.encode())
-
-
-def _cookie(header: str, name: str) -> str:
-    try:
-        cookie = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return cookie.value if cookie else ""
 
 
 def _with_headers(send: Send) -> Send:

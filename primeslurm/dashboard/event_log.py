@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from primeslurm.base import files
-from primeslurm.dashboard.growing_file import GrowingFile
 from primeslurm.records.events import decode, in_order
+from primeslurm.records.growing_file import GrowingFile
 from primeslurm.records.record import Event
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status.event_text import notable

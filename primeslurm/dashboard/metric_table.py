@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.dashboard.growing_file import GrowingFile
+from primeslurm.records.growing_file import GrowingFile
 from primeslurm.records.metrics import FILE, Row, is_evaluation, parse_row, with_rl_names
 
 Values = NDArray[np.float64]

@@ -48,7 +48,7 @@ def application(index: RunIndex, token: str, hosts: Collection[str], cookie: str
                 f"{run}/diff/{{other}}", get(lambda data, request: data.difference(index.run(_path(request, "other"))))
             ),
             Route(f"{run}/evaluations", get(lambda data, request: data.evaluations())),
-            Route(f"{run}/evaluations/{{step:int}}/{{label:path}}", get(_examples)),
+            Route(f"{run}/evaluations/{{step}}/{{label:path}}", get(_examples)),
             Route(f"{run}/rollouts", get(lambda data, request: data.rollouts.page(request.query_params))),
             Route(
                 f"{run}/rollouts/{{rollout:path}}",
@@ -145,7 +145,9 @@ def _log(data: RunData, request: Request) -> dict[str, Any]:
 
 
 def _examples(data: RunData, request: Request) -> list[Any]:
-    return data.evaluated_examples(int(request.path_params["step"]), _path(request, "label"))
+    step = number(request.path_params, "step")
+    assert step is not None  # the router admits no empty part of a path
+    return data.evaluated_examples(step, _path(request, "label"))
 
 
 def _follow_list(index: RunIndex) -> Response:

@@ -47,11 +47,20 @@ OPEN_RUNS = 16
 _DAMAGED = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
+class _NodeForm(msgspec.Struct):
+    processes: list[dict[str, Any]]
+
+
+class _PlanForm(msgspec.Struct):
+    nodes: list[_NodeForm]
+
+
 class RunData:
     """One run."""
 
     def __init__(self, run: RunDirectory, states: JobStates, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = run
+        self.identity = _identity(run)
         self._states, self._clock = states, clock
         self._lock = threading.RLock()
         self._overview: RunOverview | None = None
@@ -175,21 +184,21 @@ class RunData:
     def plan(self) -> dict[str, Any]:
         """Return the plan of the newest attempt, without the details of processes. Raises RunError."""
         plan = self._plan()
-        for node in plan.get("nodes", []):
-            keep = ("name", "role", "replica", "gpus", "ports", "restart")
-            node["processes"] = [{name: each.get(name) for name in keep} for each in node.get("processes", [])]
+        keep = ("name", "role", "replica", "gpus", "ports", "restart")
+        for node in plan["nodes"]:
+            node["processes"] = [{name: each.get(name) for name in keep} for each in node["processes"]]
         return {**plan, "lock": msgspec.to_builtins(self.run.lock())}
 
     def process(self, name: str) -> dict[str, Any]:
         """Return the full plan of one process. Raises RunError."""
-        for node in self._plan().get("nodes", []):
-            for process in node.get("processes", []):
+        for node in self._plan()["nodes"]:
+            for process in node["processes"]:
                 if process.get("name") == name:
                     return dict(process)
         raise RunError(f"{self.run.name} has no process {name}")
 
     def _plan(self) -> dict[str, Any]:
-        return self._reading(lambda: plain(files.read_bytes(self.run.latest().plan_file)))
+        return self._reading(lambda: _plan_of(files.read_bytes(self.run.latest().plan_file)))
 
     def recipe(self) -> dict[str, Any]:
         """Return the recipe as written and as resolved."""
@@ -262,7 +271,8 @@ class RunIndex:
         """Return a run by name. Raises RunError."""
         # The name comes from a URL. It is only compared with names in the directory, and never part of a path.
         with self._lock:
-            if name not in self._runs:
+            known = self._runs.get(name)
+            if known is None or known.identity != _identity(known.run):
                 self._list()
             if name not in self._runs:
                 raise RunError(f"there is no run {name}")
@@ -277,10 +287,27 @@ class RunIndex:
     def _list(self) -> None:
         paths = [path for path in files.listing(self.root) if not path.name.startswith(".")]
         names = {encodable(path.name): path for path in paths}
-        self._runs = {name: run for name, run in self._runs.items() if name in names}
+        before, self._runs = self._runs, {}
         for name, path in names.items():
-            if name not in self._runs and (run := RunDirectory(path)).exists():
-                self._runs[name] = RunData(run, self._states, self._clock)
+            identity = _identity(run := RunDirectory(path))
+            if identity is not None:
+                known = before.get(name)
+                if known is None or known.identity != identity:
+                    known = RunData(run, self._states, self._clock)
+                self._runs[name] = known
+
+
+def _identity(run: RunDirectory) -> tuple[int, int] | None:
+    """Return what differs between two runs that had the same name one after the other; None if there is no run."""
+    about = files.status(run.path / "lock.json") if run.exists() else None
+    return (about.st_ino, about.st_mtime_ns) if about else None
+
+
+def _plan_of(data: bytes) -> dict[str, Any]:
+    """Decode a plan of any release, in which at least nodes and processes have their form. Raises ValueError."""
+    plan = plain(data)
+    msgspec.convert(plan, _PlanForm)
+    return plan
 
 
 def _json_object(line: bytes) -> dict[str, Any] | None:

@@ -109,8 +109,9 @@ def _read_list(index: RunIndex) -> None:
 def _listen(host: str, port: int | None) -> socket.socket:
     try:
         family, _, _, _, _ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UsageError([Violation("--host", host, f"has no address: {error.strerror}")]) from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        why = getattr(error, "strerror", None) or "it is no host name"
+        raise UsageError([Violation("--host", host, f"has no address: {why}")]) from None
     problem: OSError | None = None
     for number in range(PORT, PORT + TRIES) if port is None else [port]:
         listener = socket.socket(family, socket.SOCK_STREAM)

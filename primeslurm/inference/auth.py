@@ -29,7 +29,7 @@ class SecretGate:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        run_secret = secret.own()  # raises SecretError: an engine without a secret does not start
+        run_secret = secret.own_secret()  # raises SecretError: an engine without a secret does not start
         self._secret = f"Bearer {run_secret}".encode()
         self._generate_token = f"Bearer {secret.generate_token(run_secret)}".encode()
 

@@ -18,14 +18,14 @@ def expect(owner: type | ModuleType, name: str, parameters: Sequence[str]) -> Ca
     """Return the method or function `name` of `owner`. Raise RuntimeError unless it has these parameters."""
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
-        raise changed(f"{owner.__name__}.{name} is missing")
+        raise changed_code_error(f"{owner.__name__}.{name} is missing")
     missing = [p for p in parameters if p not in inspect.signature(method).parameters]
     if missing:
-        raise changed(f"{owner.__name__}.{name} has no parameter {', '.join(missing)}")
+        raise changed_code_error(f"{owner.__name__}.{name} has no parameter {', '.join(missing)}")
     return method
 
 
-def changed(difference: str) -> RuntimeError:
+def changed_code_error(difference: str) -> RuntimeError:
     """Return the error for vLLM code that differs from what a patch expects."""
     import vllm
 

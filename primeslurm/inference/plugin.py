@@ -1,4 +1,7 @@
-"""vLLM plugin (entry point `vllm.general_plugins`), which vLLM loads in its API server, engine core and workers."""
+"""vLLM plugin that registers the weight-transfer backends and patches vLLM.
+
+vLLM loads it through the entry point `vllm.general_plugins` in its API server, engine core and workers.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from primeslurm.wire.transport import secret
 
 # Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
 TRANSFER_ENGINES = {
-    "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem", "FilesystemTransferEngine"),
-    "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective", "CollectiveTransferEngine"),
+    "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem_receiver", "FilesystemTransferEngine"),
+    "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective_receiver", "CollectiveTransferEngine"),
 }
 
 _registered = False

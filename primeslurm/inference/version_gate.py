@@ -142,7 +142,7 @@ class VersionGate(LivenessGate):
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Before the response is sent, because the client may act on it at once.
+                # Update the state before the response is sent, because the client may act on it at once.
                 self._state.observe(path, bytes(body), ok=message["status"] == 200)
             await send(message)
 

@@ -19,7 +19,7 @@ class CatalogEntry:
 
     shape: ModelShape
     source: str
-    """Where the config comes from."""
+    """Origin of the config."""
     assumed: tuple[str, ...]
     """Values of the config that are not published."""
     parameters_b: float

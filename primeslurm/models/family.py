@@ -41,9 +41,9 @@ class Capabilities:
 
 # The code of transformers, sharded by FSDP. It reads images in the way of Qwen2-VL.
 GENERIC = Capabilities(head_chunks=False, offload=False, images=True)
-# What most dense families support
+# Capabilities of most dense families
 DENSE = Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True)
-# What most families with experts support
+# Capabilities of most families with experts
 MOE = replace(DENSE, ep=True, router_replay=True)
 
 

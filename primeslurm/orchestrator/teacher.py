@@ -36,10 +36,10 @@ from primeslurm.wire.transport.http import (
     BUSY,
     MovedError,
     UnavailableError,
+    error_text,
     external_client,
     internal_client,
     post_while,
-    words,
 )
 from primeslurm.wire.transport.retry import retry_with_backoff
 
@@ -145,7 +145,7 @@ class Teacher:
             self._avoided.pop(url, None)
             return url, answer
         if answer is not None and answer.is_client_error and answer.status_code not in BUSY:
-            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {words(answer)}")
+            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {error_text(answer)}")
         self._avoided[url] = self._clock() + AVOID_S
         raise UnavailableError(f"{url}: no answer")
 

@@ -1,1 +1,1 @@
-"""Recipe and site to Plan: roles, placement, ports, environment and commands; checks of it, and its memory."""
+"""Turn a recipe and a site into a Plan (roles, placement, ports, commands), check it, and estimate its memory."""

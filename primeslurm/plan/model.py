@@ -21,10 +21,11 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from primeslurm.plan.forecast import Estimate
+from primeslurm.plan.supervision import MAX_RESTARTS, Health, HeartbeatLimits, Restart
 from primeslurm.recipe.fields.section import Section
+from primeslurm.records.heartbeats import NODE_HEARTBEAT_S
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]
-Restart = Literal["in_place", "unit", "attempt"]
 # Roles that run a vLLM server
 VLLM_ROLES: tuple[Role, ...] = ("engine", "prefill", "decode", "teacher")
 Level = Literal["error", "blocked", "warning", "note"]
@@ -32,30 +33,6 @@ NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teache
 
 # File in the run directory with the output of a job's batch script, srun and agents, by Slurm's job id
 JOB_OUTPUT = "slurm-{}.out"
-
-# Restarts before a process or restart group is given up. A process that ran for five minutes gets a new budget
-# (`node.agent.supervision`).
-MAX_RESTARTS = 5
-
-
-class Health(Section):
-    """Readiness check of a process: HTTP 200 on `path` of port `port`."""
-
-    port: str
-    path: str = "/health"
-    start_timeout_s: int = 1800
-    """Longest time from the start to the first 200 [s]."""
-    hang_timeout_s: int = 60
-    """A ready process that gives no HTTP answer for this long [s] is restarted."""
-
-
-class HeartbeatLimits(Section):
-    """Timeouts of the heartbeats that a process's main loop sends (`records.heartbeats`)."""
-
-    start_timeout_s: int = 1800
-    """Longest time from the start to the first heartbeat [s]."""
-    hang_timeout_s: int = 300
-    """Longest time between two heartbeats [s], unless the process has announced a longer phase."""
 
 
 class Process(Section):
@@ -78,10 +55,9 @@ class Process(Section):
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
     restart: Restart = "in_place"
-    """in_place: its agent restarts it with back-off. unit: its restart group, `unit`, restarts. attempt: the attempt
-    ends."""
-    unit: str | None = None
-    """Restart group: processes that only work together, such as the ranks of the trainer. None: it restarts alone."""
+    """in_place: its agent restarts it with back-off. unit: its restart group restarts. attempt: the attempt ends."""
+    restart_group: str | None = Field(None, alias="unit")
+    """Name of the group of processes that only work together, such as trainer ranks. None: it restarts alone."""
     max_restarts: int = MAX_RESTARTS
     health: Health | None = None
     heartbeats: HeartbeatLimits | None = Field(None, alias="beats")
@@ -275,7 +251,7 @@ class Plan(Section):
     @property
     def heartbeat_s(self) -> float:
         """Return the longest time between two heartbeats of the head and of an agent [s]."""
-        return max(1.0, self.node_silent_s / 90)
+        return max(NODE_HEARTBEAT_S, self.node_silent_s / 90)
 
     @property
     def survives_nodes(self) -> bool:

@@ -22,10 +22,11 @@ from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
-from primeslurm.plan.model import Finding, HeartbeatLimits, Plan, Replica, Totals
+from primeslurm.plan.model import Finding, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
+from primeslurm.plan.supervision import HeartbeatLimits
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.teacher import ServedTeacher
 
@@ -244,7 +245,7 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int,
                 ),
                 gpus=(local,),
                 restart="attempt",
-                unit="trainer" if world > 1 else None,
+                restart_group="trainer" if world > 1 else None,
                 heartbeats=HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_timeout_s),
                 after=("orchestrator", *engines) if recipe.task == "rl" else (),
             )

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from primeslurm.records.heartbeats import NODE_HEARTBEAT_S
+
 
 class Outcome(StrEnum):
     """How an attempt ended."""
@@ -123,7 +125,7 @@ class FleetView(msgspec.Struct, frozen=True):
     ending: Ending | None = None
     waits_for: str = ""  # fault of the shared file system that the run waits out
     release: bool = False  # while ending: trainers are done or out of time, so that everything else may stop
-    heartbeat_s: float = 1.0  # longest time between two heartbeats of the head or of an agent
+    heartbeat_s: float = NODE_HEARTBEAT_S  # longest time between two heartbeats of the head or of an agent
 
 
 class AssignedAgent(msgspec.Struct, frozen=True):

@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 # Environment variable with the descriptor of the page, set for processes whose agent expects heartbeats.
 VARIABLE = "PRIMESLURM_BEAT"
+# Shortest time between two heartbeats of an agent or of the head, in the records of the run [s]. Large
+# `deployment.node_silent_s` make it longer (`Plan.heartbeat_s`).
+NODE_HEARTBEAT_S = 1.0
 # Makes a process that sends heartbeats write the stacks of all its threads to its log, even while it is stuck.
 DUMP_SIGNAL = signal.SIGRTMIN + 8
 

@@ -21,12 +21,12 @@ def of_start(output: str, word: str) -> str | None:
     return rest.partition(f"{MARK} ")[0] if mark else None
 
 
-def telling(lines: Iterable[str]) -> list[str]:
+def informative_lines(lines: Iterable[str]) -> list[str]:
     """Drop the lines that only report the end of tasks."""
     return [line for line in lines if not _CONSEQUENCE.search(line)]
 
 
 def srun_error(lines: Iterable[str]) -> str:
-    errors = [match[1] for line in telling(lines) if (match := _SRUN.match(line))]
+    errors = [match[1] for line in informative_lines(lines) if (match := _SRUN.match(line))]
     fatal = [line for line in errors if line.startswith("srun: fatal")]
     return (fatal or errors or [""])[0].removesuffix(".")

@@ -29,7 +29,8 @@ FILE = "metrics.jsonl"
 
 # A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, those of environments included.
 Row = dict[str, float]
-_NUMBERS = (int, float)
+# Whole numbers beyond these bounds are damage: the first ones do not fit into a float.
+_LARGEST, _LAST_STEP = 1 << 1023, 1 << 62
 
 
 class MetricsLog:
@@ -138,12 +139,17 @@ def parse_row(line: bytes) -> Row | None:
         value = msgspec.json.decode(line)
     except (ValueError, RecursionError):
         try:
-            value = json.loads(line)  # slower, but it reads NaN, which a metric may be
-        except (ValueError, RecursionError):
+            value = json.loads(line)  # slower, but it reads NaN, which a metric may be, and lone surrogates
+            value = {name.encode(errors="replace").decode(): number for name, number in value.items()}
+        except (AttributeError, ValueError, RecursionError):
             return None
-    if not isinstance(value, dict) or type(value.get("step")) is not int:
+    if not isinstance(value, dict) or type(step := value.get("step")) is not int or abs(step) > _LAST_STEP:
         return None
-    return {name: number for name, number in value.items() if isinstance(number, _NUMBERS)}
+    return {name: number for name, number in value.items() if _is_number(number)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
 
 
 def is_evaluation(row: Row) -> bool:

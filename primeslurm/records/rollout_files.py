@@ -48,12 +48,12 @@ class DamagedFileError(ValueError):
     """A file of the archive does not have its format."""
 
 
-# What a file holds: rollouts of a step's batch, rollouts that were dropped or failed before it, or an evaluation.
+# Content of a file: rollouts of a step's batch, rollouts that were dropped or failed before it, or an evaluation.
 KINDS = ("batch", "dropped", "evaluation")
 
 
 class FileName(NamedTuple):
-    """What the name of a file says. Files sort by step, attempt and number."""
+    """The parts of a file's name. Files sort by step, attempt and number."""
 
     step: int
     attempt: int
@@ -80,7 +80,7 @@ def parse_name(name: str) -> FileName | None:
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rollout is in a file: bytes after the head, and sizes before and after decompression."""
+    """Position of a rollout in a file: bytes after the head, and sizes before and after decompression."""
 
     offset: int
     size: int

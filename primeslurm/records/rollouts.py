@@ -1,4 +1,4 @@
-"""What is kept of single rollouts so that people can read them: the conversation, and facts about each token.
+"""The readable record of single rollouts: the conversation, and facts about each token.
 
 The orchestrator writes these records (`orchestrator.telemetry.rollout_archive`), and `run.rollouts` reads them. All
 text in them comes from models and environments: a reader must escape it before it reaches a terminal or a page.
@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-# What became of a rollout. waiting: finished, but in no batch yet.
+# Outcome of a rollout. waiting: finished, but in no batch yet.
 State = Literal["trained", "waiting", "dropped", "failed", "evaluated"]
 
 
@@ -103,7 +103,7 @@ class TokenSequence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent said and saw. A conversation that was rewritten or branched has several sequences."""
+    """The messages of one agent. A conversation that was rewritten or branched has several sequences."""
 
     agent: str = ""
     reward: float | None = None

@@ -60,7 +60,7 @@ _SQUEUE_ALL = ("squeue", "--noheader", "--all", "--states=all")
 _SACCT = ("sacct", "--allocations", "--parsable2", "--noheader")
 # Largest difference between the clocks of this host and the accounting [s]
 _CLOCKS_S = 3600.0
-# What several jobs have in common, with limits for all of them together
+# Things that jobs may share, and that have limits for all of their jobs together
 Shared = Literal["user", "account", "qos"]
 
 

@@ -44,7 +44,7 @@ class InstalledDifference:
     required: bool
 
 
-def here() -> dict[str, Parts]:
+def installed_on_this_host() -> dict[str, Parts]:
     """Return the parts that are installed on this host, by host name. Raises ClusterError if that cannot be read."""
     return _parse(_run([sys.executable, "-m", MODULE]))
 
@@ -71,7 +71,7 @@ def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Par
     return parts_by_node
 
 
-def lock(device: str) -> dict[str, str]:
+def locked_versions(device: str) -> dict[str, str]:
     """Return the locked version of each distribution, from the requirements that ship with the package."""
     text = files.read_text(shipped("requirements") / ("gpu.txt" if device == "cuda" else "cpu.txt"))
     pins = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.M)}

@@ -93,7 +93,7 @@ def ended_tasks(output: str) -> dict[str, str]:
     return {name: how for hostlist, how in _END.findall(last) for name in expand(hostlist)}
 
 
-def kills(output: str) -> dict[str, str]:
+def killed_nodes(output: str) -> dict[str, str]:
     """Return nodes that failed or whose task was killed, and how, from the output of one start."""
     # srun kills all tasks if some cannot start. Those are started again, so they do not count. A node failure means
     # that Slurm takes the node from the job.

@@ -56,7 +56,7 @@ _NEVER = (
 _SHARED = re.compile(r"(QOS|Assoc)(Grp|Max)\w+|Max\w+PerAccount|Association(Job|Resource)Limit|QOS(Job|Resource)Limit")
 
 
-def reasons(job: JobState, names: Mapping[int, str]) -> str:
+def pending_reason(job: JobState, names: Mapping[int, str]) -> str:
     """Return the reason of the leading component, and those of other components if they differ."""
     of_others: dict[str, list[str]] = {}
     for component in job.components:

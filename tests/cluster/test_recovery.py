@@ -21,7 +21,8 @@ from primeslurm.base.files import read_json, write_json
 from primeslurm.base.hostlists import expand
 from primeslurm.node.attempt.attempt_end import exclude_bad_nodes
 from primeslurm.node.entry import AgentTask
-from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
+from primeslurm.plan.model import HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
+from primeslurm.plan.supervision import Health
 from primeslurm.recipe.site import Site
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, NodesAssigned, PreflightDone

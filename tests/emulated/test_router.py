@@ -167,7 +167,10 @@ SHOWN = (None, "Bearer wrong", "Bearer", "Basic {secret}", "{secret}", "Bearer {
 @pytest.mark.parametrize("shape", ["alike", "apart"])
 def test_router_refuses_strangers(shape: str, request: pytest.FixtureRequest) -> None:
     it: Routed = request.getfixturevalue(shape)
-    words = {"secret": secret.own(), "generate": secret.generate_token(secret.own())}
+    words = {
+        "secret": secret.own_secret(),
+        "generate": secret.generate_token(secret.own_secret()),
+    }
     worker = it.engines[-1].url
     places = {"worker": worker, "quoted": worker.replace(":", "%3A").replace("/", "%2F")}
     once = httpx.Limits(max_keepalive_connections=0)  # the router may close the connection of a refused client
@@ -220,7 +223,7 @@ def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
 
 
 def test_router_process_does_not_expose_the_secret(apart: Routed) -> None:
-    run_secret = secret.own()
+    run_secret = secret.own_secret()
     tokens_ = {run_secret, secret.generate_token(run_secret)}
     child = apart.child()
     for shown in (child.cmdline(), child.environ().values(), psutil.Process(apart.router.pid).cmdline()):

@@ -14,7 +14,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weight_transfer.collective import Sender
+from primeslurm.trainer.weight_transfer.collective_sender import Sender
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink

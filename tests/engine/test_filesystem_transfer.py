@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.inference.weight_transfer.filesystem import policy_files, tensor_names
+from primeslurm.inference.weight_transfer.filesystem_receiver import policy_files, tensor_names
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.faulty_storage import FaultyStorage, storage_time  # noqa: F401 - for all tests

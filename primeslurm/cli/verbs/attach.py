@@ -1,4 +1,4 @@
-"""The verb `attach`."""
+"""`primeslurm attach`: open a shell next to a process of a run."""
 
 from __future__ import annotations
 

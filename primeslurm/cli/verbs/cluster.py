@@ -1,4 +1,4 @@
-"""The verb `cluster`: an embedded Slurm cluster."""
+"""`primeslurm cluster`: start, inspect and stop an embedded Slurm cluster on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb that serves a web page about all runs: dashboard."""
+"""`primeslurm dashboard`: serve a web page about all runs."""
 
 from __future__ import annotations
 

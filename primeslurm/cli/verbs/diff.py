@@ -1,4 +1,4 @@
-"""The verb `diff`."""
+"""`primeslurm diff`: compare two recipes or runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `doctor`."""
+"""`primeslurm doctor`: find out why a run failed, or check an installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs `export`, `convert` and `report`."""
+"""`primeslurm export`, `convert` and `report`: write checkpoints as Hugging Face models, and a run as an HTML file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from primeslurm.api.runs import export as exporting
 from primeslurm.api.runs.run import find_run
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.base.files import write_atomic
+from primeslurm.base.files import require_replaceable, write_atomic
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
 from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.tables import out
@@ -80,6 +80,7 @@ def report(
     target = output or selected.path / "report.html"
     text = selected.report(if_silent=warn)
     try:
+        require_replaceable(target)
         write_atomic(target, text)
     except (OSError, ValueError) as error:  # ValueError: a path without a last part
         why = f"cannot be written: {getattr(error, 'strerror', None) or error}"

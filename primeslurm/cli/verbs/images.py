@@ -1,4 +1,4 @@
-"""The verb `images`."""
+"""`primeslurm images`: build the container images of Harbor tasks."""
 
 from __future__ import annotations
 

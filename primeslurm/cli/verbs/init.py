@@ -1,4 +1,4 @@
-"""The verb `init`."""
+"""`primeslurm init`: write a site file for this cluster, and a first recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs `plan`, `render`, `check` and `schema`, which change nothing."""
+"""`primeslurm plan`, `render`, `check` and `schema`: show what a recipe would do, without changing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `install`."""
+"""`primeslurm install`: install what nodes need at run time, or a small model."""
 
 from __future__ import annotations
 
@@ -74,8 +74,12 @@ def _wanted(gpu: bool, cpu: bool, harness: str | None, model: str | None, games:
 
 def _plan(choice: str, to: Path | None, python: str | None, name: str) -> Installation:
     if choice == "--model":
-        return installing.model(name, to)
+        return installing.plan_model_installation(name, to)
     if to is None or choice in ("--harness", "--games"):
         environment = to or Path(sys.prefix)
-        return installing.harness(name, environment) if choice == "--harness" else installing.games(environment)
-    return installing.runtime("gpu" if choice == "--gpu" else "cpu", to, python=python)
+        return (
+            installing.plan_harness_installation(name, environment)
+            if choice == "--harness"
+            else installing.plan_games_installation(environment)
+        )
+    return installing.plan_runtime_installation("gpu" if choice == "--gpu" else "cpu", to, python=python)

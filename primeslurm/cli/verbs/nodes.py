@@ -1,4 +1,4 @@
-"""The verb `nodes`."""
+"""`primeslurm nodes`: list the nodes that new jobs avoid because they failed, and let jobs use them again."""
 
 from __future__ import annotations
 

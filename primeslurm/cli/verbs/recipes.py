@@ -1,4 +1,4 @@
-"""The verb `recipes`."""
+"""`primeslurm recipes`: list, show and copy the ready recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb that shows rollouts: rollouts."""
+"""`primeslurm rollouts`: list, show and export the rollouts of a run."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _query(
     if step is not None:
         first, colon, last = step.partition(":")
         bounds = (first or "0", (last or str(sys.maxsize)) if colon else first)
-        if all(bound.isascii() and bound.isdecimal() for bound in bounds) and step != ":":
+        if all(bound.isascii() and bound.isdecimal() and len(bound) < 20 for bound in bounds) and step != ":":
             steps = (int(bounds[0]), int(bounds[1]))
         else:
             problems.append(Violation("--step", step, "is no step", "write for example 12, 10:20 or 10:"))
@@ -162,12 +162,15 @@ def _query(
         try:
             if not colon or reward == ":":
                 raise ValueError
-            low, high = float(first or -math.inf), float(last or math.inf)
+            limits = float(first or -math.inf), float(last or math.inf)
+            if any(map(math.isnan, limits)):
+                raise ValueError
+            low, high = limits
         except ValueError:
             problems.append(Violation("--reward", reward, "is no range", "write for example 0.5:1, 0.5: or :0.2"))
     if steps is not None and steps[0] > steps[1]:
         problems.append(Violation("--step", str(step), "ends before it begins"))
-    if not low <= high:
+    if low > high:
         problems.append(Violation("--reward", str(reward), "ends before it begins"))
     return RolloutQuery(steps, environment, group, version, low, high), problems
 
@@ -182,6 +185,7 @@ def _conflicts(
         problems.append(Violation("--follow", "", "lists rollouts, so it takes no ID"))
     if id is not None and filters:
         problems.append(Violation("ID", id, "is one rollout, so filters do not apply", "leave out either"))
-    if (tokens or full) and (id is None or export is not None):
-        problems.append(Violation("--tokens" if tokens else "--full", "", "needs the ID of a rollout to show"))
+    if id is None or export is not None:
+        given = [name for name, is_given in (("--tokens", tokens), ("--full", full)) if is_given]
+        problems += [Violation(name, "", "needs the ID of a rollout to show") for name in given]
     return problems

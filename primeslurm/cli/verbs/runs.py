@@ -1,4 +1,4 @@
-"""The verbs `runs` and `cancel`."""
+"""`primeslurm runs` and `cancel`: list all runs, and stop one."""
 
 from __future__ import annotations
 

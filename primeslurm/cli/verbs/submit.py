@@ -1,4 +1,4 @@
-"""The verbs `submit`, `eval` and `resume`."""
+"""`primeslurm submit`, `eval` and `resume`: start a job for a recipe, an evaluation, or a run that has ended."""
 
 from __future__ import annotations
 

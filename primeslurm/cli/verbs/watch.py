@@ -1,4 +1,4 @@
-"""The verbs `status`, `logs` and `summary`."""
+"""`primeslurm status`, `logs` and `summary`: show what a run does, and how it went."""
 
 from __future__ import annotations
 

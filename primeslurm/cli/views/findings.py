@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from primeslurm.api.checks.recipe_check import Check, by_severity
 from primeslurm.base.units import count
 from primeslurm.cli.output import note
+from primeslurm.cli.views.colours import FINDING_COLOURS
 from primeslurm.plan.model import Finding, Level, NodeRole, Plan
 
-_STYLES = {"error": "bold red", "blocked": "bold magenta", "warning": "yellow", "note": "cyan"}
 _ROLES: tuple[NodeRole, ...] = ("train", "inference", "prefill", "decode", "teacher", "environments", "control")
 # Levels that a summary counts.
 _WORDS: dict[Level, str] = {"error": "error", "blocked": "blocker", "warning": "warning"}
@@ -38,7 +38,7 @@ def _print_coloured(finding: Finding) -> None:
     from primeslurm.cli.views.tables import err
 
     level, field, rest = finding.level, finding.field, str(finding).removeprefix(f"{finding.level}: {finding.field}")
-    err.print(Text.assemble((level, _STYLES[level]), ": ", (field, "bold"), rest))
+    err.print(Text.assemble((level, FINDING_COLOURS[level]), ": ", (field, "bold"), rest))
 
 
 def summary(result: Check, name: str) -> str:

@@ -126,7 +126,7 @@ def _kind_of_node(node: Node) -> object:
 
 def _on_death(process: Process) -> str:
     if process.restart == "unit":
-        return f"restart {process.unit}"
+        return f"restart {process.restart_group}"
     return "restart" if process.restart == "in_place" else "end attempt"
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from primeslurm.base.units import count, duration
 from primeslurm.base.units import tokens as token_count
 from primeslurm.cli.output import visible
+from primeslurm.cli.views.colours import MESSAGE_COLOURS, ROLLOUT_COLOURS
 from primeslurm.cli.views.tables import light_table
 from primeslurm.records.rollouts import (
     AgentConversation,
@@ -23,7 +24,6 @@ from primeslurm.records.rollouts import (
 # Characters of a text that are shown without `--full`: its beginning and its end.
 SHOWN_CHARACTERS = 8_000
 LONGEST_REASON = 60
-_ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 def rollout_table(rollouts: Iterable[RolloutSummary]) -> Table:
@@ -130,7 +130,8 @@ def _messages(conversation: AgentConversation, full: bool) -> Iterator[Text]:
         details = [*_timing(message), *facts.get(number, [])]
         yield Text()
         yield Text.assemble(
-            (visible(title), f"bold {_ROLES.get(message.role, '')}"), (visible(f"  {'  '.join(details)}"), "dim")
+            (visible(title), f"bold {MESSAGE_COLOURS.get(message.role, '')}"),
+            (visible(f"  {'  '.join(details)}"), "dim"),
         )
         if message.reasoning:
             yield Text(visible(_shortened(message.reasoning, full)), style="italic dim")
@@ -234,4 +235,4 @@ def _number(value: float | None) -> str:
 
 
 def _style(rollout: RolloutSummary) -> str:
-    return {"failed": "red", "dropped": "yellow"}.get(rollout.state, "")
+    return ROLLOUT_COLOURS.get(rollout.state, "")

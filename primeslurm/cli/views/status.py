@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from primeslurm.base.units import count, duration
+from primeslurm.cli.views.colours import EVENT_COLOURS, PROCESS_COLOURS
 from primeslurm.records.state import FailedRollouts, Load
 from primeslurm.run.status.run_status import EMULATED, ProcessStatus, ReplicaStatus, RlProgress, RunStatus
 
@@ -21,8 +22,6 @@ SPARK_WIDTH = 24
 
 # How a process is shown whose state is SILENT: it sends no heartbeat.
 UNRESPONSIVE = "UNRESPONSIVE"
-_COLOURS = {"HEALTHY": "green", "DONE": "green"} | dict.fromkeys(("STALE", "LOADING", "STARTING", "UNKNOWN"), "yellow")
-_LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 _SHOWN_OF_SFT = (
     ("loss", "trainer/loss", ".4f"),
     ("gradient norm", "trainer/grad_norm", ".3f"),
@@ -297,7 +296,7 @@ def _events(status: RunStatus) -> Table:
     table.add_column(no_wrap=True, overflow="ellipsis")
     for event in status.events:
         clock = time.strftime("%H:%M:%S", time.localtime(event.time)) if event.time else "--:--:--"
-        table.add_row(Text(clock, style="dim"), event.who, Text(event.text, style=_LEVELS[event.level]))
+        table.add_row(Text(clock, style="dim"), event.who, Text(event.text, style=EVENT_COLOURS[event.level]))
     return table
 
 
@@ -318,4 +317,4 @@ def _table(*columns: str, caption: str | None = None) -> Table:
 
 
 def _state(text: str, state: str) -> Text:
-    return Text(text, style=_COLOURS.get(state, "red"))
+    return Text(text, style=PROCESS_COLOURS.get(state, "red"))

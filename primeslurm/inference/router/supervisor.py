@@ -60,7 +60,7 @@ class WorkerDifference:
         return bool(self.missing or self.foreign)
 
 
-def planned(argv: Sequence[str]) -> Workers:
+def workers_of_command(argv: Sequence[str]) -> Workers:
     """Return the workers that a router's command line names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--worker-urls", nargs="*", default=[])
@@ -77,7 +77,7 @@ def compare(wanted: Workers, listed_urls: Iterable[str]) -> WorkerDifference:
     return WorkerDifference(tuple(sorted(wanted.urls - urls)), tuple(sorted(urls - wanted.urls)))
 
 
-def listed(body: bytes) -> list[str] | None:
+def listed_urls(body: bytes) -> list[str] | None:
     """Return the URLs in a response to /list_workers; None if the response is invalid."""
     try:
         return decode_json(body, _Listed).urls
@@ -110,8 +110,8 @@ class RouterSupervisor:
     _token_restart: float = field(default=-math.inf, init=False)  # Time of the last restart because of invalid tokens
 
     def __post_init__(self) -> None:
-        self._wanted = planned(self.argv)
-        self._secret = secret.own()
+        self._wanted = workers_of_command(self.argv)
+        self._secret = secret.own_secret()
         self._headers = secret.header()
         secret.keep()
 
@@ -148,7 +148,7 @@ class RouterSupervisor:
         if status == 401:
             # The router checked the secret when the endpoint did not answer, and caches the result forever.
             return "it rejects the run's secret"
-        workers = listed(body) if status == 200 else None
+        workers = listed_urls(body) if status == 200 else None
         if workers is None:
             return ""
         self._accepted = True

@@ -61,9 +61,9 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         """Activate the new weights. Raise PolicyError if the policy lacked parameters or experts."""
         missing = self._expected - self._loaded
         if missing:
-            raise PolicyError(f"the policy lacks {len(missing)} parameters: {some(missing)}")
+            raise PolicyError(f"the policy lacks {len(missing)} parameters: {first_three(missing)}")
         if partial := set(incomplete_experts(self.model)):
-            raise PolicyError(f"the policy lacks experts of {len(partial)} layers: {some(partial)}")
+            raise PolicyError(f"the policy lacks experts of {len(partial)} layers: {first_three(partial)}")
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             self._repack_tied_heads()
@@ -117,7 +117,7 @@ def _attention_scales(model: torch.nn.Module) -> Iterator[str]:
             yield from (f"{name}.{scale}" for scale, _ in module.named_parameters(recurse=False))
 
 
-def some(names: set[str]) -> str:
+def first_three(names: set[str]) -> str:
     """Return the first few names, for an error message."""
     shown = sorted(names)[:3]
     return ", ".join(shown) + (" ..." if len(names) > len(shown) else "")
@@ -139,7 +139,7 @@ def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype)
             pair = (other, tensor) if weight != name else (tensor, other)
             yield weight, _unscaled(*pair, dtype)
     if alone:
-        raise PolicyError(f"FP8 weights and their scales do not match: {some(set(alone))}")
+        raise PolicyError(f"FP8 weights and their scales do not match: {first_three(set(alone))}")
 
 
 def _unscaled(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

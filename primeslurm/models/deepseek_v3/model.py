@@ -10,14 +10,23 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model, build_mla_moe_layers,
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.layers.common import EXPERTS, MATRIX, NORM, ends, model_spec, norm, refuse, refuse_other_activations
+from primeslurm.nn.layers.common import (
+    EXPERTS,
+    MATRIX,
+    NORM,
+    embedding_and_head,
+    model_spec,
+    norm,
+    refuse,
+    refuse_other_activations,
+)
 
 # Epsilon of the norms of compressed queries and keys. `rms_norm_eps` of the config does not apply to them.
 LATENT_EPS = 1e-6
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    model = DeepSeekV3Model.Config(**ends(hf), layers=layers(hf, seq_len, attention))
+    model = DeepSeekV3Model.Config(**embedding_and_head(hf), layers=layers(hf, seq_len, attention))
     return model_spec(hf, "deepseek_v3", model, DeepSeekV3StateDictAdapter, parallelize_deepseekv3, pipeline_llm)
 
 

@@ -14,7 +14,7 @@ from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDict
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.models.deepseek_v3.model import LATENT_EPS, layers
-from primeslurm.nn.layers.common import ends, linear, model_spec, refuse
+from primeslurm.nn.layers.common import embedding_and_head, linear, model_spec, refuse
 from primeslurm.nn.layers.parallelize import parallelize
 from primeslurm.nn.layers.sparse_attention import Context, Indexer, sparse
 
@@ -49,7 +49,7 @@ def sparse_spec(
             shared=full and "shared" in indexer_types[index + 1 : index + 2],
             dense=seq_len <= hf.index_topk,
         )
-    model = SparseModel.Config(**ends(hf), layers=sparse_layers)
+    model = SparseModel.Config(**embedding_and_head(hf), layers=sparse_layers)
     return model_spec(hf, name, model, SparseStateDictAdapter, parallelize, pipeline_llm)
 
 

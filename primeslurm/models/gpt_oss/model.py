@@ -18,7 +18,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.models.gpt_oss.weights import EXPERT_PARAMETERS, GptOssAdapter
 from primeslurm.nn.kernels import host_value_cache
-from primeslurm.nn.layers.common import ends, linear, model_spec, norm, refuse, refuse_other_activations
+from primeslurm.nn.layers.common import embedding_and_head, linear, model_spec, norm, refuse, refuse_other_activations
 from primeslurm.nn.layers.moe import local, routed, shard_experts, softmax_moe
 
 
@@ -83,7 +83,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         )
         for kind in hf.layer_types
     ]
-    model = GptOssDecoder.Config(**ends(hf), layers=layers)
+    model = GptOssDecoder.Config(**embedding_and_head(hf), layers=layers)
     return model_spec(hf, "gpt_oss", model, GptOssAdapter, parallelize_gptoss)
 
 

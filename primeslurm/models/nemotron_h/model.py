@@ -18,7 +18,7 @@ from torchtitan.protocols.module import Module
 from primeslurm.models.nemotron_h import relu2
 from primeslurm.models.nemotron_h.mamba import Mamba2
 from primeslurm.models.nemotron_h.weights import NemotronHAdapter
-from primeslurm.nn.layers.common import MATRIX, build_parts, ends, linear, model_spec, norm, refuse
+from primeslurm.nn.layers.common import MATRIX, build_parts, embedding_and_head, linear, model_spec, norm, refuse
 from primeslurm.nn.layers.moe import routed, shard_experts, sigmoid_moe
 from primeslurm.nn.layers.parallelize import parallelize
 
@@ -91,7 +91,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     layers = [
         NemotronHBlock.Config(norm=norm(hf, hf.hidden_size), **_mixer(hf, kind, attention)) for kind in hf.layer_types
     ]
-    model = NemotronHDecoder.Config(**ends(hf), layers=layers)
+    model = NemotronHDecoder.Config(**embedding_and_head(hf), layers=layers)
     return model_spec(hf, "nemotron_h", model, NemotronHAdapter, parallelize)
 
 

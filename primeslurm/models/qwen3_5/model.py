@@ -21,7 +21,7 @@ from primeslurm.nn.layers import vision
 from primeslurm.nn.layers.common import (
     EXPERTS,
     build_parts,
-    ends,
+    embedding_and_head,
     ffn,
     linear,
     model_spec,
@@ -131,7 +131,10 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     refuse(hf, attention_bias=hf.attention_bias)
     refuse_other_activations(hf)
     layers = [_layer(hf, kind == "full_attention", attention) for kind in hf.layer_types]
-    around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
+    around = embedding_and_head(hf) | {
+        "norm": _norm(hf, hf.hidden_size),
+        "enable_weight_tying": whole.tie_word_embeddings,
+    }
     encoder = None if whole is hf else vision.VisionEncoder.Config(hf=whole.vision_config)
     model = Qwen35Decoder.Config(**around, layers=layers, vision=encoder)
     return model_spec(whole, "qwen3_5", model, Qwen35VisionAdapter if encoder else Qwen35Adapter, vision.parallelize)

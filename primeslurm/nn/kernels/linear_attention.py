@@ -63,7 +63,7 @@ def state_space(
         c.repeat_interleave(sharing, dim=2),
         b.repeat_interleave(sharing, dim=2),
         (x * dt.unsqueeze(-1)).to(x.dtype),
-        apart(dt.float() * decay.float(), positions),
+        reset_at_documents(dt.float() * decay.float(), positions),
         scale=1.0,
         initial_state=state,
         output_final_state=True,
@@ -87,7 +87,7 @@ def gated_delta_rule(
         q,
         k,
         v,
-        apart(log_decay.float(), positions),
+        reset_at_documents(log_decay.float(), positions),
         beta,
         initial_state=state,
         output_final_state=True,
@@ -96,6 +96,6 @@ def gated_delta_rule(
     return out.float(), state
 
 
-def apart(log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def reset_at_documents(log_decay: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return log decays [rows, length, heads] that reset the state at the start of each document."""
     return log_decay.masked_fill((positions == 0).unsqueeze(-1), BEGINNING)

@@ -39,7 +39,7 @@ def build_parts(module: nn.Module, config: Any, *names: str) -> None:
         setattr(module, name, None if part is None else part.build())
 
 
-def ends(hf: Any) -> dict[str, Any]:
+def embedding_and_head(hf: Any) -> dict[str, Any]:
     """Return the fields of a decoder's config before and after its layers: embedding, norm, head, weight tying."""
     return {
         "dim": hf.hidden_size,

@@ -21,13 +21,13 @@ _VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
 RECOMPILE_LIMIT = 32
 
 
-def prepare() -> None:
+def configure_compiler() -> None:
     """Configure the compiler, so that it does not specialize on the shapes of the first micro batch."""
     torch.compiler.config.dynamic_sources = ",".join(_VARYING)
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
 
-def layers(model: Any, config: CompileConfig, dims: ParallelDims) -> None:
+def compile_layers(model: Any, config: CompileConfig, dims: ParallelDims) -> None:
     """Compile each layer, or only its feed-forward part if sparse attention or recurrences cannot be traced."""
     # Activation checkpointing wraps the compiled module, so that the recomputation runs the same code.
     parts = {name: part for name, layer in model.layers.items() if (part := _traceable(layer)) is not None}

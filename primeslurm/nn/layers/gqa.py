@@ -28,7 +28,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.nn.adapters import TableAdapter
 from primeslurm.nn.layers import vision
-from primeslurm.nn.layers.common import build_parts, ends, linear, model_spec, norm
+from primeslurm.nn.layers.common import build_parts, embedding_and_head, linear, model_spec, norm
 from primeslurm.nn.layers.rotary import Rotary
 
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
@@ -184,6 +184,6 @@ def block(hf: Any, attention: Attention.Config, **fields: Any) -> GqaBlock.Confi
 
 
 def decoder_spec(hf: Any, layers: Sequence[GqaBlock.Config], adapter: type[TableAdapter], **changes: Any) -> ModelSpec:
-    """Return the spec of a decoder of these layers. `changes` replace fields of `common.ends`."""
-    model = GqaDecoder.Config(**ends(hf) | changes, layers=list(layers))
+    """Return the spec of a decoder of these layers. `changes` replace fields of `common.embedding_and_head`."""
+    model = GqaDecoder.Config(**embedding_and_head(hf) | changes, layers=list(layers))
     return model_spec(hf, "gqa", model, adapter, vision.parallelize, pipeline_llm)

@@ -8,7 +8,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.decoder import Decoder
 
-from primeslurm.nn.layers import compiled
+from primeslurm.nn.layers.compiled import compile_layers
 
 
 def parallelize(
@@ -28,7 +28,7 @@ def parallelize(
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable:
-        compiled.layers(model, compile_config, parallel_dims)
+        compile_layers(model, compile_config, parallel_dims)
     replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     apply_fsdp_to_decoder(
         model,

@@ -36,7 +36,7 @@ from primeslurm.records.fleet import AgentReport, AssignmentRecord, Ending, Flee
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
-from primeslurm.slurm.launch_failures import START, JobOutput, kills, node_names
+from primeslurm.slurm.launch_failures import START, JobOutput, killed_nodes, node_names
 from primeslurm.wire.transport.addresses import Addresses
 
 # How long one tick of an agent or the head retries an operation on a file. The next tick tries again anyway.
@@ -79,7 +79,7 @@ class HeadKillDetector:
             return None
         self._looked_at = now
         try:
-            return kills(self._output.news()).get(self._head)
+            return killed_nodes(self._output.news()).get(self._head)
         except OSError:
             return None
 

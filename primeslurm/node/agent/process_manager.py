@@ -149,7 +149,7 @@ class ProcessManager:
                 self._kill(process.name)
                 continue
             probe = self.probes.get(process.name)
-            order = view.units.get(process.unit) if process.unit else None
+            order = view.units.get(process.restart_group) if process.restart_group else None
             decision = supervision.tick(
                 now,
                 prerequisites=all(name in ready or name in lost for name in process.after),
@@ -270,7 +270,7 @@ class ProcessManager:
             self._shared_memory.ended(self.children[name].pid)
 
     def _scan_memory(self, names: Collection[str]) -> None:
-        # Before every kill: a dead process has no memory maps, so its shared memory could not be found afterwards.
+        # Scan before every kill: a dead process has no memory maps, so its shared memory could not be found afterwards.
         self._shared_memory.scan([self.children[name].pid for name in names])
 
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:

@@ -44,7 +44,9 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     again = bool(failed) and same_error(error, failed[-1].error)
     outcomes = [(end.outcome, end.committed_step) for end in earlier]
     free = fruitful_preemptions([*outcomes, (ending.outcome, step)])
-    requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again, free=free)
+    requeue, why_not = should_requeue(
+        ending, attempt.number, plan, count_fruitless_attempts(ends), again=again, free=free
+    )
     if (newest := newest_attempt(run.path)) > attempt.number:
         requeue, why_not = False, f"attempt {newest} has taken over the run"
     record = EndRecord(
@@ -84,7 +86,7 @@ def _failed_itself(outcome: str, suspect: str) -> bool:
     return outcome == Outcome.FAILED and suspect != FILE_SYSTEM
 
 
-def fruitless(ends: Sequence[tuple[bool, int | None]]) -> int:
+def count_fruitless_attempts(ends: Sequence[tuple[bool, int | None]]) -> int:
     """Count the failed attempts after the attempt that committed the newest step. Pure.
 
     `ends` has, for each attempt in order, whether it failed itself, and the newest committed step by then.

@@ -23,7 +23,7 @@ from primeslurm.node.attempt.controller_commands import insist, requeue
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
 from primeslurm.records.fleet import Ending, Outcome
-from primeslurm.records.job_output import srun_error, telling
+from primeslurm.records.job_output import informative_lines, srun_error
 from primeslurm.records.journal import Journal
 from primeslurm.run.diagnosis.logs import error_line
 from primeslurm.run.directory import RunDirectory
@@ -59,7 +59,7 @@ def ending_of_step(
     lines = output.splitlines()
     if text := srun_error(lines):
         return Ending(Outcome.FAILED, f"no agent could be started: {text}", "job", error=text)
-    error = error_line([_LABEL.sub("", line) for line in telling(lines)]) or ""
+    error = error_line([_LABEL.sub("", line) for line in informative_lines(lines)]) or ""
     reason = f"srun ended with exit code {code}, and no agent has said why"
     return Ending(Outcome.FAILED, f"{reason}: {error}" if error else reason, "job", error=error)
 

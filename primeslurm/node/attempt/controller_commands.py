@@ -44,11 +44,12 @@ def insist(client: SlurmClient, command: Callable[[], T]) -> T:
 
 
 def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
-    """Requeue a job that is still running, and return once the controller has saved that.
+    """Requeue a job that is still running, and watch for SAVED_S that the controller does not forget it.
 
-    A controller that is killed earlier restarts with a job in state RUNNING whose processes have all ended, and notices
-    only minutes later. This wait costs nothing: the job cannot start before the credentials of its last start have
-    expired (`cred_expire`, 120 s by default). `restarts` is the number of requeues at the start of the attempt.
+    A controller that is killed before it saved the requeue restarts with a job in state RUNNING whose processes have
+    all ended, and notices only minutes later. Such a job is requeued again, and watched for another SAVED_S. This wait
+    costs nothing: the job cannot start before the credentials of its last start have expired (`cred_expire`, 120 s by
+    default). `restarts` is the number of requeues at the start of the attempt.
 
     Raises:
         ClusterError: as for `insist`.

@@ -55,7 +55,7 @@ def _common_failure(reports: Iterable[tuple[Process, ProcessReport | None]]) -> 
     """Return the most frequent failure that all engines share. Engines of one restart group count as one."""
     failures: dict[str, dict[str, _FailedStart]] = {}  # by engine and error signature
     for process, report in reports:
-        errors = failures.setdefault(process.unit or process.name, {})
+        errors = failures.setdefault(process.restart_group or process.name, {})
         if report is None or not report.failed_starts or is_transient(report.start_error):
             continue
         failed = _FailedStart(process.name, report.failed_starts, report.start_error)

@@ -19,7 +19,7 @@ from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.head.blame import Fault, fails_again, whose_fault
 from primeslurm.node.head.failed_starts import FailedStarts
 from primeslurm.node.head.node_assignment import NodeAssignment
-from primeslurm.node.head.process_states import how_it_died, message
+from primeslurm.node.head.process_states import error_message, how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
 from primeslurm.node.head.unresponsive_ranks import THRESHOLDS, QuietThresholds, UnresponsiveRanks, unresponsive_ranks
 from primeslurm.plan.model import Plan, Process, Replica
@@ -204,7 +204,7 @@ class Fleet:
         return rank not in self.agents or self.agents[rank].fitness is PreflightState.CHECKING
 
     def _assign_nodes(self, now: float) -> Ending | None:
-        if self.assignment.short(self.gone):
+        if self.assignment.lacks_agents(self.gone):
             return Ending(Outcome.FAILED, _folded([*self.gone.values()]), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
         if self._enough_since is None and NodeAssignment(self.plan).fill(self._fit()):
@@ -348,7 +348,7 @@ class Fleet:
             self.assignment.vacate(node)
             return self._give_up((process.name for process in processes), reason, name)
         self.news.append(News(NodeReplaced(name, self.agents[spare].name, node)))
-        for group in {process.unit for process in processes if process.unit is not None}:
+        for group in {process.restart_group for process in processes if process.restart_group is not None}:
             self._restart_group(self.restart_groups[group], f"node {name} is lost", now)
         return None
 
@@ -399,11 +399,11 @@ class Fleet:
                 reason = f"{dead.name} {how_it_died(report)}"
                 if group.exhausted:
                     reason += f"; its restart group {group.name} was restarted {group.restarts} times"
-                    if ending := self._give_up([dead.name], reason, group.name, message(report)):
+                    if ending := self._give_up([dead.name], reason, group.name, error_message(report)):
                         return ending
                     continue
                 self._restart_group(group, reason, now)
-            # Before all agents have taken over their nodes, members would start with the address of a lost node.
+            # Wait until all agents have taken over their nodes. Else members would start with a lost node's address.
             if assembled:
                 group.tick(now, reports)
         return None
@@ -441,14 +441,14 @@ class Fleet:
         # that were ended as unresponsive, then processes with an error of their own.
         def order(process: Process) -> tuple[bool, bool]:
             report = self.report(process.name)
-            error = message(report) if report is not None else ""
+            error = error_message(report) if report is not None else ""
             return process.name not in self.hung, not error or is_transient(error)
 
         for process in sorted(self.plan.processes(), key=order):
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue
-            group = self.restart_groups.get(process.unit or "")
+            group = self.restart_groups.get(process.restart_group or "")
             if group is not None and report.generation < group.generation:
                 continue  # it is about to restart
             reason = f"{process.name} {how_it_died(report)}"
@@ -462,7 +462,7 @@ class Fleet:
                 return Ending(Outcome.FAILED, reason, process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
-            error = "" if process.name in self.hung else message(report)
+            error = "" if process.name in self.hung else error_message(report)
             if ending := self._give_up([process.name], reason, process.name, error):
                 return ending
         return None

@@ -52,7 +52,15 @@ from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.slurm.client import KILL_WAIT_S
-from primeslurm.slurm.launch_failures import START, JobOutput, early_exits, kills, launch_failures, node_names, restarts
+from primeslurm.slurm.launch_failures import (
+    START,
+    JobOutput,
+    early_exits,
+    killed_nodes,
+    launch_failures,
+    node_names,
+    restarts,
+)
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import Addresses
 
@@ -162,7 +170,7 @@ class Head(threading.Thread):
         if self.fleet.hosts:
             news = self._job_news()
             self.fleet.observe_exits(launch_failures(news) | early_exits(news), now)
-            self.fleet.observe_kills(kills(news))
+            self.fleet.observe_kills(killed_nodes(news))
         self._explain_signals(now)
         if self.ending is None and (ending := self._requested_end() or self.fleet.decide(now)):
             self.ending, self._ending_at = ending, now

@@ -75,7 +75,7 @@ class NodeAssignment:
             receivers.add(receiver)
         return sorted(receivers)
 
-    def short(self, unfit: Iterable[int]) -> bool:
+    def lacks_agents(self, unfit: Iterable[int]) -> bool:
         """Return whether a group has too few agents that are not unfit."""
         excluded = set(unfit)
         return 0 in excluded or any(

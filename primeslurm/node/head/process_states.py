@@ -50,7 +50,7 @@ def fleet_state(
     }.get(ProcessState(report.state), FleetState.DONE)
 
 
-def message(report: ProcessReport) -> str:
+def error_message(report: ProcessReport) -> str:
     """Return the error message of a process that exited with an error; empty if a signal ended it."""
     return report.reason if report.exit_code is not None and report.exit_code > 0 else ""
 

@@ -3,9 +3,9 @@
 When a member dies, the head raises the generation of its group. Agents end the members of the older generation. Once
 all have ended and the back-off has passed, agents start the new generation. A group of engines restarts after any
 death. The group of trainer ranks restarts only if a spare replaces one of its nodes; any other death of a rank ends the
-attempt.
+attempt. A group gives up after `max_restarts` restarts (`plan.supervision.MAX_RESTARTS`).
 
-The Plan calls a restart group `unit`.
+plan.json calls the restart group of a process `unit`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENDED = (ProcessState.WAITING, ProcessState.FALLEN, ProcessState.FAILED, Proces
 
 @dataclass
 class RestartGroup:
-    """State of one restart group."""
+    """One restart group: its members, its generation, its recent restarts, and whether the next start is on hold."""
 
     name: str
     members: tuple[Process, ...]
@@ -65,6 +65,6 @@ class RestartGroup:
 def restart_groups_of(plan: Plan) -> dict[str, RestartGroup]:
     members: dict[str, list[Process]] = {}
     for process in plan.processes():
-        if process.unit is not None:
-            members.setdefault(process.unit, []).append(process)
+        if process.restart_group is not None:
+            members.setdefault(process.restart_group, []).append(process)
     return {name: RestartGroup(name, tuple(processes)) for name, processes in members.items()}

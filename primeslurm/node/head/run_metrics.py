@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
-from primeslurm.base import files
 from primeslurm.plan.model import Plan
 from primeslurm.records.fleet import FleetView
+from primeslurm.records.growing_file import GrowingFile
 from primeslurm.records.metrics import FILE, Row, is_evaluation, parse_row, with_rl_names
 
 if TYPE_CHECKING:
@@ -58,14 +58,19 @@ class RunCollector:
     def __init__(self, plan: Plan, attempt: int, view: Callable[[], FleetView]) -> None:
         self._plan, self._attempt, self._view = plan, attempt, view
         self._rows = _Rows(Path(plan.run_dir) / FILE)
+        self._lock = threading.Lock()
         self._roles = {process.name: process.role for process in plan.processes()}
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yield all metrics. Every one has the label `run`."""
+    def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        """Return all metrics. Every one has the label `run`."""
+        with self._lock:  # each scrape has its own thread, and two must not count the same rows
+            self._rows.refresh()
+            return list(self._metrics())
+
+    def _metrics(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         run = self._plan.run
-        self._rows.refresh()
         yield _gauge(INFO, "The run.", {"run": run, "task": self._plan.task}, 1)
         yield _gauge(ATTEMPT, "Number of the attempt.", {"run": run}, self._attempt)
         processes = GaugeMetricFamily(PROCESSES, "Processes by role and state.", labels=["run", "role", "state"])
@@ -114,32 +119,27 @@ class _Rows:
     """The end of metrics.jsonl, and sums over all of it. Each line is read once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = GrowingFile(path)
         self._reset()
 
     def _reset(self) -> None:
-        self._offset = 0
         self.newest: Row = {}
         self.evaluations: Row = {}
         self.gpu_hours: dict[str, float] = defaultdict(float)
         self.tokens = 0.0
 
     def refresh(self) -> None:
-        """Read the new lines. A resumed run has a shorter file, which is read again."""
-        try:
-            data = files.reading(self._path, self._read)
-        except OSError:
-            return
-        whole, _, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + 1 if whole else 0
-        for row in filter(None, map(parse_row, whole.split(b"\n"))):
-            self._add(row)
-
-    def _read(self, handle: BinaryIO) -> bytes:
-        if handle.seek(0, os.SEEK_END) < self._offset:
-            self._reset()
-        handle.seek(self._offset)
-        return handle.read()
+        """Read the new lines. When a run resumes, its file is replaced, and all of it is read again."""
+        complete = False
+        while not complete:
+            try:
+                lines, replaced, complete = self._file.appended()
+            except OSError:
+                return
+            if replaced:
+                self._reset()
+            for row in filter(None, map(parse_row, lines)):
+                self._add(row)
 
     def _add(self, row: Row) -> None:
         if is_evaluation(row):

@@ -1,4 +1,7 @@
-"""The batches that the trainer may still request: formed once, then served the same way every time.
+"""The batches that the trainer may still request.
+
+The groups of a batch are chosen once. Only the last two packed batches stay in memory. An older one is packed again
+from its groups, which gives the same bytes.
 
 The run's algorithm assigns credit to the sequences of a batch, and packing makes rows of them, equally many for every
 data-parallel rank.
@@ -20,8 +23,8 @@ import msgspec
 import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
-from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, quantum
-from primeslurm.orchestrator.dispatch.limits import AgeLimit
+from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, row_length_multiple
+from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.orchestrator.rollouts.transcripts import Credited
@@ -200,7 +203,7 @@ class Batches:
             doc if array is None else replace(doc, routed_experts=array.rows(0, len(doc)))
             for doc, array in zip(docs, stored, strict=True)
         ]
-        smallest = quantum(recipe)
+        smallest = row_length_multiple(recipe)
         info = BatchInfo(
             step,
             0,
@@ -244,7 +247,7 @@ def documents(
     cut = [group.cut(seq_len) for group in groups]
     # Without routed experts, because those of groups on disk are not there either: the same groups get the same credit.
     credits = algorithm.assign([group.without_experts() for group in cut])
-    scaled = averaged(cut, credits, average, seq_len)
+    scaled = scale_to_average(cut, credits, average, seq_len)
     return [
         Document(
             sequence.token_ids,
@@ -269,7 +272,7 @@ def loss_tokens(docs: Sequence[Document]) -> int:
     return sum(int(doc.mask.sum()) for doc in docs)
 
 
-def averaged(
+def scale_to_average(
     groups: Sequence[RolloutGroup], credits: Sequence[Sequence[Credit]], average: Average, seq_len: int
 ) -> Sequence[Sequence[Credit]]:
     """Scale advantages so that the trainer's sum over tokens becomes the requested average."""

@@ -250,7 +250,7 @@ def apply_length_penalty(group: RolloutGroup, environment: Environment) -> Rollo
     losses = {
         id(trace[0]): amount
         for traces in by_agent.values()
-        for trace, amount in zip(traces, amounts(traces, penalty, environment.solved_reward), strict=True)
+        for trace, amount in zip(traces, length_penalties(traces, penalty, environment.solved_reward), strict=True)
     }
     rollouts = tuple(
         tuple(_with_penalty(sequence, losses[id(trace[0])]) for trace in traces_of(rollout) for sequence in trace)
@@ -259,7 +259,7 @@ def apply_length_penalty(group: RolloutGroup, environment: Environment) -> Rollo
     return replace(group, rollouts=rollouts)
 
 
-def amounts(traces: Sequence[Trace], penalty: LengthPenalty, solved_reward: float) -> list[float]:
+def length_penalties(traces: Sequence[Trace], penalty: LengthPenalty, solved_reward: float) -> list[float]:
     """Return the penalty of each trace, compared with all traces of its agent in the group; negative for a bonus."""
     lengths = np.array([sum(int(sequence.mask.sum()) for sequence in trace) for trace in traces], np.float64)
     rewards = np.array([trace[0].info.reward for trace in traces], np.float64)

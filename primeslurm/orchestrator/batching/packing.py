@@ -71,7 +71,7 @@ class PackedRow:
         return [*lengths, padding] if padding else lengths
 
 
-def quantum(recipe: Recipe) -> int | None:
+def row_length_multiple(recipe: Recipe) -> int | None:
     """Return the number that all row lengths are multiples of. None: all rows have seq_len tokens."""
     # Compiled layers are compiled for one length, and rows that share a micro batch are stacked. Ranks that share a row
     # cut it into equal pieces.
@@ -83,7 +83,7 @@ def quantum(recipe: Recipe) -> int | None:
     return seq_len // LENGTHS
 
 
-def cost(lengths: Sequence[int]) -> float:
+def row_cost(lengths: Sequence[int]) -> float:
     """Return the cost of a row with these documents, in tokens without attention. Attention is within a document."""
     return sum(length * (1 + length / ATTENTION_TOKENS) for length in lengths)
 
@@ -95,7 +95,7 @@ def pack(docs: Sequence[Document], seq_len: int, ranks: int, quantum: int | None
     per_rank = max(1, -(-len(bins) // ranks))
     if quantum is not None:
         bins = _spread(lengths, seq_len, per_rank * ranks) or bins
-    costs = [cost([lengths[i] for i in members]) for members in bins]
+    costs = [row_cost([lengths[i] for i in members]) for members in bins]
 
     def row(members: Sequence[int]) -> PackedRow:
         used = sum(lengths[i] for i in members)
@@ -131,7 +131,7 @@ def _spread(lengths: Sequence[int], capacity: int, rows: int) -> list[list[int]]
         target = min(fitting, key=costs.__getitem__)
         bins[target].append(index)
         room[target] -= lengths[index]
-        costs[target] += cost([lengths[index]])
+        costs[target] += row_cost([lengths[index]])
     return bins
 
 

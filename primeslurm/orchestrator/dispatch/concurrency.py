@@ -150,22 +150,22 @@ class KvOccupancy:
         """Return the mean over the last lifetimes of rollouts, of all replicas."""
         return sum(each._kv for each in self._replicas) / sum(each._requests for each in self._replicas)
 
-    def settled(self, inflight: float, generations: float = SETTLED) -> float:
+    def settled_fraction(self, inflight: float, generations: float = SETTLED) -> float:
         """Return how close the rollouts in flight are to a mix of all ages, 0 to 1."""
         return min(1.0, self._total_ended / (generations * inflight))
 
     def present(self, inflight: float) -> float:
         """Return what a rollout holds now; the mean once rollouts are of all ages."""
-        settled = self.settled(inflight)
+        settled = self.settled_fraction(inflight)
         return max(1e-9, self.mean * settled + max(self.mean, self._now) * (1 - settled))
 
     def expected(self, inflight: float) -> float:
         """Return what a rollout will hold on average over its lifetime."""
         mean = self.mean
         growing = max(mean, self._now + AHEAD * (self._now - self._trend))
-        old, settled = self.settled(inflight, 1.0), self.settled(inflight)
+        old, settled = self.settled_fraction(inflight, 1.0), self.settled_fraction(inflight)
         young = max(mean, self._now) * YOUNG
-        later = (mean * settled + growing * (1 - settled)) * (1 + UNSURE * (1 - self.settled(inflight, FEW)))
+        later = (mean * settled + growing * (1 - settled)) * (1 + UNSURE * (1 - self.settled_fraction(inflight, FEW)))
         return max(1e-9, young * (1 - old) + old * later)
 
 
@@ -282,7 +282,7 @@ class ReplicaLimit:
             recomputed = 0.0  # nothing was evicted: the prompts are new
         # A preemption above the wanted fill proves nothing: it is known that there are too many rollouts.
         preempted = period.preempted > 0 and held <= usable * 1.05
-        self._headroom.learn(self._occupancy.settled(period.inflight) if preempted else 0.0, period.seconds)
+        self._headroom.learn(self._occupancy.settled_fraction(period.inflight) if preempted else 0.0, period.seconds)
         if recomputed > 1 or held > TESTED * self._shared_overcommit:
             change = OVERCOMMIT_PER_S * period.seconds * max(-2.0, 1 - recomputed)
             self.overcommit = min(MAX_OVERCOMMIT, max(MIN_OVERCOMMIT, self.overcommit + change))
@@ -303,7 +303,7 @@ class ReplicaLimit:
         }
         self._idle = idle if self._idle is None else _smooth(self._idle, idle, period.seconds / IDLE_S)
         if self._idle > MOSTLY_IDLE:
-            busy = BUSY_KV * self._idle * self._occupancy.settled(period.inflight, BUSY_SETTLED)
+            busy = BUSY_KV * self._idle * self._occupancy.settled_fraction(period.inflight, BUSY_SETTLED)
             bounds["cache"] = max(self._shared_overcommit, busy) * self._engines / each
         return bounds
 
@@ -317,7 +317,7 @@ class ReplicaLimit:
         self._cap, self._limited_by = max(wanted, 1.0 * FLOOR_PER_ENGINE * self._engines), limit
 
     def _grow(self, period: _Period, limit: Limit, wanted: float) -> None:
-        settled = self._occupancy.settled(period.inflight)
+        settled = self._occupancy.settled_fraction(period.inflight)
         growth = YOUNG_GROWTH * (1 - settled) + (GROWTH - 1) * settled
         if self._is_found:
             growth = STEADY_GROWTH * period.seconds / PERIOD_S
@@ -418,7 +418,7 @@ class Concurrency:
         limit.set_engines(len(sampling), sum(self._is_fresh(name, samples[name]) for name in sampling))
         if not sampling or any(self._is_fresh(name, sample) for name, sample in samples.items()):
             return
-        # An engine that missed a look reports the growth of two: that is no rate of this interval.
+        # An engine that was missing from the last observation reports its growth over two intervals. Skip this one.
         if self._observed_at is None or any(self._last[name][0] != self._observed_at for name in samples):
             return
         last = [self._last[name][1] for name in samples]

@@ -12,7 +12,8 @@ from itertools import count
 
 from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, group_id
-from primeslurm.orchestrator.dispatch.limits import AgeLimit, DispatchLimits
+from primeslurm.orchestrator.dispatch.limits import DispatchLimits
+from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 
 # Upper bound on the continuation groups of one example per step. It keeps their ids unique over restarts.

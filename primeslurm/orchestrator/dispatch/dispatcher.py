@@ -22,7 +22,8 @@ from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForec
 from primeslurm.orchestrator.dispatch.continuations import Continuations
 from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
-from primeslurm.orchestrator.dispatch.limits import DispatchLimits, ReplicaSlots, choose
+from primeslurm.orchestrator.dispatch.limits import DispatchLimits, ReplicaSlots, choose_groups
+from primeslurm.orchestrator.rollouts.cache_salt import cache_salt, has_prefix
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.wire.batches.rollout import Rollout
@@ -48,7 +49,7 @@ class Dispatcher:
     """All groups and jobs that are not in a batch.
 
     Args:
-        salt: Prefix of every cache salt, `<run id>.<attempt>`.
+        salt_prefix: Prefix of every cache salt (`cache_salt.attempt_prefix`).
         incarnation: Makes job ids unique over restarts of the orchestrator.
         step: The step whose batch is formed next.
         examples: Streams of examples. None: those of a new run.
@@ -58,7 +59,7 @@ class Dispatcher:
         self,
         limits: DispatchLimits,
         routers: Sequence[str],
-        salt: str,
+        salt_prefix: str,
         incarnation: str,
         step: int = 1,
         *,
@@ -80,7 +81,7 @@ class Dispatcher:
         self.age_limit = replace(limits.age_limit, was_returned=self._examples.was_returned)
         self.ready = ReadyGroups(self.age_limit.version_of)
         self._continuations = Continuations(limits, self.age_limit, self._examples, self.open, self.unsaved)
-        self._salt = salt
+        self._salt_prefix = salt_prefix
         # Group of each job in flight
         self._jobs: dict[str, str] = {}
         # Finished jobs of groups that are not on disk
@@ -139,8 +140,7 @@ class Dispatcher:
         job = f"{group.id}/{index}-{self.incarnation}{next(self._serial)}"
         router = self.replicas.assign(job, group.router)
         self._start(group, index, job)
-        # The salt separates the prefix caches of policy versions: KV of an older policy must not be reused.
-        salt = f"{self._salt}:{group.version}"
+        salt = cache_salt(self._salt_prefix, group.version)
         fields = (group.id, group.environment, group.example, group.version, router, salt, group.task)
         return Job(job, *fields, sender=self.incarnation)
 
@@ -370,7 +370,7 @@ class Dispatcher:
         """Continue a job of an earlier orchestrator of this attempt, if it is needed. `runs`: it has not ended."""
         if job.id in self._adopted or job.sender in ("", self.incarnation):
             return False
-        if not job.cache_salt.startswith(f"{self._salt}:"):  # of another attempt
+        if not has_prefix(job.cache_salt, self._salt_prefix):  # of another attempt
             return False
         if job.environment not in self.limits.ratios or job.router not in self.replicas.load:
             return False
@@ -488,4 +488,4 @@ def _done(groups: Iterable[OpenGroup]) -> int:
 
 
 def _choose(groups: Sequence[RolloutGroup], rollouts: int) -> list[RolloutGroup]:
-    return [groups[index] for index in choose([group.size for group in groups], rollouts)]
+    return [groups[index] for index in choose_groups([group.size for group in groups], rollouts)]

@@ -1,11 +1,6 @@
-"""Limits of dispatch: the age of a group, the rollouts ahead of the trainer, and the slots of each replica. Pure.
+"""Limits of dispatch: the rollouts ahead of the trainer, and the slots of each replica. Pure.
 
-Step s trains the policy of version s-1. With `max_off_policy_steps` = n it may train groups back to version s-1-n. The
-rule of `orchestrator.staleness` says which version of a group counts:
-
-- drop, partial: the version at which the group opened.
-- mask, carry: the newest version that sampled one of its tokens. Tokens that are too old are masked when the batch is
-  packed (`mask_old_tokens`).
+The limit on the age of a group is in `orchestrator.dispatch.staleness`.
 
 Limits count rollouts, because environments may have different group sizes. Each size divides the next larger one and
 the batch (`recipe.rules.environments`), so complete groups always fill a batch exactly. Groups that completed early, or
@@ -16,51 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, group_id
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.recipe.sections.staleness import Staleness
-
-
-@dataclass(frozen=True)
-class AgeLimit:
-    """Decides by policy versions, not by time."""
-
-    max_off_policy_steps: int
-    staleness: Staleness = field(default_factory=Staleness)
-    # True for an example that is sampled for the second time, because its first group became too old
-    was_returned: Callable[[tuple[str, int]], bool] = lambda position: False
-
-    def oldest_version(self, step: int) -> int:
-        """Return the oldest version of a group that `step` may train."""
-        return step - 1 - self.max_off_policy_steps
-
-    def finishes_late(self, environment: str, example: int, name: str) -> bool:
-        """Tell whether a group's running rollouts continue when the group becomes too old."""
-        # An example whose rollouts take longer than the limit would be sampled again forever. So rollouts of a
-        # continuation, and of an example that was returned before, continue under every rule.
-        is_continuation = name != group_id(environment, example)
-        return self.staleness.rule == "carry" or is_continuation or self.was_returned((environment, example))
-
-    def version_of(self, group: RolloutGroup) -> int:
-        """Return the version from which the age of a complete group counts."""
-        if self.staleness.counts_tokens or self.finishes_late(group.environment, group.example, group.id):
-            return group.newest_version
-        return group.opened_version
-
-    def is_too_old(self, group: RolloutGroup, step: int) -> bool:
-        """Tell whether `step` must not train a complete group."""
-        return self.version_of(group) < self.oldest_version(step)
-
-    def is_last_chance(self, group: RolloutGroup, step: int) -> bool:
-        """Tell whether no later step than `step` may train a complete group."""
-        return self.version_of(group) <= self.oldest_version(step)
-
-    def mask_old_tokens(self, group: RolloutGroup, step: int) -> RolloutGroup:
-        """Exclude tokens from training that are too old for `step`. They stay as context."""
-        return group.without_older(self.oldest_version(step))
 
 
 @dataclass(frozen=True)
@@ -110,7 +66,7 @@ class DispatchLimits:
         return expected_step <= self.max_steps and version >= self.age_limit.oldest_version(expected_step)
 
 
-def choose(sizes: Sequence[int], total: int) -> list[int]:
+def choose_groups(sizes: Sequence[int], total: int) -> list[int]:
     """Choose groups that hold `total` rollouts, or as few more as possible; among equals, the first ones.
 
     Returns:

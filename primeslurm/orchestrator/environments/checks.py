@@ -140,7 +140,7 @@ def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
     return HostNeeds(tuple(runtimes), tuple(harnesses))
 
 
-def missing(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
+def missing_needs(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """List what an environment needs and this host lacks. `env` was loaded for it."""
     required = needs(environment, env)
     runtime = environment.runtime
@@ -158,7 +158,7 @@ def missing(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     return violations + [problem for harness in required.harnesses for problem in _missing_for_harness(harness)]
 
 
-def notes(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
+def side_effects(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """List side effects of rollouts that some users do not want: downloads, and a key in a command line."""
     downloads: dict[tuple[str, str], Violation] = {}
     shows_key = False

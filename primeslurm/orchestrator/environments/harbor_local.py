@@ -119,7 +119,7 @@ class HarborLocalTaskset(vf.Taskset[HarborLocalTask, HarborLocalConfig]):  # typ
             yield HarborLocalTask(data, self.config.task)
 
     def _how_to_build(self, tasks: list[str]) -> str:
-        which = f"{task_images.some(tasks)}: environment/Dockerfile"
+        which = f"{task_images.first_names(tasks)}: environment/Dockerfile"
         if self.runtime not in task_images.RUNTIMES:
             return f"{which} needs a container ({', '.join(task_images.RUNTIMES)}), or `ignore_dockerfile`"
         options = "" if self.runtime == task_images.RUNTIMES[0] else f" --runtime {self.runtime}"

@@ -96,9 +96,9 @@ def probe(environment: Environment, model: Model | None = None, max_len: int | N
         without_reward = checks.without_reward(environment, env, task)
         return EnvironmentAnswer(
             violations=[*checks.contradictions(environment, env), *unreadable],
-            missing=checks.missing(environment, env),
+            missing=checks.missing_needs(environment, env),
             warnings=prompts.warnings(environment),
-            notes=[*checks.notes(environment, env), *without_reward],
+            notes=[*checks.side_effects(environment, env), *without_reward],
             tools=checks.tool_users(environment, env),
             tasks=number,
         )

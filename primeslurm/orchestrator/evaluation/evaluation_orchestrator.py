@@ -172,7 +172,7 @@ class EvaluationOrchestrator:
                 self._policy.take_answers(answers)
 
     def _give_up_tasks(self, environment: str, guilty: Sequence[Job]) -> None:
-        worker_deaths.keep(self._arguments.run_dir, self._deaths)
+        worker_deaths.save_deaths(self._arguments.run_dir, self._deaths)
         for job in guilty:
             reason = self._deaths.reason(job)
             self._failures.given_up(environment, self._clock(), killer=reason)

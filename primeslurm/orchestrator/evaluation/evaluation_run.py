@@ -19,6 +19,7 @@ import numpy as np
 
 from primeslurm.orchestrator.dispatch.dispatcher import MAX_FAILURES
 from primeslurm.orchestrator.evaluation.results import Sample
+from primeslurm.orchestrator.rollouts.cache_salt import cache_salt, evaluation_prefix, has_prefix
 from primeslurm.orchestrator.rollouts.groups import traces_of
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
@@ -50,7 +51,7 @@ class EvaluationRun:
         *,
         max_inflight: int,
         routers: Sequence[str],
-        salt: str,
+        salt_prefix: str,
         incarnation: str,
         start_timeout_s: float,
         rollout_timeout_s: float,
@@ -63,7 +64,7 @@ class EvaluationRun:
         self._todo = {label: deque(self._missing(label)) for label in self._sizes}
         self._max_inflight = max_inflight
         self._routers = list(routers)
-        self._salt = f"{salt}:evaluation-{step}"
+        self._salt_prefix = evaluation_prefix(salt_prefix, step)
         self._prefix = f"evaluation-{step}-{incarnation}"
         self._start_timeout_s, self.rollout_timeout_s = start_timeout_s, rollout_timeout_s
         self._clock = clock
@@ -128,8 +129,7 @@ class EvaluationRun:
         job = f"{self._prefix}-{next(self._serial)}/{label}/{example}.{sample}"
         self._start(job, key, router)
         group = f"{self._prefix}/{label}-{example}"
-        # The version is in the salt, because a KV cache of an older policy is wrong for a newer one.
-        salt = f"{self._salt}:{version}"
+        salt = cache_salt(self._salt_prefix, version)
         return Job(job, group, label, example, version, router, salt, task=example)
 
     def adopt_job(self, job: Job) -> bool:
@@ -137,7 +137,7 @@ class EvaluationRun:
         # Not if the job is of another evaluation, its sample has ended or is in flight, or its replica is lost.
         sample = job.id.rpartition(".")[2]
         # The cache salt names the run, attempt and step of the evaluation that dispatched the job.
-        if not job.cache_salt.startswith(f"{self._salt}:") or job.task is None or not sample.isdecimal():
+        if not has_prefix(job.cache_salt, self._salt_prefix) or job.task is None or not sample.isdecimal():
             return False
         key = (job.environment, job.task, int(sample))
         todo = self._todo.get(job.environment, deque())

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader, Sample, summarise
+from primeslurm.orchestrator.rollouts.cache_salt import attempt_prefix
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
@@ -83,7 +84,8 @@ class Evaluator:
     ) -> None:
         self._recipe = recipe
         self.routers = list(arguments.routers)
-        self._salt, self._incarnation = f"{arguments.run_id}.{arguments.attempt}", incarnation
+        self._salt_prefix = attempt_prefix(arguments.run_id, arguments.attempt)
+        self._incarnation = incarnation
         self._journal, self._metrics, self._recorder = journal, metrics, recorder
         self._archive = Archive(arguments.run_dir)
         if undone := self._archive.set_aside(newest, arguments.attempt):
@@ -234,7 +236,7 @@ class Evaluator:
             environments,
             max_inflight=self._recipe.max_evaluation_inflight,
             routers=self.routers,
-            salt=self._salt,
+            salt_prefix=self._salt_prefix,
             incarnation=self._incarnation,
             start_timeout_s=timeout_s,
             rollout_timeout_s=max(timeout_s, *map(_longest_rollout_s, environments)),

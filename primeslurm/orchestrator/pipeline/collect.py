@@ -101,7 +101,7 @@ class CollectStage(JobKeeper):
 
     def _worker_died(self, event: WorkerDied) -> None:
         """Give up the tasks that are now known to kill workers."""
-        worker_deaths.keep(self._run_dir, self._deaths)
+        worker_deaths.save_deaths(self._run_dir, self._deaths)
         for job in event.guilty:
             reason = self._deaths.reason(job)
             log.warning("task %d of %s is given up: %s", job.example, job.environment, reason)

@@ -97,5 +97,5 @@ class DispatchStage:
         if self._adoption_deadline is None:
             self._adoption_deadline = time.monotonic() + ADOPTION_S
         workers = sum(environment.workers for environment in environments)
-        is_settled = self._workers.settled({environment.label for environment in environments}) >= workers
+        is_settled = self._workers.count_settled({environment.label for environment in environments}) >= workers
         return is_settled or time.monotonic() >= self._adoption_deadline

@@ -86,7 +86,7 @@ class OrchestratorPipeline:
             arguments.run_dir, arguments.attempt, recipe.monitor.rollouts, lambda: self.dispatcher.step
         )
         self._batches = Batches(recipe, algorithm, spool.on_disk, progress.committed, self._recorder)
-        guilty = worker_deaths.positions(deaths.guilty)
+        guilty = worker_deaths.example_positions(deaths.guilty)
         self.dispatcher, self._outdated_groups = recover(
             recipe, arguments, progress, spool, self._batches, self._curricula, guilty
         )
@@ -270,7 +270,7 @@ class OrchestratorPipeline:
 
     def _suspect(self) -> str:
         engines, environments = self._policy.pool.report(), self.workers.environments
-        return suspect(engines, environments, self.dispatcher, self._monitor.trained_step)
+        return suspect_of_stall(engines, environments, self.dispatcher, self._monitor.trained_step)
 
     def _state(self) -> OrchestratorState:
         dispatcher = self.dispatcher
@@ -293,7 +293,7 @@ class OrchestratorPipeline:
         )
 
 
-def suspect(
+def suspect_of_stall(
     engines: Mapping[str, EngineRecord],
     environments: Collection[str],
     dispatcher: Dispatcher,

@@ -23,6 +23,7 @@ from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, group_id
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.orchestrator.dispatch.examples import Examples, Position
+from primeslurm.orchestrator.rollouts.cache_salt import attempt_prefix
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
 from primeslurm.wire.decoding import DamagedError, decode_msgpack
@@ -172,7 +173,7 @@ def recover(
     dispatcher = Dispatcher(
         limits(recipe),
         routers=arguments.routers,
-        salt=f"{arguments.run_id}.{arguments.attempt}",
+        salt_prefix=attempt_prefix(arguments.run_id, arguments.attempt),
         incarnation=uuid.uuid4().hex[:6],
         step=progress.next_step,
         examples=examples(recipe, progress, curricula, guilty),

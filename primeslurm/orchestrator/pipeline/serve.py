@@ -182,7 +182,8 @@ class TrainerService:
         self._dispatcher.committed(groups)
         if self._files is not None:
             self._files.committed(step)
-        # Before the record forgets them: a restart would take files that no record names for groups of no batch.
+        # Delete the files before the record drops the groups. A restart would otherwise find files that no record
+        # names, and put their groups into a new batch.
         await self._finalizer.delete(groups)
 
         def committed(now: RunProgress) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class CachingChatDialect(RolloutDialect, ChatDialect):  # type: ignore[misc]
 def _sampled(
     message: AssistantMessage, before: Sequence[Message], after: int, trace: Trace
 ) -> tuple[AssistantMessage, int]:
-    """Return the sampled message that a received one stands for, with its node; else the message itself and `after`.
+    """Return the sampled message that the program sent back as `message`, and its node. If none: `message` and `after`.
 
     `after` is the node of the last sampled message among the messages `before`, or -1.
     """

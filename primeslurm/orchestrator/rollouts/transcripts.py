@@ -32,7 +32,7 @@ MOST_MESSAGES = 10_000
 
 
 class Transcript(msgspec.Struct, frozen=True):
-    """What one agent said and saw, and how its tokens belong to its messages."""
+    """The messages of one agent, and which of its tokens belong to which message."""
 
     messages: list[Message]
     lengths: list[Count]  # tokens of each message

@@ -92,7 +92,7 @@ def load(run_dir: Path) -> WorkerDeaths:
         return WorkerDeaths()
 
 
-def keep(run_dir: Path, deaths: WorkerDeaths) -> None:
+def save_deaths(run_dir: Path, deaths: WorkerDeaths) -> None:
     """Save the record for a restarted orchestrator and later attempts, if the file system accepts it."""
     path = run_dir / PATH
     try:
@@ -102,7 +102,7 @@ def keep(run_dir: Path, deaths: WorkerDeaths) -> None:
         log.warning("a restarted orchestrator will not know which tasks may kill workers: %s", error)
 
 
-def positions(guilty: Mapping[str, int]) -> list[tuple[str, int]]:
+def example_positions(guilty: Mapping[str, int]) -> list[tuple[str, int]]:
     examples = []
     for key in guilty:
         label, _, example = key.partition("@")[0].rpartition("-")

@@ -212,7 +212,7 @@ class WorkerPool:
     def environments(self) -> set[str]:
         return {environment for environment, _ in self._live}
 
-    def settled(self, environments: Collection[str]) -> int:
+    def count_settled(self, environments: Collection[str]) -> int:
         """Return the number of live workers of some environments that have only jobs that are known here."""
         return sum(worker.settled for worker in self._live.values() if worker.environment in environments)
 

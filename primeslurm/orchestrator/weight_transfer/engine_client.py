@@ -16,7 +16,7 @@ from primeslurm.orchestrator.weight_transfer.polling import MAX_DELAY_FRACTION, 
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.names import STATUS_PATH
-from primeslurm.wire.transport.http import internal_client, words
+from primeslurm.wire.transport.http import error_text, internal_client
 from primeslurm.wire.transport.retry import retry_times
 from primeslurm.wire.weight_transfer.messages import EngineStatus, PolicyDirectory, SessionPlace, UpdateInfo
 
@@ -118,7 +118,7 @@ class EngineClient:
         try:
             response = await self._poll(timeout_s)
             if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # the API server answers, but its core does not
-                raise EngineUnresponsiveError(f"{self.url}: {words(response)}")
+                raise EngineUnresponsiveError(f"{self.url}: {error_text(response)}")
             response.raise_for_status()
             status = decode_json(response.content, EngineStatus)
         except httpx.TimeoutException as error:
@@ -237,7 +237,7 @@ class EngineClient:
         except httpx.TransportError as error:
             raise EngineDownError(f"{self.url}{path}: {_reason(error)}") from error
         if response.status_code != 200:
-            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {words(response)}")
+            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {error_text(response)}")
 
 
 def _reason(error: BaseException) -> str:

@@ -22,14 +22,15 @@ from primeslurm.wire.transport.http import (
     Clients,
     MovedError,
     UnavailableError,
+    error_text,
     internal_client,
     post_while,
-    words,
 )
 from primeslurm.wire.transport.retry import retry_with_backoff
 
 GENERATE = "/inference/v1/generate"
-SESSION_HEADER = "X-Session-ID"  # Header with the trace of a request. Routers pin a trace to an engine.
+# Header with the id of a trace. verifiers' TrainClient sets it, and routers use it to pin a trace to an engine.
+SESSION_HEADER = "X-Session-ID"
 LOADED_VERSION = "default"  # vLLM's name for the weights it loaded at start, until it is told a version: version 0
 NO_LOGPROB = -9999.0  # vLLM's value where it has no log-probability, and where a probability is 0
 _ALMOST_NO_LOGPROB = math.nextafter(NO_LOGPROB, 0.0)
@@ -209,7 +210,7 @@ class GenerateEndpoint:
                 raise UnavailableError(f"engine {engine} gave a damaged answer: {error}") from error
             self._tally.good(engine)
             return completion
-        problem = f"{answer.status_code}: {words(answer)}"
+        problem = f"{answer.status_code}: {error_text(answer)}"
         if answer.is_client_error and answer.status_code not in BUSY:
             raise RefusedError(problem, answer.status_code)
         # A 500 without the engine's header is from the router, which says nothing about an engine.

@@ -30,7 +30,7 @@ from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker import tool_servers
 from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally
 from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
-from primeslurm.orchestrator.worker.teacher_hints import hinted
+from primeslurm.orchestrator.worker.teacher_hints import with_teacher_prompts
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.orchestrator.worker.trace_sequences import sequences, stored, trainable_traces
 from primeslurm.orchestrator.worker.trace_transcripts import TranscriptWriter, no_transcript
@@ -148,7 +148,7 @@ class Worker:
                 job, trace, completions[trace.id], seconds, self._needs_observed, number, self._describe
             )
             if isinstance(teacher, PolicyTeacher):
-                of_trace = await hinted(teacher, client, trace, of_trace)
+                of_trace = await with_teacher_prompts(teacher, client, trace, of_trace)
             rollouts += of_trace
         if not rollouts:
             raise RolloutError("nothing that was sampled can be trained")

@@ -22,7 +22,7 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
 
 
-async def hinted(
+async def with_teacher_prompts(
     teacher: PolicyTeacher, client: TrainClient, trace: vf.Trace, sequences: Sequence[Rollout]
 ) -> tuple[Rollout, ...]:
     """Return the sequences of a trace with their teacher prompts.

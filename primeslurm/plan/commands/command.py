@@ -12,7 +12,7 @@ from primeslurm.plan.model import NodeRole
 EngineRole = Literal["engine", "prefill", "decode"]
 Device = Literal["cuda", "cpu"]
 
-# What engines do on the nodes of a role
+# Role of the engines on the nodes of each role
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 # Name of the port at which the trainer's ranks meet
 RENDEZVOUS_PORT = "master"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from primeslurm.plan.commands import dynamo, llmd
 from primeslurm.plan.commands.command import Command, ReplicaEngines, long_options, url_of
-from primeslurm.plan.model import Health
+from primeslurm.plan.supervision import Health
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import DynamoRouter, LlmdRouter, VllmRouter
 

@@ -81,7 +81,7 @@ class TrainerMemory:
     """The current and the prefetched layer, unsharded, with gradients before reduction."""
     activations: int
     images: int
-    """What the vision encoder keeps, if every token belongs to an image."""
+    """Activations of the vision encoder, if every token belongs to an image."""
     logits: int
     host: int
 

@@ -13,8 +13,9 @@ from primeslurm.plan.commands import kv
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole, ReplicaEngines
 from primeslurm.plan.commands.engine import START_S, DataParallel, Engines
 from primeslurm.plan.commands.routers import fronts, router_name
-from primeslurm.plan.model import Health, Replica
+from primeslurm.plan.model import Replica
 from primeslurm.plan.placement.node_builder import NodeBuilder
+from primeslurm.plan.supervision import Health
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.inference import EngineParallel, Inference
@@ -115,7 +116,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
             gpus=range(first, first + tp),
             replica=replica,
             restart="unit" if dp > 1 else "in_place",
-            unit=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
+            restart_group=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
             health=Health(
                 port="http",
                 path=STATUS_PATH if recipe.samples else "/health",

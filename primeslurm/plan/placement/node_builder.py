@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from primeslurm.plan.commands.command import RENDEZVOUS_PORT, Command
-from primeslurm.plan.model import Health, HeartbeatLimits, Node, NodeRole, Process, Restart, Role
+from primeslurm.plan.model import Node, NodeRole, Process, Role
+from primeslurm.plan.supervision import Health, HeartbeatLimits, Restart
 
 # torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port
 RENDEZVOUS_OFFSET = 500
@@ -41,7 +42,7 @@ class NodeBuilder:
         gpus: Iterable[int] = (),
         replica: int | None = None,
         restart: Restart = "in_place",
-        unit: str | None = None,
+        restart_group: str | None = None,
         health: Health | None = None,
         heartbeats: HeartbeatLimits | None = None,
         after: Iterable[str] = (),
@@ -59,7 +60,7 @@ class NodeBuilder:
                 ports={port: self._port(port) for port in command.ports},
                 gpus=tuple(self.first_gpu + gpu for gpu in gpus),
                 restart=restart,
-                unit=unit,
+                restart_group=restart_group,
                 health=health,
                 heartbeats=heartbeats,
                 files=command.files,

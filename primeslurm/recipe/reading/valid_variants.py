@@ -47,7 +47,7 @@ _PLACEHOLDERS: dict[KeyPath, Any] = {
     ("nodes", "*", "cpus"): 192,
 }
 _NEAREST = re.compile(r"nearest: ([^,;(]+)")
-# In place of a value: remove the field, so that it has its default.
+# Stands for a missing value: the field is removed, so that it has its default.
 _DROP = object()
 # Values to set, by path.
 Correction = list[tuple[KeyPath, Any]]

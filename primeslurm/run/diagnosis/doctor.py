@@ -14,13 +14,13 @@ from primeslurm.base.units import duration
 from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.fleet import outcome_text
-from primeslurm.records.job_output import of_start, srun_error, telling
+from primeslurm.records.job_output import informative_lines, of_start, srun_error
 from primeslurm.records.record import Event
 from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis import failure_signatures
 from primeslurm.run.diagnosis.failure_signatures import Cause
-from primeslurm.run.diagnosis.failures import Failure, failures, silent
+from primeslurm.run.diagnosis.failures import Failure, failures, unresponsive_processes
 from primeslurm.run.diagnosis.logs import error_line, lines_until
 from primeslurm.run.diagnosis.validity import MAX_KL, problems
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -107,7 +107,7 @@ def diagnose(
     all_failures = failures(events, attempt.heartbeats())
     liveness = _liveness(attempt, now, find_causes, recheck_s)
     outcome, reason = _outcome(attempt, job_state, liveness)
-    all_failures += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
+    all_failures += unresponsive_processes(attempt.fleet()) if outcome in _UNDER_WAY else []
     observed = _unresponsive(liveness, events, now) if outcome in (*_NOT_FAILED, "silent") else []
     job = attempt.job()
     if job is not None and _may_wait(run, attempt, outcome):
@@ -252,7 +252,7 @@ def _examine(run: RunDirectory, attempt: Attempt, outline: PlanOutline, failure:
     path = _log_of(run, attempt, outline, failure)
     lines = lines_until(path, failure.time) if path else []
     if failure.component == "job":
-        lines = telling(_lines_of_start(lines, attempt))
+        lines = informative_lines(_lines_of_start(lines, attempt))
     causes = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
     return ExaminedFailure(
         failure,

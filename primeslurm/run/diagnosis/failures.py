@@ -34,11 +34,11 @@ from primeslurm.records.record import Event
 from primeslurm.run.status.event_text import (
     DIED,
     damaged_answers_text,
+    describe_wait,
     exit_text,
     rank_names,
     router_incomplete_text,
     task_given_up_text,
-    waits,
 )
 from primeslurm.wire import exit_codes
 
@@ -77,7 +77,7 @@ def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list
     return _with_recovery(sorted(all_failures, key=lambda failure: failure.time), events)
 
 
-def silent(fleet: FleetView | None) -> list[Failure]:
+def unresponsive_processes(fleet: FleetView | None) -> list[Failure]:
     """Return the processes that the head of a running attempt reports as unresponsive."""
     if fleet is None or fleet.ending:
         return []
@@ -102,7 +102,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
                 recovered=True,
             )
         case RanksUnresponsive(behind=[first, *_]):
-            return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {waits(event)}")
+            return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {describe_wait(event)}")
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
         case FileSystemFault(what=what) if what:

@@ -114,7 +114,8 @@ def _read(file: BinaryIO) -> tuple[GroupHead, list[Rollout], float]:
     for _ in range(_list_length(file, size)):
         count = _list_length(file, size)
         sequences.append(_sequence(file, count, size))
-    if len(sequences) != sum(head.info.branches) or not all(head.info.branches):
+    branches = head.info.branches
+    if not branches or not all(branches) or len(sequences) != sum(branches):
         raise DamagedError("its sequences do not match its head")
     return head, sequences, about.st_mtime
 

@@ -163,7 +163,7 @@ def _of_silence(
         case processes.ProcessContinued(name=name, seconds=seconds):
             return _tell(event, name, f"was stopped by a signal for {duration(seconds)}, and was continued", "warning")
         case processes.RanksUnresponsive():
-            return _tell(event, rank_names(event), waits(event), "warning")
+            return _tell(event, rank_names(event), describe_wait(event), "warning")
 
 
 def rank_names(event: processes.RanksUnresponsive) -> str:
@@ -171,7 +171,7 @@ def rank_names(event: processes.RanksUnresponsive) -> str:
     return ", ".join(event.behind[:3]) + more
 
 
-def waits(event: processes.RanksUnresponsive) -> str:
+def describe_wait(event: processes.RanksUnresponsive) -> str:
     where = f"no heartbeat for {duration(event.seconds)} in phase {event.phase or '?'}"
     where += f" of step {event.step}" if event.step is not None else ""
     if event.waiting:

@@ -18,6 +18,7 @@ import msgspec
 from primeslurm.base import files
 from primeslurm.base.units import duration
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
+from primeslurm.records.heartbeats import NODE_HEARTBEAT_S
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory import Attempt
 
@@ -95,7 +96,7 @@ def check_liveness(
     if fleet is None and not files.exists(path):
         return RunLiveness()
     last_time = fleet.time if fleet else None
-    silent_s = SILENT_S * (fleet.heartbeat_s if fleet else 1.0)
+    silent_s = SILENT_S * (fleet.heartbeat_s if fleet else NODE_HEARTBEAT_S)
     head_file = {path: last_time}
     if not agents and not _suspicious(head_file, now, silent_s):
         return RunLiveness()

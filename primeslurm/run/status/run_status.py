@@ -15,7 +15,7 @@ from statistics import fmean
 import msgspec
 
 from primeslurm.base import files
-from primeslurm.base.durable import RESERVE_BYTES, RESERVE_RELEASED, reserve_released, shortage
+from primeslurm.base.durable import RESERVE_BYTES, RESERVE_RELEASED, describe_shortage, reserve_released
 from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport, FleetView, HeartbeatReport
 from primeslurm.records.metrics import Row, recent_rows
@@ -296,7 +296,11 @@ def phase_and_reason(
 
 def _shortage(run: RunDirectory, fleet: FleetView | None) -> str:
     reported = fleet.waits_for if fleet else ""
-    return reported or shortage(run.path, RESERVE_BYTES) or (RESERVE_RELEASED if reserve_released(run.path) else "")
+    return (
+        reported
+        or describe_shortage(run.path, RESERVE_BYTES)
+        or (RESERVE_RELEASED if reserve_released(run.path) else "")
+    )
 
 
 def _terminated(end: EndRecord, job: JobRecord, state: str | None) -> tuple[str, str]:

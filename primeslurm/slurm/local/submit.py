@@ -18,7 +18,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.types import minutes
 from primeslurm.slurm.environment import ALLOCATION_TIMES, clean, gpus_given
 from primeslurm.slurm.executor import UNLIMITED, Agent, write_pickle
-from primeslurm.slurm.render import LOAD, exports, submitit_folder
+from primeslurm.slurm.render import AGENT_MODULE, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
 # A process has an empty command line for a moment while it starts, and for good after it has ended
@@ -39,7 +39,7 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     write_pickle(plan, agent, submission)
     folder = submitit_folder(plan)
     gpus = gpus_given(os.environ)
-    command = [plan.python, "-u", "-m", LOAD, str(folder), submission]
+    command = [plan.python, "-u", "-m", AGENT_MODULE, str(folder), submission]
     environment = {
         **clean(os.environ),  # otherwise agents would behave as tasks of this shell's allocation
         **{name: os.environ[name] for name in ALLOCATION_TIMES if name in os.environ},

@@ -10,7 +10,7 @@ import functools
 import sys
 from typing import Any
 
-from primeslurm.inference.patches import changed, expect
+from primeslurm.inference.patches import changed_code_error, expect
 
 # Delay between two polls of the progress thread [microseconds].
 PAUSE_US = 1000
@@ -37,7 +37,7 @@ def _pause(api: Any) -> None:
     bindings = api.nixlBind
     create = bindings.nixlAgent
     if not hasattr(bindings.nixlAgentConfig, "pthrDelay"):
-        raise changed("nixlAgentConfig has no pthrDelay")
+        raise changed_code_error("nixlAgentConfig has no pthrDelay")
 
     def create_pausing(name: str, config: Any) -> Any:
         config.pthrDelay = PAUSE_US

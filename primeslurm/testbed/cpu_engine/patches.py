@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from primeslurm.inference.patches import changed, expect
+from primeslurm.inference.patches import changed_code_error, expect
 from primeslurm.testbed.cpu_engine import kv_offload, nixl, routed_experts
 
 
@@ -79,7 +79,7 @@ def _add_variable_collectives() -> None:
     expect(DeviceCommunicatorBase, "reduce_scatterv", ("input_", "dim", "sizes"))
     for name in ("all_gatherv", "reduce_scatterv"):
         if name in vars(CpuCommunicator):
-            raise changed(f"CpuCommunicator now has {name}")
+            raise changed_code_error(f"CpuCommunicator now has {name}")
     CpuCommunicator.all_gatherv = _all_gatherv
     CpuCommunicator.reduce_scatterv = _reduce_scatterv
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm.inference.patches import changed, expect
+from primeslurm.inference.patches import changed_code_error, expect
 
 
 def apply() -> None:
@@ -20,7 +20,7 @@ def apply() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     if not isinstance(vars(VllmConfig).get("use_v2_model_runner"), property):
-        raise changed("VllmConfig.use_v2_model_runner is not a property")
+        raise changed_code_error("VllmConfig.use_v2_model_runner is not a property")
     _accept(VllmConfig)
     _initialize(CPUModelRunner)
     _execute(CPUModelRunner)

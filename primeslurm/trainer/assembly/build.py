@@ -17,7 +17,7 @@ from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
 from primeslurm.nn import compat
 from primeslurm.nn.adapters import adapter_for_checkpoint
-from primeslurm.nn.layers import compiled
+from primeslurm.nn.layers.compiled import configure_compiler
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Memory
@@ -78,7 +78,7 @@ def assemble(
     draft = ModelDraft(recipe, spec, settings, stored)
     for convert in CONVERTERS:
         convert(draft)
-    # Before sharding: afterwards the adapter sees only this rank's experts.
+    # List the names before sharding. Afterwards the adapter sees only this rank's experts.
     hf_names = set(draft.adapter.to_hf(lora.base_weights(draft.model)))
     shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
     if shared:
@@ -140,7 +140,7 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
     for attention in sparse:
         attention.keeps_selection = checkpointing == "full" and trainer.memory.keep_dsa_indices
     if trainer.compile:
-        compiled.prepare()
+        configure_compiler()
     return draft.spec.parallelize_fn(
         draft.model,
         parallel_dims=dims,

@@ -371,7 +371,7 @@ def _read_checked(path: Path, piece: _StoredPiece, data: memoryview, counter: By
             done += count
             counter.bytes += count
     if done < len(data) or piece.digest not in (None, hasher.digest()):
-        raise DamagedShardError(manifest.differs(path))
+        raise DamagedShardError(manifest.describe_difference(path))
 
 
 def _copy_to_targets(stored: _MemoryFile, items: Sequence[Any], planner: Any) -> None:

@@ -102,7 +102,7 @@ def install(model: nn.Module) -> FP8Gather | None:
     if not stacks:
         return None
     gather = FP8Gather(stacks)
-    # Before FSDP's own hook: after it, FSDP's streams do not wait for this computation.
+    # Run this before FSDP's own hook. FSDP's streams do not wait for computations after that hook.
     model.register_forward_pre_hook(gather.refresh, prepend=True)
     return gather
 

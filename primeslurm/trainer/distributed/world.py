@@ -195,7 +195,7 @@ def bound_memory(device: torch.device, share: float) -> None:
 
 
 def _pin_to_near_cores(device: torch.device) -> None:
-    # Before large allocations, so that their pages come from the GPU's NUMA node.
+    # Bind before large allocations, so that their pages come from the GPU's NUMA node.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
     try:
         affinity = cpu_affinity.move_near(cpu_affinity.pci_address(device.index), ranks)

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -81,7 +81,7 @@ def read_commit(directory: Path) -> Commit | None:
 
 
 def committed(run_dir: Path) -> list[int]:
-    return [step for step, path in _directories(files.listing(run_dir / "checkpoints")) if read_commit(path)]
+    return [step for step, path in directories(files.listing(run_dir / "checkpoints")) if read_commit(path)]
 
 
 def newest(run_dir: Path) -> int | None:
@@ -161,7 +161,7 @@ def _all_committed(run_dir: Path) -> list[int]:
         paths, expected = set(files.settled_listing(root)), _newest_named(run_dir)
         if expected is not None:
             paths.add(step_dir(run_dir, expected))  # a cached listing may be older than the directory's own entry
-        steps = [step for step, path in _directories(sorted(paths)) if files.exists(path / COMMITTED)]
+        steps = [step for step, path in directories(sorted(paths)) if files.exists(path / COMMITTED)]
         return steps if expected is None or expected in steps else None
 
     steps = files.until_seen(look, root)
@@ -230,7 +230,8 @@ def _with_parent(path: Path) -> tuple[Path, Path]:
     return path, path.parent
 
 
-def _directories(paths: Sequence[Path]) -> list[tuple[int, Path]]:
+def directories(paths: Sequence[Path]) -> list[tuple[int, Path]]:
+    """Return the step and path of each checkpoint directory among `paths`, by step."""
     return sorted((int(match[1]), path) for path in paths if (match := _NAME.match(path.name)))
 
 
@@ -272,27 +273,3 @@ def shard_sizes(run_dir: Path, step: int) -> dict[str, int]:
     """Return the size [bytes] of each shard of a committed checkpoint, by file name without directories."""
     record = read_commit(step_dir(run_dir, step))
     return {Path(part.name).name: part.bytes for part in record.parts if is_shard(part)} if record else {}
-
-
-def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
-    """Delete committed checkpoints beyond the newest `keep`, and uncommitted ones older than the newest.
-
-    Returns the deleted steps, ascending.
-    """
-    steps = committed(run_dir)
-    if not steps:
-        return []
-    keep_steps = {*steps[-keep:], *needed}
-    obsolete = [
-        (step, path)
-        for step, path in _directories(files.listing(run_dir / "checkpoints"))
-        if step not in keep_steps and step < steps[-1]
-    ]
-    # A directory without COMMITTED may be a checkpoint whose COMMITTED this node has not seen or read yet.
-    if any(step not in steps and files.exists(path / COMMITTED) for step, path in obsolete):
-        log.warning("no checkpoint is deleted now: COMMITTED of one that seemed to be a leftover is there")
-        return []
-    for _, path in obsolete:
-        durable.remove(path / COMMITTED)
-        files.remove_tree(path, ignore_errors=True)
-    return [step for step, _ in obsolete]

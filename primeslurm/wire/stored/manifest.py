@@ -50,7 +50,7 @@ def differing(directory: Path, records: Sequence[FileRecord]) -> list[str]:
         path = directory / record.name
         if problem := _size_problem(directory, record):
             return problem
-        return "" if digests.same(path, record.digest) else differs(path)
+        return "" if digests.same(path, record.digest) else describe_difference(path)
 
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1)) as readers:
         return [problem for problem in readers.map(check, records) if problem]
@@ -66,7 +66,7 @@ def absent(directory: Path, records: Iterable[FileRecord]) -> list[str]:
     return [record.name for record in records if not files.is_file(directory / record.name)]
 
 
-def differs(path: Path) -> str:
+def describe_difference(path: Path) -> str:
     return f"{path}: differs from its record"
 
 
@@ -99,5 +99,5 @@ def _size_problem(directory: Path, record: FileRecord) -> str:
     if status is None or not stat.S_ISREG(status.st_mode):
         return f"{path}: does not exist"
     if status.st_size != record.bytes:
-        return f"{differs(path)}: {status.st_size} bytes instead of {record.bytes}"
+        return f"{describe_difference(path)}: {status.st_size} bytes instead of {record.bytes}"
     return ""

@@ -24,7 +24,7 @@ from primeslurm.base.files import digest, write_atomic
 RUNTIMES = ("apptainer", "docker", "podman")  # runtimes whose images can be built
 REPOSITORY = "localhost/primeslurm-tasks"
 _DIRECTORY = ".images"
-_MAX_LISTED = 3  # names that `some` lists
+_MAX_LISTED = 3  # names that `first_names` lists
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def note_built(images: Path, name: str, runtime: str, workdir: str) -> None:
     write_atomic(images / f"{name}.{runtime}", f"{workdir}\n")
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return up to three names in one line, and the number of the others."""
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -32,14 +32,14 @@ def _keys(run_secret: str) -> tuple[bytes, bytes]:
 
 def secure_server(socket: zmq.Socket[Any]) -> None:
     """Accept only peers of this run, and drop peers that do not complete the handshake in time. Call before `bind`."""
-    socket.curve_publickey, socket.curve_secretkey = _keys(secret.own())
+    socket.curve_publickey, socket.curve_secretkey = _keys(secret.own_secret())
     socket.curve_server = True
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(secret.HANDSHAKE_S * 1000))
 
 
 def secure_client(socket: zmq.Socket[Any]) -> None:
     """Connect only to servers of this run. Call before `connect`."""
-    public, private = _keys(secret.own())
+    public, private = _keys(secret.own_secret())
     socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, private, public
 
 

@@ -133,7 +133,8 @@ async def post_while(
         answer.cancel()
 
 
-def words(answer: httpx.Response) -> str:
+def error_text(answer: httpx.Response) -> str:
+    """Return the first 500 characters of the body of an error response."""
     return answer.content[:2000].decode(errors="replace")[:500]
 
 

@@ -70,7 +70,7 @@ def tunnel(host: str, port: int, patience_s: float) -> int:
         return _tunnels[host, port]
 
 
-def reserve() -> socket.socket:
+def bound_store_socket() -> socket.socket:
     """Return a bound socket for torch's store to listen at, behind a gate."""
     store = socket.socket()
     store.bind(("127.0.0.1", 0))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from primeslurm.wire.transport import rendezvous
 
-# Ports that are tried until only this process is connected: other programs of the node may connect to any port.
+# Number of ports to try. A try fails if another program of the node connects to the port before this process does.
 TRIES = 5
 
 
@@ -26,7 +26,7 @@ def serve_store(host: str, port: int, gate: socket.socket | None = None) -> dist
 
 
 def _served(host: str, port: int, gate: socket.socket | None) -> dist.TCPStore:
-    listening = rendezvous.reserve()
+    listening = rendezvous.bound_store_socket()
     with listening.dup() as ours:
         store_port = int(ours.getsockname()[1])
         fd = listening.detach()

@@ -66,7 +66,7 @@ def read(run_dir: Path) -> str:
     return text
 
 
-def own() -> str:
+def own_secret() -> str:
     if not is_there():
         raise SecretError("no secret was handed over: processes of a run are started by its agents")
     return _secret or os.environ[VARIABLE]
@@ -120,7 +120,7 @@ def keep() -> None:
     import ctypes
 
     global _secret
-    _secret = own()
+    _secret = own_secret()
     # /proc/PID/environ shows the memory that the process was started with, so it is overwritten there, too.
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
@@ -131,7 +131,7 @@ def keep() -> None:
 
 def key_for(use: bytes, run_secret: str = "") -> bytes:
     """Derive a 32-byte key for one use from a secret, by default this process's. Keys reveal nothing of each other."""
-    return hmac.new((run_secret or own()).encode(), use, hashlib.sha256).digest()
+    return hmac.new((run_secret or own_secret()).encode(), use, hashlib.sha256).digest()
 
 
 def generate_token(secret: str) -> str:
@@ -143,4 +143,4 @@ def generate_token(secret: str) -> str:
 
 
 def header() -> dict[str, str]:
-    return {"Authorization": f"Bearer {own()}"}
+    return {"Authorization": f"Bearer {own_secret()}"}

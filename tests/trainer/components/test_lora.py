@@ -23,7 +23,7 @@ from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.filesystem import Publisher
+from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer, published
 from tests.trainer.families import BY_NAME, CASES, Case, reference_of, write

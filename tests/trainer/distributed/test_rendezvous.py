@@ -119,7 +119,7 @@ def test_client_without_gate_times_out() -> None:
 
 
 def test_connection_before_the_gate_opened_is_detected() -> None:
-    listening = rendezvous.reserve()
+    listening = rendezvous.bound_store_socket()
     listening.listen()
     at = listening.getsockname()
     with listening, socket.create_connection(at), socket.create_connection(at):

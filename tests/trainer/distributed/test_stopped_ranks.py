@@ -20,7 +20,8 @@ import pytest
 
 from primeslurm.node.agent.liveness_monitor import LivenessMonitor
 from primeslurm.node.head.unresponsive_ranks import unresponsive_ranks
-from primeslurm.plan.model import HeartbeatLimits, Process
+from primeslurm.plan.model import Process
+from primeslurm.plan.supervision import HeartbeatLimits
 from primeslurm.records.heartbeats import Heartbeat, HeartbeatPage
 from tests.support.forks import Forked
 from tests.trainer.conftest import make_recipe, start_ranks

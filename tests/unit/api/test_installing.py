@@ -48,7 +48,7 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeUv:
 
 def test_gpu_environment_is_installed_once_without_gpus_or_slurm(uv: FakeUv, tmp_path: Path) -> None:
     target = tmp_path / "env"
-    first = installing.runtime("gpu", target)
+    first = installing.plan_runtime_installation("gpu", target)
     assert not first.done
     first.run()
     venv, packages, package = uv.calls
@@ -57,7 +57,7 @@ def test_gpu_environment_is_installed_once_without_gpus_or_slurm(uv: FakeUv, tmp
         f"--requirement {ROOT}/requirements/gpu.txt"
     )
     assert package.endswith(f"--no-deps --editable {ROOT}")
-    assert installing.flavour_of(target) == "gpu" and installing.runtime("gpu", target).done
+    assert installing.flavour_of(target) == "gpu" and installing.plan_runtime_installation("gpu", target).done
 
 
 def test_cpu_torch_comes_from_pytorch_only_if_no_other_index_has_it(
@@ -68,17 +68,17 @@ def test_cpu_torch_comes_from_pytorch_only_if_no_other_index_has_it(
         directory.mkdir()
         fake = FakeUv(directory, failing="--no-deps torch==2" if "torch" in failing else failing)
         monkeypatch.setattr(installing, "find_uv", lambda fake=fake: str(fake.bin / "uv"))
-        installing.runtime("cpu", directory / "env").run()
+        installing.plan_runtime_installation("cpu", directory / "env").run()
         torch = [call for call in fake.calls if " torch==" in call]
         assert [installing.CPU_TORCH_INDEX in call for call in torch] == indexes
         assert (directory / "env" / "stand-ins").is_dir()
 
 
 def test_flavour_never_replaces_another(uv: FakeUv, tmp_path: Path) -> None:
-    installing.runtime("gpu", tmp_path / "env").run()
+    installing.plan_runtime_installation("gpu", tmp_path / "env").run()
     before = len(uv.calls)
     with pytest.raises(UsageError, match="holds the gpu environment"):
-        installing.runtime("cpu", tmp_path / "env")
+        installing.plan_runtime_installation("cpu", tmp_path / "env")
     assert len(uv.calls) == before
 
 
@@ -102,10 +102,10 @@ def test_interrupted_installation_keeps_its_flavour_and_continues(
     monkeypatch.setattr(installing, "find_uv", lambda: str(fake.bin / "uv"))
     target = tmp_path / "env"
     with pytest.raises(PrimeslurmError, match=r"(?s)cannot install the gpu environment.*exit code 7.*UV_DEFAULT_INDEX"):
-        installing.runtime("gpu", target).run()
+        installing.plan_runtime_installation("gpu", target).run()
     assert installing.flavour_of(target) == "gpu"
     FakeUv(tmp_path)
-    again = installing.runtime("gpu", target)
+    again = installing.plan_runtime_installation("gpu", target)
     assert not again.done
     again.run()
     assert again.done and sum(call.startswith("venv") for call in fake.calls) == 1
@@ -163,7 +163,7 @@ def test_missing_uv_is_an_error_with_a_fix(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"uv: is not installed.*pip install uv"):
-        installing.runtime("gpu", tmp_path / "env")
+        installing.plan_runtime_installation("gpu", tmp_path / "env")
 
 
 def test_installing_needs_only_the_standard_library(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
     environment = tmp_path / "env"
     (environment / "bin").mkdir(parents=True)
     (environment / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
-    plan = installing.harness("toy", environment)
+    plan = installing.plan_harness_installation("toy", environment)
     plan.run()
     assert plan.done
     (stub,) = (environment / "harnesses" / "toy").glob("lib/python3*/site-packages/triton-*.dist-info")
@@ -196,6 +196,6 @@ def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_model_installation_removes_only_its_own_files(tmp_path: Path) -> None:
-    steps = installing.model("smollm2", tmp_path / "mine").steps
+    steps = installing.plan_model_installation("smollm2", tmp_path / "mine").steps
     removed = {word for step in steps if step.argv[0] == "rm" for word in step.argv[2:]}
     assert removed == {f"{tmp_path}/mine.packages", f"{tmp_path}/mine.part"}

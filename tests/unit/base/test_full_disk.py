@@ -145,5 +145,5 @@ def test_a_wait_for_the_disk_sends_heartbeats_and_ends_in_time(
 
 def test_a_shortage_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "free_bytes", lambda _: 2**27)
-    assert durable.shortage(tmp_path) == f"0.12 GiB free in {tmp_path}, a run needs 0.25 GiB"
-    assert durable.shortage(tmp_path, 2**27) == ""
+    assert durable.describe_shortage(tmp_path) == f"0.12 GiB free in {tmp_path}, a run needs 0.25 GiB"
+    assert durable.describe_shortage(tmp_path, 2**27) == ""

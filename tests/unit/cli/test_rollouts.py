@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,24 @@ def test_all_mistakes_are_reported_at_once(run: Path, rollouts_of: Command) -> N
     for text in ("--step = a", "--reward = 1:0", "--export = ", "--follow", "--tokens"):
         assert text in result.err
     assert result.err.startswith("error: 5 problems")
+
+
+def test_every_mistake_is_one_problem(rollouts_of: Command) -> None:
+    result = rollouts_of("--step", "1" * 5000, "--reward", "nan:1", "--tokens", "--full")
+    assert result.code == 2 and result.err.startswith("error: 4 problems")
+    for text in ("--step = 1111", "--reward = nan:1: is no range", "--tokens: needs the ID", "--full: needs the ID"):
+        assert result.err.count(text) == 1, result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.parquet"])
+def test_export_replaces_no_pipe(run: Path, rollouts_of: Command, name: str) -> None:
+    write(run, 3, range(3))
+    pipe = run.parents[1] / name
+    os.mkfifo(pipe)
+    result = rollouts_of("--export", str(pipe))
+    assert result.code == 2 and "cannot be written: it is a device or a pipe, not a file" in result.err
+    assert pipe.is_fifo()
 
 
 def test_export_as_json_lines_is_complete(run: Path, rollouts_of: Command) -> None:

@@ -105,3 +105,9 @@ def test_every_route_is_behind_the_check(anyone: TestClient) -> None:
     for route in routes:
         path = re.sub(r"\{[^}]*int\}", "1", re.sub(r"\{\w+(?::path)?\}", "r", route.path))
         assert anyone.get(path).status_code == 401, path
+
+
+@pytest.mark.parametrize("other", ['session={"a": 1}', "a b=c d", 'x="; \xe9', "=;;", "a[0]=@{}"])
+def test_cookies_of_other_programs_on_the_host_shut_nobody_out(anyone: TestClient, other: str) -> None:
+    header = f"{other}; primeslurm={SECRET}; {other}".encode("latin-1")
+    assert anyone.get("/api/runs", headers=[(b"cookie", header)]).status_code == 200

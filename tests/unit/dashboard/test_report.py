@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html as entities
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -123,6 +124,9 @@ def test_the_verb_writes_it_into_the_run_or_where_it_is_told(run: RunDirectory, 
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     result = primeslurm("report", "r", "-o", tmp_path / "none" / "page.html", cwd=tmp_path)
     assert result.code == 2 and "--output" in result.err
+    os.mkfifo(tmp_path / "pipe")
+    result = primeslurm("report", "r", "-o", tmp_path / "pipe", cwd=tmp_path)
+    assert result.code == 2 and "it is a device or a pipe" in result.err and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_damaged_run_has_no_report(run: RunDirectory, tmp_path: Path) -> None:

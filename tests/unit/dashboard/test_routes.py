@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from primeslurm.dashboard.text import MAX_LINE
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.liveness import RECHECK_S
 from tests.support.clock import Clock
-from tests.support.recorded_runs import HOSTILE, T0, recorded_run, write_metrics
+from tests.support.recorded_runs import HOSTILE, T0, recorded_run, write_metrics, write_rollouts
 
 
 def get(client: TestClient, path: str, **params: str | int) -> Any:
@@ -155,7 +156,8 @@ def test_evaluations_have_their_samples(client: TestClient) -> None:
         ("runs/r/processes/none", 404),
         ("runs/r/diff/none", 404),
         ("runs/r/evaluations/20/..%2f..%2flock", 404),
-        ("runs/r/evaluations/99999999999999999999/x", 404),
+        ("runs/r/evaluations/99999999999999999999/x", 400),
+        ("runs/r/evaluations/" + "9" * 5000 + "/x", 400),
     ],
 )
 def test_a_wrong_address_is_an_error_and_reads_nothing(client: TestClient, path: str, code: int) -> None:
@@ -256,3 +258,31 @@ def test_names_and_texts_that_are_not_unicode_are_shown(client: TestClient, runs
     assert "half ?" in get(client, "runs/bad%3F/events")[1]["events"][0]["text"]
     assert len(get(client, "runs/bad%3F/curves", other=1)["charts"]) > 0
     assert report(run, lambda job: None, T0).startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("nodes", [None, {"x": 1}, [None], [{"processes": None}], [{"processes": [1]}]])
+def test_a_plan_of_another_form_is_damage(client: TestClient, runs: Path, nodes: Any) -> None:
+    write_json(runs / "r" / "attempts" / "2" / "plan.json", {"nodes": nodes})
+    for path in ("plan", "processes/orchestrator"):
+        answer = client.get(f"/api/runs/r/{path}")
+        assert answer.status_code == 404 and "r is damaged" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_run_that_was_made_anew_shows_nothing_of_the_old_one(
+    client: TestClient, runs: Path, clock: Clock, listed: bool
+) -> None:
+    old = get(client, "runs/r/rollouts")
+    assert old["total"] == 12 and get(client, "runs/r/status")["phase"] == "completed"
+    shutil.rmtree(runs / "r")
+    run = recorded_run(runs / "r", 5, outcome="failed")
+    write_rollouts(run, range(1, 2), 3)
+    if listed:
+        clock.now += 60
+        assert {each["run"]: each["step"] for each in get(client, "runs")["runs"]}["r"] == 5
+    page = get(client, "runs/r/rollouts")
+    assert (page["total"], page["problems"]) == (3, [])
+    assert get(client, "runs/r/rollouts/0001-2")["summary"]["id"] == "0001-2"
+    assert get(client, "runs/r/status")["phase"] == "failed"
+    shutil.rmtree(runs / "r")
+    assert client.get("/api/runs/r/status").json() == {"error": "there is no run r"}

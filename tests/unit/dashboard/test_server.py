@@ -53,6 +53,12 @@ def test_what_is_no_directory_of_runs_is_refused(runs: Path, where: str) -> None
     assert error.value.violations[0].field == "RUNS_DIR" and str(runs / where) in str(error.value)
 
 
+def test_a_wrong_directory_and_a_wrong_host_are_two_problems(runs: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        dashboard(runs / "none", host="a..b")
+    assert [violation.field for violation in error.value.violations] == ["RUNS_DIR", "--host"]
+
+
 def test_a_port_in_use_and_a_host_of_another_machine_are_refused(runs: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -63,6 +69,9 @@ def test_a_port_in_use_and_a_host_of_another_machine_are_refused(runs: Path) -> 
         dashboard(runs, host="192.0.2.1")
     with pytest.raises(UsageError, match=r"--host = no.such.host.invalid: has no address"):
         dashboard(runs, host="no.such.host.invalid")
+    for host in ("a..b", "x" * 300):
+        with pytest.raises(UsageError, match=r"--host = .*: has no address: it is no host name"):
+            dashboard(runs, host=host)
 
 
 @pytest.fixture

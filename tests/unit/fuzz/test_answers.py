@@ -22,7 +22,7 @@ from renderers.base import ParsedToolCall, ToolCallParseStatus
 from verifiers.v1.runtimes import Runtime
 from verifiers.v1.types import ToolCall
 
-from primeslurm.inference.router.supervisor import WorkerDifference, Workers, compare, listed
+from primeslurm.inference.router.supervisor import WorkerDifference, Workers, compare, listed_urls
 from primeslurm.models.deepseek_v3 import renderer as deepseek_v31_renderer
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.rendering import dialects
@@ -317,7 +317,7 @@ WORKERS = {"urls": ["http://127.0.0.1:1", "http://127.0.0.2:1@3"], "total": 2}
 @given(trees(WORKERS).map(encoded) | texts(encoded(WORKERS)))
 def test_lists_of_routers(data: bytes) -> None:
     with bounded(len(data), factor=64):
-        found = listed(data)
+        found = listed_urls(data)
         assert found is None or isinstance(compare(Workers(frozenset(WORKERS["urls"])), found), WorkerDifference)
 
 

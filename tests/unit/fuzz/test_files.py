@@ -232,7 +232,7 @@ def test_deaths_of_workers(directory: Path, data: bytes) -> None:
     found = worker_deaths.load(directory / "run")
     job = Job("j", "g", "e", 1, 0, "r", "s")
     assert found.together(job) is None or found.together(job) >= 1
-    assert all(example >= 0 for _, example in worker_deaths.positions(found.guilty))
+    assert all(example >= 0 for _, example in worker_deaths.example_positions(found.guilty))
     assert data != lines(DEATHS) or set(found.guilty) == set(DEATHS["guilty"])
 
 

@@ -84,7 +84,7 @@ def endpoint() -> Iterator[tuple[RouterHealthEndpoint, int]]:
     async def look(path: str) -> int:
         return 200
 
-    made, port = RouterHealthEndpoint(secret.own(), look, lambda: True), free_port()
+    made, port = RouterHealthEndpoint(secret.own_secret(), look, lambda: True), free_port()
 
     async def serve() -> int:
         await made.serve(HOST, port)

@@ -126,7 +126,7 @@ async def test_every_start_has_its_own_incarnation(app: FakeEngineApp) -> None:
 CONTROL = ("/pause", "/update_weights", "/primeslurm/shutdown", "/sleep", "/v1/load_lora_adapter", "/docs", "//health")
 
 
-@pytest.mark.parametrize("shown", [None, "", "Bearer ", "Bearer wrong", "Basic x", secret.own()])
+@pytest.mark.parametrize("shown", [None, "", "Bearer ", "Bearer wrong", "Basic x", secret.own_secret()])
 @pytest.mark.parametrize("path", [*CONTROL, "/v1/completions", "/inference/v1/generate"])
 async def test_without_the_secret_only_health_and_metrics_answer(
     http: httpx.AsyncClient, app: FakeEngineApp, path: str, shown: str | None
@@ -143,7 +143,7 @@ async def test_without_the_secret_only_health_and_metrics_answer(
 
 async def test_generate_token_opens_only_generation(http: httpx.AsyncClient) -> None:
     await http.post("/update_weight_version", json={"new_version": "0"})
-    http.headers["Authorization"] = f"Bearer {secret.generate_token(secret.own())}"
+    http.headers["Authorization"] = f"Bearer {secret.generate_token(secret.own_secret())}"
     assert (await http.post("/inference/v1/generate")).status_code == 200
     assert [(await http.post(path)).status_code for path in CONTROL] == [401] * len(CONTROL)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from primeslurm.node.head.fleet import Fleet
-from primeslurm.plan.model import Health, Process
+from primeslurm.plan.model import Process
+from primeslurm.plan.supervision import Health
 from primeslurm.records.fleet import AgentReport, Ending, PreflightState, ProcessReport
 from primeslurm.records.record import Event
 from tests.support.plans import plan_of

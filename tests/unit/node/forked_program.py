@@ -26,7 +26,7 @@ def say(path: Path) -> None:
         "words": sys.argv[1:],
         "variable": os.environ.get("A_VARIABLE"),
         "temporary": tempfile.gettempdir(),
-        "secret": secret.own() if secret.is_there() else None,
+        "secret": secret.own_secret() if secret.is_there() else None,
         "usr2": signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN,
         "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
         "random": random.random(),

@@ -22,7 +22,8 @@ from primeslurm.node.head.exporter import TARGETS_FILE, TOKEN_FILE
 from primeslurm.node.head.head import Head, HeadTimings
 from primeslurm.node.head.job_end import Termination
 from primeslurm.node.host.exit_cleanup import ExitCleanup
-from primeslurm.plan.model import Health, Plan, Process, Replica
+from primeslurm.plan.model import Plan, Process, Replica
+from primeslurm.plan.supervision import Health
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
 from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState, ProcessReport

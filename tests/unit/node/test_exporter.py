@@ -9,17 +9,20 @@ import stat
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from primeslurm.node.head import exporter
+from primeslurm.base.files import write_atomic
+from primeslurm.node.head import exporter, run_metrics
 from primeslurm.node.head.exporter import MAX_CONNECTIONS, TOKEN_FILE, Exporter, start_exporter, targets
 from primeslurm.node.head.run_metrics import RunCollector, labelled
 from primeslurm.plan.model import Plan, Process
 from primeslurm.records.fleet import FleetView
+from primeslurm.records.metrics import Row, parse_row
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of, python
@@ -165,6 +168,45 @@ def test_each_row_counts_once_and_a_resumed_run_counts_again(plan: Plan, served:
     assert tokens() == 5
     write_rows(plan, rows[0])
     assert tokens() == 1
+
+
+def test_rows_count_once_if_several_servers_scrape_at_once(
+    plan: Plan, collector: RunCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(plan, *({"step": step, "trainer/tokens": 1.0} for step in range(1, 5)))
+    scrapes = ThreadPoolExecutor(2)
+    others: list[Future[Any]] = []
+
+    def parse(line: bytes) -> Row | None:
+        if not others:  # another scrape begins while this one reads
+            others.append(scrapes.submit(lambda: list(collector.collect())))
+            with contextlib.suppress(TimeoutError):
+                others[0].result(0.2)
+        return parse_row(line)
+
+    monkeypatch.setattr(run_metrics, "parse_row", parse)
+    for families in (list(collector.collect()), others[0].result(60)):
+        tokens = [family for family in families if family.name == "primeslurm_trained_tokens"]
+        assert [sample.value for sample in tokens[0].samples] == [4.0]
+    scrapes.shutdown()
+
+
+def test_a_file_that_was_replaced_by_a_longer_one_counts_again(plan: Plan, collector: RunCollector) -> None:
+    path = Path(plan.run_dir) / "metrics.jsonl"
+    for tokens in (1, 100_000):
+        rows = ({"step": step, "trainer/tokens": tokens} for step in range(1, 5))
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+        values = {sample.name: sample.value for family in collector.collect() for sample in family.samples}
+        assert values["primeslurm_trained_tokens_total"] == 4 * tokens
+
+
+def test_no_name_or_number_of_a_row_ends_the_scrapes(plan: Plan, served: Exporter) -> None:
+    token = (Path(plan.run_dir) / TOKEN_FILE).read_text()
+    huge = '{"step": 1, "time": 2.0, "\\udfff/reward": 0.5, "reward/mean": 0.25, "trainer/loss": 1' + "0" * 400 + "}\n"
+    (Path(plan.run_dir) / "metrics.jsonl").write_text(huge)
+    values = samples(get(served.address, token=token))
+    assert values["primeslurm_environment", only(environment="?", metric="reward")] == 0.5
+    assert values["primeslurm_reward_mean", only()] == 0.25 and ("primeslurm_trainer_loss", only()) not in values
 
 
 def test_rows_of_sft_have_the_names_of_rl(plan: Plan, served: Exporter) -> None:

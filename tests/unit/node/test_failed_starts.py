@@ -10,7 +10,7 @@ import pytest
 from primeslurm.node.agent.supervision import ProcessState, Supervision
 from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.node.head.failed_starts import FailedStarts
-from primeslurm.plan.model import Health
+from primeslurm.plan.supervision import Health
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.diagnosis.failure_signatures import is_transient

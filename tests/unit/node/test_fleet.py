@@ -10,7 +10,7 @@ import pytest
 
 from primeslurm.api.recipes.loading import load
 from primeslurm.node.agent.supervision import BACKOFF_S
-from primeslurm.node.attempt.attempt_end import fruitful_preemptions, fruitless, should_requeue
+from primeslurm.node.attempt.attempt_end import count_fruitless_attempts, fruitful_preemptions, should_requeue
 from primeslurm.node.head.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.plan.model import Plan, Replica
 from primeslurm.records.events.nodes import NodeLost, ProcessesGivenUp, ProcessesRestarted
@@ -45,7 +45,7 @@ def two_replicas(**options: int) -> Agents:
 def trainer_of_two(spares: int) -> Agents:
     """Return a trainer with a rank on each of nodes 1 and 2."""
     ranks = [process("trainer", "attempt", f"t{i}", health=False, node=i + 1) for i in (0, 1)]
-    members = [(rank.model_copy(update={"unit": "trainer"}),) for rank in ranks]
+    members = [(rank.model_copy(update={"restart_group": "trainer"}),) for rank in ranks]
     agents = Agents((process("orchestrator", name="orchestrator"),), *members, spares=spares)
     agents.assigned()
     return agents
@@ -489,14 +489,14 @@ def test_a_job_is_not_requeued_against_the_recipe(plan: Plan) -> None:
         (fruitful_preemptions, [("preempted", 3), ("preempted", 3)], 1),
         (fruitful_preemptions, [("preempted", 3), ("failed", 5), ("preempted", 8)], 2),
         (fruitful_preemptions, [("failed", 3), ("failed", 5)], 0),
-        (fruitless, [(True, None)], 1),
-        (fruitless, [(True, None), (True, None), (True, None)], 3),
-        (fruitless, [(True, 5)], 0),
-        (fruitless, [(True, 5), (True, 5), (True, 5)], 2),  # the first of them has committed step 5
-        (fruitless, [(False, 5), (True, 5), (True, 5), (True, 5)], 3),
-        (fruitless, [(True, 5), (True, 5), (False, 5), (True, 5)], 2),  # a preemption, or a full disk
-        (fruitless, [(True, 5), (True, 5), (False, 6), (True, 6)], 1),
-        (fruitless, [(True, 5), (True, 5), (True, 7)], 0),
+        (count_fruitless_attempts, [(True, None)], 1),
+        (count_fruitless_attempts, [(True, None), (True, None), (True, None)], 3),
+        (count_fruitless_attempts, [(True, 5)], 0),
+        (count_fruitless_attempts, [(True, 5), (True, 5), (True, 5)], 2),  # the first of them has committed step 5
+        (count_fruitless_attempts, [(False, 5), (True, 5), (True, 5), (True, 5)], 3),
+        (count_fruitless_attempts, [(True, 5), (True, 5), (False, 5), (True, 5)], 2),  # a preemption, or a full disk
+        (count_fruitless_attempts, [(True, 5), (True, 5), (False, 6), (True, 6)], 1),
+        (count_fruitless_attempts, [(True, 5), (True, 5), (True, 7)], 0),
     ],
 )
 def test_attempts_are_counted(count: Callable[[object], int], ends: object, expected: int) -> None:

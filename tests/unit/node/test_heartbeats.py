@@ -14,7 +14,8 @@ from primeslurm.node.agent.health_probe import HealthProbe
 from primeslurm.node.agent.liveness_monitor import Liveness, LivenessMonitor
 from primeslurm.node.head.unresponsive_ranks import unresponsive_ranks
 from primeslurm.node.host.process_condition import Condition
-from primeslurm.plan.model import HeartbeatLimits, Process
+from primeslurm.plan.model import Process
+from primeslurm.plan.supervision import HeartbeatLimits
 from primeslurm.records.fleet import HeartbeatReport
 from primeslurm.records.heartbeats import HeartbeatPage, LivenessReporter
 

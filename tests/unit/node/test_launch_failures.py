@@ -21,7 +21,7 @@ from primeslurm.slurm.launch_failures import (
     START,
     JobOutput,
     early_exits,
-    kills,
+    killed_nodes,
     launch_failures,
     node_names,
     spares_suffice,
@@ -49,9 +49,9 @@ def test_srun_errors_of_the_newest_start_are_read(tmp_path: Path) -> None:
     assert launch_failures(lines) == {"n003": "Communication connection failure"}
     codes = {"n002": 127, "n005": 2, "n007": 2, "n008": 2}
     assert early_exits(lines) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
-    assert kills(lines) == {"n001": "Killed"}
-    assert kills(f"{lines}{AGAIN}\n") == {}, "srun killed it because another node was unreachable"
-    assert kills("srun: error: Node failure on n[003-004]\n") == {"n003": "node failure", "n004": "node failure"}
+    assert killed_nodes(lines) == {"n001": "Killed"}
+    assert killed_nodes(f"{lines}{AGAIN}\n") == {}, "srun killed it because another node was unreachable"
+    assert killed_nodes("srun: error: Node failure on n[003-004]\n") == {"n003": "node failure", "n004": "node failure"}
     assert JobOutput(path, "2").news() == ""
 
 

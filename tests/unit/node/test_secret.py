@@ -83,7 +83,7 @@ from pathlib import Path
 from primeslurm.wire.transport import secret
 
 def own(place):
-    (Path(sys.argv[1]) / place).write_text(secret.own()[::-1])
+    (Path(sys.argv[1]) / place).write_text(secret.own_secret()[::-1])
 
 if __name__ == "__main__":
     if "early" in sys.argv: secret.take()
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     for method in ("spawn", "forkserver", "fork"):
         child = multiprocessing.get_context(method).Process(target=own, args=(method,))
         child.start(); child.join()
-    code = "from primeslurm.wire.transport import secret; print(secret.own())"
+    code = "from primeslurm.wire.transport import secret; print(secret.own_secret())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (Path(sys.argv[1]) / "done").write_text(told.stderr)
     time.sleep(60)
@@ -139,7 +139,7 @@ def test_an_unrelated_descriptor_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
         for value in (f"{theirs.fileno()}:1", "99999:1"):
             monkeypatch.setenv(secret.HANDED_OVER, value)
             with pytest.raises(secret.SecretError):
-                secret.own()
+                secret.own_secret()
             assert secret.HANDED_OVER not in os.environ
         assert theirs.recv(1) == b"x"
 
@@ -190,7 +190,7 @@ def test_a_peer_without_a_handshake_is_disconnected(monkeypatch: pytest.MonkeyPa
 
 
 def test_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(secret.VARIABLE, own := secret.own())
+    monkeypatch.setenv(secret.VARIABLE, own := secret.own_secret())
     monkeypatch.setattr(secret, "_secret", "")
     secret.keep()
     assert secret.VARIABLE not in os.environ
@@ -200,7 +200,7 @@ def test_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kept_secret_is_erased_from_proc_environ() -> None:
     code = (
         "from primeslurm.wire.transport import secret; from pathlib import Path; secret.keep();"
-        " print(secret.own(), secret.own() in Path('/proc/self/environ').read_text())"
+        " print(secret.own_secret(), secret.own_secret() in Path('/proc/self/environ').read_text())"
     )
     env = {**os.environ, secret.VARIABLE: "5ec2e7" * 4}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

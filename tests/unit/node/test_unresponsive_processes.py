@@ -10,7 +10,8 @@ from pathlib import Path
 from primeslurm.node.agent.node_agent import AgentTimings
 from primeslurm.node.head.head import HeadTimings
 from primeslurm.node.head.unresponsive_ranks import QuietThresholds
-from primeslurm.plan.model import HeartbeatLimits, Process
+from primeslurm.plan.model import Process
+from primeslurm.plan.supervision import HeartbeatLimits
 from primeslurm.records.events.processes import ProcessContinued, ProcessExited, ProcessUnresponsive, RanksUnresponsive
 from primeslurm.records.fleet import HeartbeatReport, Outcome
 from primeslurm.run.diagnosis.doctor import diagnose

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Echo, Grpo, HierarchicalGrpo, MaxRl, Opd, Rae, from_recipe
-from primeslurm.orchestrator.batching.batches import Batches, averaged
+from primeslurm.orchestrator.batching.batches import Batches, scale_to_average
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
@@ -180,7 +180,7 @@ def test_rollout_info_without_agent_and_penalty_is_read() -> None:
 def test_average_over_rollouts_or_seq_len(batch: list[RolloutGroup], average: Any) -> None:
     # The trainer sums over the batch, and divides by its number of trained tokens.
     credits = Grpo().assign(batch)
-    scaled = averaged(batch, credits, average, 16)
+    scaled = scale_to_average(batch, credits, average, 16)
     total = sum(int(credit.mask.sum()) for mine in credits for credit in mine)
     total_advantage, exact, rollouts = 0.0, 0.0, 0
     for group, mine, theirs in zip(batch, scaled, credits, strict=True):

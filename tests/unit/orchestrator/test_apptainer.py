@@ -138,10 +138,10 @@ def test_host_without_fuse2fs_is_reported_before_a_rollout(monkeypatch: pytest.M
     monkeypatch.setattr(checks, "_missing_for_runtime", lambda *_: ())
     monkeypatch.setattr(apptainer, "find_program", lambda name: None if name == "fuse2fs" else f"/bin/{name}")
     monkeypatch.setattr(os, "access", lambda *_: True)
-    (problem,) = checks.missing(made, env)
+    (problem,) = checks.missing_needs(made, env)
     assert problem.field == "environments.runtime.limits.disk_gb" and problem.why.endswith("no fuse2fs")
     monkeypatch.setattr(apptainer, "find_program", lambda name: f"/bin/{name}")
-    assert checks.missing(made, env) == []
+    assert checks.missing_needs(made, env) == []
 
 
 FAKE_NETWORK = (
@@ -247,4 +247,4 @@ def test_host_without_nsenter_is_reported_before_a_rollout(monkeypatch: pytest.M
     assert "allow" not in environments.agent_options(made)["runtime"], "verifiers' apptainer has no such option"
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nsenter" else f"/bin/{name}")
     env = environments.load_from_recipe(made)
-    assert [each.value for each in checks.missing(made, env)] == ["none"]
+    assert [each.value for each in checks.missing_needs(made, env)] == ["none"]

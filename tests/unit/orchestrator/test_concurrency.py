@@ -546,7 +546,7 @@ def test_young_rollouts_are_expected_to_grow() -> None:
     assert occupancy.mean == pytest.approx(0.01) and occupancy.expected(50) == pytest.approx(0.01 * YOUNG)
     for look in range(1, 200):
         occupancy.add(0.5, 50, 50, look * 10, 10.0)
-    assert occupancy.settled(50) == 1.0 and occupancy.settled(2 * 2000 / SETTLED) < 1.0
+    assert occupancy.settled_fraction(50) == 1.0 and occupancy.settled_fraction(2 * 2000 / SETTLED) < 1.0
     assert occupancy.expected(50) == pytest.approx(0.01)
 
 

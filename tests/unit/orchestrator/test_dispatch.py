@@ -11,7 +11,7 @@ import pytest
 from primeslurm.orchestrator.dispatch import MAX_FAILURES, Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.dispatch.completion_forecast import REFRESH_S, CompletionForecast
 from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
-from primeslurm.orchestrator.dispatch.limits import AgeLimit
+from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, group_id
-from primeslurm.orchestrator.dispatch.limits import choose
+from primeslurm.orchestrator.dispatch.limits import choose_groups
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.staleness import Staleness
 from tests.unit.orchestrator.test_dispatch import rollout
@@ -34,7 +34,7 @@ def test_choice_is_the_smallest_sum_of_the_first_groups(sizes: list[int], total:
         for chosen in itertools.combinations(range(len(sizes)), count)
         if sum(sizes[index] for index in chosen) >= total
     ]
-    choice = choose(sizes, total)
+    choice = choose_groups(sizes, total)
     assert choice == (list(min(enough)[1]) if enough else []), "the smallest sum, and the smallest indices"
 
 

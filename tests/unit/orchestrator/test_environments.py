@@ -193,7 +193,7 @@ def test_environment_of_a_recipe_loads(environment: Environment, tmp_path: Path)
     task = next(iter(env.taskset))
     assert task.data.prompt
     assert checks.without_reward(environment, env, task) == []
-    assert checks.notes(environment, env) == [], "rollouts download their harness"
+    assert checks.side_effects(environment, env) == [], "rollouts download their harness"
 
 
 @pytest.mark.parametrize(("module", "rewarded"), [("broken-tool", False), ("fine-words", True)])

@@ -37,7 +37,7 @@ def evaluation(**changes: Any) -> EvaluationRun:
         EvaluationEnvironment(id="words", examples=3, samples=2),
         EvaluationEnvironment(id="sums", examples=2, samples=1),
     ]
-    settings: dict[str, Any] = {"max_inflight": 100, "routers": ["a", "b"], "salt": "run.1", "incarnation": "x"}
+    settings: dict[str, Any] = {"max_inflight": 100, "routers": ["a", "b"], "salt_prefix": "run.1", "incarnation": "x"}
     settings |= {"start_timeout_s": 60.0, "rollout_timeout_s": 240.0}
     return EvaluationRun(10, 12, environments, **settings | changes)
 

@@ -81,10 +81,10 @@ def test_harness_without_its_packages_is_reported_before_a_rollout(model: str, m
     made = recipe(model, "mini_swe_agent").environments[0]
     env = environments.load_from_recipe(made)
     assert checks.needs(made, env) == HostNeeds(("subprocess",), ("mini_swe_agent",))
-    assert checks.missing(made, env) == []
+    assert checks.missing_needs(made, env) == []
     uv_scripts.find_python.cache_clear()
     monkeypatch.setattr(uv_scripts, "_environments", lambda: (Path(sys.prefix),))
-    (problem,) = checks.missing(made, env)
+    (problem,) = checks.missing_needs(made, env)
     assert "mini-swe-agent==2.4.6" in problem.why and problem.fix == "primeslurm install --harness mini_swe_agent"
     uv_scripts.find_python.cache_clear()
 
@@ -109,7 +109,7 @@ def test_downloads_into_containers_and_visible_keys_are_noted(
     (made,) = recipe(model, harness, runtime=runtime).environments
     if search:
         made = made.model_copy(update={"harness": Harness.model_validate({"id": harness, "search": search})})
-    notes = checks.notes(made, environments.load_from_recipe(made))
+    notes = checks.side_effects(made, environments.load_from_recipe(made))
     assert [note.field for note in notes] == fields
     assert all(harness in note.why for note in notes if note.field == INSTALL)
 
@@ -121,14 +121,14 @@ def test_container_with_install_false_needs_the_packages_on_the_host(
     env = environments.load_from_recipe(made)
     assert checks.needs(made, env) == HostNeeds(("docker",), ("mini_swe_agent",))
     monkeypatch.setattr(uv_scripts, "environment_directories", lambda: (Path("/usr"), Path("/opt/python")))
-    (problem,) = [each for each in checks.missing(made, env) if each.field == "environments.runtime.install"]
+    (problem,) = [each for each in checks.missing_needs(made, env) if each.field == "environments.runtime.install"]
     assert problem.value == "false" and "/usr" in problem.why
 
 
 def test_host_without_bubblewrap_is_reported_before_a_rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(model, "bash").environments[0]
     monkeypatch.setattr(checks, "_bubblewrap_problem", lambda: "bubblewrap is not installed")
-    (problem,) = checks.missing(made, environments.load_from_recipe(made))
+    (problem,) = checks.missing_needs(made, environments.load_from_recipe(made))
     assert problem.why == "bubblewrap is not installed" and "trusted: true" in problem.fix
 
 

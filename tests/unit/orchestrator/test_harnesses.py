@@ -58,7 +58,7 @@ def test_harness_that_needs_a_container_is_refused_without_one(
     monkeypatch.setattr("primeslurm.orchestrator.environments.checks.shutil.which", lambda name: None)
     made = test_harbor.recipe(model, harness, runtime=None).environments[0]
     env = environments.load_from_recipe(made)
-    (problem,) = checks.missing(made, env)
+    (problem,) = checks.missing_needs(made, env)
     assert (problem.value, problem.why) == ("apptainer", "`apptainer` is not installed here")
     offered = [("environments.harness", harness)] if harness not in sandboxes.WITHOUT_TOOLS else []
     assert checks.tool_users(made, env) == offered
@@ -66,7 +66,7 @@ def test_harness_that_needs_a_container_is_refused_without_one(
 
 def test_missing_packages_of_a_harness_without_lock_are_named(model: str) -> None:
     made = test_harbor.recipe(model, "terminus_2").environments[0]
-    (problem,) = checks.missing(made, environments.load_from_recipe(made))
+    (problem,) = checks.missing_needs(made, environments.load_from_recipe(made))
     assert problem.field == "environments.harness" and "harbor==0.23.0" in problem.why
     assert "primeslurm install" not in f"{problem.why} {problem.fix}" and "apptainer" in problem.fix
     locks = Path(__file__).parents[3] / "requirements" / "harnesses"

@@ -48,7 +48,7 @@ async def rollout(job: Job) -> tuple[Rollout, ...]:
 
 
 async def test_worker_with_another_runs_secret_exits(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret, "own", lambda: "that of another run")
+    monkeypatch.setattr(secret, "own_secret", lambda: "that of another run")
     worker = JobRunner("e", 0, address, rollout)
     await asyncio.sleep(0.5)  # refused before it serves
     with pytest.raises(secret.SecretError, match=f"{address}: another run listens there"):

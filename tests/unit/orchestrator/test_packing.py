@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.algorithms import Algorithm, Echo, Grpo, MaxRl, Opd, from_recipe
 from primeslurm.orchestrator.batching import packing
 from primeslurm.orchestrator.batching.batches import Batches, StepShard, documents, loss_tokens
-from primeslurm.orchestrator.batching.packing import Document, cost
+from primeslurm.orchestrator.batching.packing import Document, row_cost
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.batch import RankShard, Row
@@ -101,8 +101,8 @@ def test_documents_are_spread_over_all_ranks() -> None:
     docs = [document(1 + 100 * i, 8) for i in range(13)]  # 104 tokens: four rows of 32, for three ranks
     packed = packing.pack(docs, SEQ_LEN, 3, 4)
     assert sorted(row.length for mine in packed for row in mine) == [16, 16, 16, 16, 16, 24]
-    costs = [sum(cost([len(doc) for doc in row.documents]) for row in mine) for mine in packed]
-    assert max(costs) - min(costs) <= cost([8]) * 1.001
+    costs = [sum(row_cost([len(doc) for doc in row.documents]) for row in mine) for mine in packed]
+    assert max(costs) - min(costs) <= row_cost([8]) * 1.001
     for mine in packed:
         lengths = [row.length for row in mine]
         assert lengths == sorted(lengths, reverse=True), "rows of a round cost about the same"
@@ -122,7 +122,10 @@ def test_documents_are_spread_over_all_ranks() -> None:
 )
 def test_quantum_of_row_lengths(seq_len: int, trainer: dict[str, object], expected: int | None) -> None:
     fields = {"name": "test", "max_steps": 10, "seq_len": seq_len, "model": {"path": "m"}, "trainer": trainer}
-    assert packing.quantum(Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})) == expected
+    assert (
+        packing.row_length_multiple(Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]}))
+        == expected
+    )
 
 
 def group(lengths: list[int], rewards: list[float]) -> RolloutGroup:

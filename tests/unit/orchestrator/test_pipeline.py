@@ -13,7 +13,7 @@ import pytest
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.dispatch import MAX_FAILURES
-from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline, suspect
+from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline, suspect_of_stall
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_pool import JobLost, RolloutEnded, WorkerDied
@@ -105,16 +105,16 @@ CURRENT = EngineRecord("CURRENT")
 def test_suspect_is_the_process_that_others_wait_for() -> None:
     dispatch = make_dispatcher(limits())
     engines = {"e0": CURRENT, "e1": CURRENT}
-    assert suspect(engines, {"a", "b"}, dispatch, None) == "trainer (requests nothing)"
-    assert suspect(engines, {"a", "b"}, dispatch, 3) == "trainer (has the batch of step 3)"
+    assert suspect_of_stall(engines, {"a", "b"}, dispatch, None) == "trainer (requests nothing)"
+    assert suspect_of_stall(engines, {"a", "b"}, dispatch, 3) == "trainer (has the batch of step 3)"
     jobs = run_all(dispatch)
     in_flight = f"{len(jobs)} rollouts in flight, through http://r0, http://r1"
-    assert jobs and suspect(engines, {"a", "b"}, dispatch, 3) == in_flight
+    assert jobs and suspect_of_stall(engines, {"a", "b"}, dispatch, 3) == in_flight
     assert dispatch.add_unscored(group([1, 1], [0.0, 1.0]))
-    assert suspect(engines, {"a", "b"}, dispatch, 3) == "teacher (1 groups wait for its log-probabilities)"
-    assert suspect(engines, {"x"}, dispatch, 3) == "no worker of environment a, b"
+    assert suspect_of_stall(engines, {"a", "b"}, dispatch, 3) == "teacher (1 groups wait for its log-probabilities)"
+    assert suspect_of_stall(engines, {"x"}, dispatch, 3) == "no worker of environment a, b"
     late = {"e0": CURRENT, "e1": EngineRecord("DOWN"), "e2": EngineRecord("STALE")}
-    assert suspect(late, (), dispatch, 3) == "engines e1 (DOWN), e2 (STALE)"
+    assert suspect_of_stall(late, (), dispatch, 3) == "engines e1 (DOWN), e2 (STALE)"
 
 
 async def test_orchestrator_waits_for_the_report_of_the_last_commit(tmp_path: Path) -> None:

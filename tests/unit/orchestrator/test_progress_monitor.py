@@ -299,13 +299,13 @@ async def test_jobs_of_a_killed_orchestrator_are_adopted_once(peers: Peers) -> N
     await peers.tell(socket, Result("ended"), b"from before the restart")
     await peers.tell(socket, status)
     assert await heard(socket) == Describe(["ended", "runs"]) and peers.results == []
-    assert peers.workers.settled({"e"}) == 0
+    assert peers.workers.count_settled({"e"}) == 0
     await peers.tell(socket, JobDescriptions([runs, ended]))
     await peers.tell(socket, JobDescriptions([runs, ended]))
     assert [claimed.id for claimed in peers.claims] == ["runs", "ended"], "a second answer claims nothing"
     assert peers.workers.load == {"": 2}
     await peers.tell(socket, status)
-    assert await heard(socket) == SendResults(["ended"]) and peers.workers.settled({"e"}) == 1
+    assert await heard(socket) == SendResults(["ended"]) and peers.workers.count_settled({"e"}) == 1
     await peers.tell(socket, status)  # written before the worker was asked: it is not asked twice
     await peers.tell(socket, Result("ended", error="e"))
     assert peers.results == [("ended", JobFailure("e"))]

@@ -42,7 +42,7 @@ def missing(kind: str, **env: Any) -> list[tuple[str, str, str]]:
     made = environment({"type": kind, "image": "python:3.12", "limits": limits}, **env)
     loaded = environments.load_from_recipe(made)
     assert checks.needs(made, loaded).runtimes == (kind,)
-    return [(each.field, each.why, each.fix) for each in checks.missing(made, loaded)]
+    return [(each.field, each.why, each.fix) for each in checks.missing_needs(made, loaded)]
 
 
 def options_of(runtime: dict[str, Any]) -> Any:

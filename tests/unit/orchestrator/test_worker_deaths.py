@@ -68,7 +68,7 @@ class Simulation:
         self.now, self.kills, self.hangs, self.rollout_s = 1000.0, kills, hangs, rollout_s
         limits = DispatchLimits({"e": SIZE}, 4 * SIZE, inflight, 1_000_000, 10_000, {"e": 1.0}, oversampling=1e9)
         self.deaths = WorkerDeaths() if deaths is None else deaths
-        guilty = {f"{label}-{example:08d}" for label, example in worker_deaths.positions(self.deaths.guilty)}
+        guilty = {f"{label}-{example:08d}" for label, example in worker_deaths.example_positions(self.deaths.guilty)}
         self.dispatch = Dispatcher(limits, ["router-0"], "run.1", "i", examples=Examples({"e": 1.0}, taken=guilty))
         self.dispatch.version = 0
         self.workers = [SimulatedWorker(number, str(number % nodes)) for number in range(workers)]
@@ -229,9 +229,9 @@ async def test_record_of_deaths_survives_restarts(address: str, tmp_path: Path) 
     run = Simulation(address, 2, lambda each: each.example == 1)
     await run.run(lambda: 1 in run.given_up, 500)
     run.close()
-    worker_deaths.keep(tmp_path, run.deaths)
+    worker_deaths.save_deaths(tmp_path, run.deaths)
     known = worker_deaths.load(tmp_path)
-    assert known == run.deaths and worker_deaths.positions(known.guilty) == [("e", 1)]
+    assert known == run.deaths and worker_deaths.example_positions(known.guilty) == [("e", 1)]
     again = Simulation(f"{address}2", 2, lambda each: each.example == 1, deaths=known)
     await again.run(lambda: {0, *range(2, 10)} <= again.complete, 200)
     assert not again.killed, "it is not dispatched again"
@@ -256,4 +256,7 @@ def test_tasks_of_evaluation_and_training_are_distinct() -> None:
     evaluated = msgspec.structs.replace(job(4), task=4)
     deaths.died([job(4)])
     assert deaths.together(evaluated) is None
-    assert worker_deaths.positions({"a-b-00000012": 3, "a/b-00000002@7": 2, "odd": 1}) == [("a-b", 12), ("a/b", 2)]
+    assert worker_deaths.example_positions({"a-b-00000012": 3, "a/b-00000002@7": 2, "odd": 1}) == [
+        ("a-b", 12),
+        ("a/b", 2),
+    ]

@@ -136,7 +136,7 @@ class WorkerProcess:
     @contextlib.asynccontextmanager
     async def started(self) -> AsyncIterator[subprocess.Popen[bytes]]:
         base = {name: value for name, value in os.environ.items() if name != secret.VARIABLE}
-        with secret.handing_over(secret.own()) as (descriptor, told):
+        with secret.handing_over(secret.own_secret()) as (descriptor, told):
             process = subprocess.Popen(
                 [sys.executable, "-c", PATIENT, *map(str, self.argv)],
                 env={**base, **told, "TMPDIR": str(self.tmp_path)},

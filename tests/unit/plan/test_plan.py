@@ -378,11 +378,11 @@ def test_a_job_survives_nodes_only_if_every_component_has_two() -> None:
 
 def test_ranks_of_a_trainer_are_one_unit_and_engines_may_hang_for_a_while() -> None:
     plan = plan_for(deployment={"train": {"nodes": 2}}, inference={"hang_timeout_s": 7})
-    assert {(p.restart, p.unit) for p in plan.processes() if p.role == "trainer"} == {("attempt", "trainer")}
+    assert {(p.restart, p.restart_group) for p in plan.processes() if p.role == "trainer"} == {("attempt", "trainer")}
     engines = [p.health for p in plan.processes() if p.role == "engine"]
     assert {health.hang_timeout_s for health in engines if health} == {7} and None not in engines
     alone = plan_for(deployment={"train": {"nodes": 1, "gpus_per_node": 1}})
-    assert alone.process("trainer-rank-0").unit is None
+    assert alone.process("trainer-rank-0").restart_group is None
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_one_node_tp_2_dp_4_with_shared_experts() -> None:
     assert {option(e, "--data-parallel-rpc-port") for e in group} == {"${port:engine-r0-0:dp_rpc}"}
     assert {option(e, "--all2all-backend") for e in group} == {"allgather_reducescatter"}
     assert all("--enable-expert-parallel" in e.argv for e in group)
-    assert {(e.restart, e.unit) for e in group} == {("unit", "engine-r0-g0")}
+    assert {(e.restart, e.restart_group) for e in group} == {("unit", "engine-r0-g0")}
     assert len({e.ports["http"] for e in group}) == 4
 
 
@@ -71,7 +71,7 @@ def test_two_nodes_of_independent_engines() -> None:
     group = engines(plan)
     assert [len([e for e in group if e.node == node]) for node in plan.replicas[0].nodes] == [4, 4]
     assert ranks(group) == [(None, None)] * 8
-    assert {(e.restart, e.unit) for e in group} == {("in_place", None)}
+    assert {(e.restart, e.restart_group) for e in group} == {("in_place", None)}
     assert plan.process("router-0").after == tuple(e.name for e in group)
 
 
@@ -80,7 +80,7 @@ def test_wide_ep_over_two_nodes_tp_2_dp_8() -> None:
     group = engines(plan_for(WIDE, shape))
     assert ranks(group) == [(str(rank), "8") for rank in range(8)]
     assert [e.gpus for e in group[4:]] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert {e.unit for e in group} == {"engine-r0-g0"}
+    assert {e.restart_group for e in group} == {"engine-r0-g0"}
     assert ["dp_rpc" in e.ports for e in group] == [True, *[False] * 7]
 
 
@@ -92,7 +92,11 @@ def test_six_nodes_two_prefill_groups_of_two_and_one_decode_group_of_two() -> No
     assert sizes == {"control": 1, "train": 1, "prefill": 4, "decode": 2}
     assert ranks(prefill) == [(str(rank), "16") for rank in range(16)] * 2
     assert ranks(decode) == [(str(rank), "16") for rank in range(16)]
-    assert [e.unit for e in (*prefill[::16], *decode[:1])] == ["prefill-r0-g0", "prefill-r0-g1", "decode-r0-g0"]
+    assert [e.restart_group for e in (*prefill[::16], *decode[:1])] == [
+        "prefill-r0-g0",
+        "prefill-r0-g1",
+        "decode-r0-g0",
+    ]
     heads = [option(e, "--data-parallel-address") for e in prefill]
     assert heads == ["${host:prefill-r0-0}"] * 16 + ["${host:prefill-r0-16}"] * 16
     assert {option(e, "--all2all-backend") for e in prefill} == {"deepep_high_throughput"}
@@ -121,7 +125,7 @@ def test_three_replicas_of_six_nodes_have_three_routers_and_share_nothing() -> N
         assert router.node == replica.nodes[0]
         assert all(f"-r{replica.index}-" in name for name in router.after)
         assert router.argv.count("--prefill") == 32 and router.argv.count("--decode") == 16
-    assert len({unit for e in engines(plan) if (unit := e.unit)}) == 9
+    assert len({unit for e in engines(plan) if (unit := e.restart_group)}) == 9
     nodes = [set(replica.nodes) for replica in plan.replicas]
     assert not (nodes[0] & nodes[1] or nodes[1] & nodes[2] or nodes[0] & nodes[2])
 

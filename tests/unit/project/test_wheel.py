@@ -80,7 +80,7 @@ def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path)
 def test_wheel_has_the_checkouts_locks(installed: Path, tmp_path: Path) -> None:
     code = "import json; from primeslurm.slurm.inventory import lock; print(json.dumps([lock('cuda'), lock('cpu')]))"
     _, out, err = run(installed, tmp_path, code=code)
-    assert json.loads(out) == [inventory.lock("cuda"), inventory.lock("cpu")], err
+    assert json.loads(out) == [inventory.locked_versions("cuda"), inventory.locked_versions("cpu")], err
 
 
 def test_wheel_has_all_shipped_files(installed: Path) -> None:

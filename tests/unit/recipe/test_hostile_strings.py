@@ -23,7 +23,8 @@ from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, merge
-from primeslurm.slurm.render import exports, render, sbatch_lines
+from primeslurm.slurm.render import exports, render
+from primeslurm.slurm.sbatch_options import sbatch_lines
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support import model_strings
 from tests.support.recipes import recipe_data, site
@@ -159,7 +160,15 @@ def _check_plan(plan: Plan, directory: Path, tools: Path) -> None:
     assert re.fullmatch(rb"primeslurm: start [0-9a-f-]{36}\n", done.stdout)
     assert not (directory / CANARY).exists()
     argv = (directory / "srun.argv").read_bytes().decode().split("\0")[:-1]
-    agent = [*plan.job.launcher, plan.python, "-u", "-m", "primeslurm.node.load", f"{plan.run_dir}/submitit", "w"]
+    agent = [
+        *plan.job.launcher,
+        plan.python,
+        "-u",
+        "-m",
+        "primeslurm.node.start_agent",
+        f"{plan.run_dir}/submitit",
+        "w",
+    ]
     assert argv[-len(agent) :] == agent
     step = argv[: -len(agent)]
     assert step[len(step) - len(plan.job.srun) :] == list(plan.job.srun)

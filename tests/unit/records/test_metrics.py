@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import types
 from pathlib import Path
@@ -13,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from primeslurm.base.files import write_json
 from primeslurm.recipe import Recipe
-from primeslurm.records.metrics import MetricsLog, rows, with_rl_names
+from primeslurm.records.metrics import MetricsLog, Row, parse_row, rows, with_rl_names
 
 
 def recipe(**monitor: Any) -> Recipe:
@@ -156,3 +157,20 @@ def test_sft_metrics_are_read_under_the_names_of_rl() -> None:
     }
     of_rl = {"step": 3, "time": 9.0, "trainer/loss": 0.5, "reward/mean": 1.0}
     assert with_rl_names(of_rl) == of_rl
+
+
+@pytest.mark.parametrize(
+    ("line", "row"),
+    [
+        (b'{"step": 1, "a": 1' + b"0" * 400 + b', "b": 0.5}', {"step": 1, "b": 0.5}),
+        (b'{"step": 1, "a": 1' + b"0" * 5000 + b"}", None),
+        (b'{"step": 1' + b"0" * 30 + b', "a": 1}', None),
+        (b'{"step": 1.5, "a": 1}', None),
+        (b'{"step": 1, "a": 1e300, "b": "2", "c": null, "d": [3]}', {"step": 1, "a": 1e300}),
+        (b'{"step": 1, "\\ud800/reward": 0.5}', {"step": 1, "?/reward": 0.5}),
+        (b'{"step": 1, "a": Infinity}', {"step": 1, "a": math.inf}),
+        (b"[NaN]", None),
+    ],
+)
+def test_a_row_has_only_names_and_numbers_that_every_reader_can_hold(line: bytes, row: Row | None) -> None:
+    assert parse_row(line) == row

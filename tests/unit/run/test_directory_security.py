@@ -95,7 +95,7 @@ class Payload:
 def load(folder: Path) -> subprocess.CompletedProcess[str]:
     """Load the pickle as a node of the job does."""
     env = {**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    argv = [sys.executable, "-m", "primeslurm.node.load", str(folder), "w"]
+    argv = [sys.executable, "-m", "primeslurm.node.start_agent", str(folder), "w"]
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 

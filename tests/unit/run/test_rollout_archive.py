@@ -248,6 +248,12 @@ def test_routed_experts_of_spooled_rollouts_are_not_read(tmp_path: Path, monkeyp
     assert 0 < sum(sizes) < experts.nbytes
 
 
+def test_spooled_group_without_rollouts_is_a_problem(tmp_path: Path) -> None:
+    Spool(tmp_path / "rollouts").put(RolloutGroup("e-00000006", "e", 6, 4, ()))
+    page = RolloutArchive(tmp_path).page()
+    assert page.total == 0 and len(page.problems) == 1
+
+
 def test_damaged_spooled_group_is_a_problem_of_its_own(tmp_path: Path) -> None:
     write(tmp_path, 1, range(2))
     made = RolloutGroup("e-00000006", "e", 6, 4, ((rollout(0),),))

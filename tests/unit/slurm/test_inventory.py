@@ -16,7 +16,7 @@ from primeslurm.node.preflight import installed
 from primeslurm.recipe import Site
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.inventory import REQUIRED, InstalledDifference, differences, lock
+from primeslurm.slurm.inventory import REQUIRED, InstalledDifference, differences, locked_versions
 
 GOOD: dict[str, str | None] = dict.fromkeys(REQUIRED, "1.0") | {"deep_ep": None, "gpus": None}
 
@@ -75,7 +75,7 @@ def test_the_cuda_of_mooncake_is_read_from_its_library(tmp_path: Path, monkeypat
 
 
 def test_the_gpu_lock_has_one_mooncake_of_the_cuda_of_its_torch() -> None:
-    pins = lock("cuda")
+    pins = locked_versions("cuda")
     assert [name for name in pins if name.startswith("mooncake")] == ["mooncake-transfer-engine-cuda13"]
     assert pins["nvidia-cuda-runtime"].startswith("13.") and "nvidia-nccl-cu13" in pins
 
@@ -97,8 +97,8 @@ def test_missing_required_parts_are_named_by_node() -> None:
 
 
 def test_the_lock_is_the_requirements_and_the_manifests() -> None:
-    assert lock("cpu")["vllm-router"] == lock("cuda")["vllm-router"] == "0.1.17"
-    assert lock("cpu")["ucx"]
+    assert locked_versions("cpu")["vllm-router"] == locked_versions("cuda")["vllm-router"] == "0.1.17"
+    assert locked_versions("cpu")["ucx"]
 
 
 def test_nodes_are_asked_under_the_site_s_account_and_reservation(

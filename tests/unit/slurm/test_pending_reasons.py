@@ -9,7 +9,7 @@ import pytest
 from primeslurm.records.attempt import Obstacle
 from primeslurm.slurm.client import JobComponent, JobState, Shared, SlurmClient, parse_job
 from primeslurm.slurm.partitions import parse_reservations
-from primeslurm.slurm.pending_reasons import depends_on_others, is_reserved, obstacles, reasons
+from primeslurm.slurm.pending_reasons import depends_on_others, is_reserved, obstacles, pending_reason
 
 # 22.05.8, shortened.
 LIMIT = """\
@@ -35,7 +35,7 @@ def job(*waits: str, state: str = "PENDING") -> JobState:
 def test_the_reason_of_every_component_is_read(text: str) -> None:
     found = parse_job(text)
     assert [component.reason for component in found.components] == ["Resources", "PartitionTimeLimit"]
-    assert reasons(found, NAMES) == "Resources; train: PartitionTimeLimit"
+    assert pending_reason(found, NAMES) == "Resources; train: PartitionTimeLimit"
     assert obstacles(found, NAMES) == [
         Obstacle(
             "train",
@@ -49,10 +49,10 @@ def test_the_reason_of_every_component_is_read(text: str) -> None:
 
 def test_components_with_the_same_reason_are_named_together() -> None:
     found = job("Resources", "QOSMaxGRESPerJob", "Priority", "QOSMaxGRESPerJob")
-    assert reasons(found, NAMES) == "Resources; train, prefill: QOSMaxGRESPerJob; decode: Priority"
+    assert pending_reason(found, NAMES) == "Resources; train, prefill: QOSMaxGRESPerJob; decode: Priority"
     assert [(each.component, each.never) for each in obstacles(found, NAMES)] == [("train, prefill", True)]
     alone = job("JobHeldUser")
-    assert reasons(alone, {0: "all"}) == "JobHeldUser"
+    assert pending_reason(alone, {0: "all"}) == "JobHeldUser"
     (held,) = obstacles(alone, {0: "all"})
     assert (held.component, held.fix) == ("", "`scontrol release 7` lets it start")
     assert held.how == "cannot start: it is held (JobHeldUser)"

@@ -139,7 +139,7 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         sys.executable,
         "-u",
         "-m",
-        "primeslurm.node.load",
+        "primeslurm.node.start_agent",
         "/runs/it's 100% $x/submitit",
         "w",
     ]
@@ -161,7 +161,7 @@ def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
         str(python),
         "-u",
         "-m",
-        "primeslurm.node.load",
+        "primeslurm.node.start_agent",
         "/runs/it's 100% $x/submitit",
         "w",
     ]

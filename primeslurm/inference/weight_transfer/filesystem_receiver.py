@@ -12,7 +12,7 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from primeslurm.base import files
-from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, some
+from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, first_three
 from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
@@ -51,7 +51,7 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
         if self.has_tied_embeddings():
             lacking.discard("lm_head.weight")
         if lacking:
-            raise PolicyError(f"{update_info.path}: lacks {len(lacking)} tensors of the model: {some(lacking)}")
+            raise PolicyError(f"{update_info.path}: lacks {len(lacking)} tensors of the model: {first_three(lacking)}")
         self.load(_tensors(paths))
 
 

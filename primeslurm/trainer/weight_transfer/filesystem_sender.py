@@ -1,6 +1,7 @@
 """Publish policies as Hugging Face model directories, which appear only when they are complete.
 
-All ranks write the tensors that they export (`export.parts`) in parallel, and no rank holds the whole model.
+All ranks write the tensors that they export (`export.parts`) in parallel, in files of FILE_BYTES, and no rank
+holds the whole model.
 """
 
 from __future__ import annotations

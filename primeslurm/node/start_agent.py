@@ -1,6 +1,8 @@
-"""Started by the batch script on every node: checks who could write the pickle, and loads it with submitit.
+"""Start the node agent. The batch script runs this module on every node.
 
-    python -m primeslurm.node.load FOLDER SUBMISSION
+It checks who could write the pickled agent, loads it with submitit, and runs it:
+
+    python -m primeslurm.node.start_agent FOLDER SUBMISSION
 
 A pickle is code. Another user who could write to the folder, or replace the run directory, could run code as the user
 of the job.
@@ -25,7 +27,7 @@ def main(folder: str, submission: str) -> int:
         return exit_codes.FAILED
     # submitit imports NumPy to unpickle arrays. Ours have none, and the agent would keep 6 MB and the threads of a
     # BLAS.
-    with absent("numpy"):
+    with hide_module("numpy"):
         from submitit.core.submission import process_job
     _copy_pickle(Path(folder), submission)
     process_job(folder)
@@ -47,7 +49,7 @@ def _copy_pickle(folder: Path, submission: str) -> None:
 
 
 @contextmanager
-def absent(module: str) -> Iterator[None]:
+def hide_module(module: str) -> Iterator[None]:
     """Make imports of an optional module fail within the block, unless it is already imported."""
     if module in sys.modules:
         yield

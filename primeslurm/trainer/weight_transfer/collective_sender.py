@@ -12,7 +12,7 @@ import torch
 from primeslurm.base.durable import retry_until_written
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.filesystem import Publisher
+from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding, ExportedTensor, parts
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.weight_transfer.catalogue import (
