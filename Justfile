@@ -63,8 +63,9 @@ unit *args: setup
 golden: setup
     PRIMESLURM_UPDATE_GOLDEN=1 {{ bin }}/python -m pytest -q tests/unit/slurm/test_render.py tests/unit/cli
 
-# Rewrite the generated pages of docs/
+# Rewrite the generated pages of docs/, and the stored options of vLLM
 docs: setup
+    PYTHONPATH=. {{ bin }}/python scripts/engine_options.py
     PYTHONPATH=. {{ bin }}/python scripts/docs.py
     PYTHONPATH=. {{ bin }}/python scripts/migration.py
     PYTHONPATH=. {{ bin }}/python scripts/measurements.py

@@ -125,11 +125,7 @@ def installed_options() -> dict[str, Any]:
     import vllm
 
     parser, configs = _vllm_parser()
-    actions = {
-        action.option_strings[-1 if not isinstance(action, argparse.BooleanOptionalAction) else 0]: action
-        for action in parser._actions
-        if action.option_strings and action.dest != "help"
-    }
+    actions = [action for action in parser._actions if action.option_strings and action.dest != "help"]
     inputs: Any = [(name, "validation", TypeAdapter(config)) for name, config in configs.items()]
     schemas, shared = TypeAdapter.json_schemas(inputs, ref_template=_REF, schema_generator=_Schema)
     definitions = shared.get("$defs", {})
@@ -139,20 +135,21 @@ def installed_options() -> dict[str, Any]:
         for field, schema in definitions.get(name, schemas[name, "validation"]).get("properties", {}).items()
     }
     options: dict[str, Any] = {}
-    for action in actions.values():
+    for action in actions:
         long = [name[2:].replace("-", "_") for name in action.option_strings if name.startswith("--")]
         negated = {f"no_{name}" for name in long} if isinstance(action, argparse.BooleanOptionalAction) else set()
         name = action.dest if action.dest in long else next(each for each in long if each not in negated)
         others = [each.lstrip("-").replace("-", "_") for each in action.option_strings]
-        option = {"schema": _schema(action, fields.get(action.help or ""))}
+        option: dict[str, Any] = {"schema": _schema(action, fields.get(action.help or ""))}
         if aliases := sorted({each for each in others if each != name and each not in negated}):
             option["aliases"] = aliases
         if action.nargs not in (None, 0, "?"):
             option["words"] = True
         options[name] = option
-    return _without_annotations(
+    data: dict[str, Any] = _without_annotations(
         {"vllm": vllm.__version__.partition("+")[0], "options": options, "$defs": _used(options, definitions)}
     )
+    return data
 
 
 def text() -> str:

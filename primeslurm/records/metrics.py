@@ -19,7 +19,14 @@ import msgspec
 
 from primeslurm.base import durable, files
 from primeslurm.base.files import Appender, write_atomic
-from primeslurm.records.monitors import EVALUATION, Mlflow, Monitor, SampleRow, TensorBoard, WeightsAndBiases
+from primeslurm.records.monitors import (
+    EVALUATION,
+    MetricsMonitor,
+    MlflowMonitor,
+    SampleRow,
+    TensorBoard,
+    WeightsAndBiases,
+)
 from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 
 # Prefix of metrics of the whole run, which SFT writes, too.
@@ -41,7 +48,7 @@ class MetricsLog:
         resumed_step: the last step that is part of the resumed checkpoint.
         tensorboard: also write TensorBoard event files to the run directory.
         wandb: arguments of `wandb.init` besides id and directory; None disables Weights & Biases.
-        mlflow: options of `monitors.Mlflow`; None disables MLflow.
+        mlflow: options of `monitors.MlflowMonitor`; None disables MLflow.
 
     Raises:
         MonitorError: the package of a monitor is missing.
@@ -61,11 +68,13 @@ class MetricsLog:
         self._appender = Appender(self._path)
         self._unwritten = b""
         self._lock = threading.Lock()
-        self._monitors: list[Monitor] = [TensorBoard(run_dir / "tensorboard", resumed_step)] if tensorboard else []
+        self._monitors: list[MetricsMonitor] = (
+            [TensorBoard(run_dir / "tensorboard", resumed_step)] if tensorboard else []
+        )
         if wandb is not None:
             self._monitors.append(WeightsAndBiases(run_dir, wandb))
         if mlflow is not None:
-            self._monitors.append(Mlflow(run_dir, mlflow))
+            self._monitors.append(MlflowMonitor(run_dir, mlflow))
 
     def write(self, step: int, row: Mapping[str, float], samples: Sequence[SampleRow] = ()) -> None:
         """Add the row of a step, unless it has one, and show some of its rollouts.

@@ -45,7 +45,7 @@ class MonitorError(PrimeslurmError):
     """A monitor's package is missing."""
 
 
-class Monitor(Protocol):
+class MetricsMonitor(Protocol):
     """Shows the metrics of a run elsewhere. Steps ascend; a resumed run repeats the steps after its checkpoint."""
 
     def log(self, step: int, now: float, row: Mapping[str, float]) -> None:
@@ -137,7 +137,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Mlflow:
+class MlflowMonitor:
     """An MLflow run, which all attempts share: it is found by a tag with the run's id.
 
     Requests are sent by a thread, because a slow server must not hold up the orchestrator.

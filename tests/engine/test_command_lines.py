@@ -40,7 +40,7 @@ def test_vllm_parses_the_options(model: Path, device: Device, role: EngineRole) 
 def test_stored_options_are_those_of_the_installed_vllm() -> None:
     from scripts.engine_options import PATH, text
 
-    hint = "run `python -m scripts.engine_options` after moving the pin of vLLM"
+    hint = "run `./just docs` after moving the pin of vLLM"
     assert PATH.read_text() == text(), hint
 
 

@@ -19,6 +19,7 @@ LARGER = {
     "cli/verbs": "one module for each command, or for a few similar ones",
     "models": "one folder for each family",
     "recipe/sections": "one module for each section",
+    "records": "one module for each kind of record",
 }
 """Packages with more entries, and why."""
 

@@ -78,7 +78,8 @@ def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path)
 
 
 def test_wheel_has_the_checkouts_locks(installed: Path, tmp_path: Path) -> None:
-    code = "import json; from primeslurm.slurm.inventory import lock; print(json.dumps([lock('cuda'), lock('cpu')]))"
+    code = "import json; from primeslurm.slurm import inventory as i; "
+    code += "print(json.dumps([i.locked_versions('cuda'), i.locked_versions('cpu')]))"
     _, out, err = run(installed, tmp_path, code=code)
     assert json.loads(out) == [inventory.locked_versions("cuda"), inventory.locked_versions("cpu")], err
 

@@ -14,7 +14,7 @@ import pytest
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.base.files import write_json
 from primeslurm.records.metrics import MetricsLog, rows
-from primeslurm.records.monitors import Mlflow, MonitorError
+from primeslurm.records.monitors import MlflowMonitor, MonitorError
 from tests.unit.records.test_metrics import FakeWandb, recipe
 
 OPTIONS = {"experiment": "e", "tracking_uri": "http://mlflow:5000"}
@@ -163,7 +163,7 @@ def test_server_that_returns_gets_the_next_rows(server: FakeServer, tmp_path: Pa
     log.write(1, {"trainer/loss": 1.0})
     log.sync()
     monitor = log._monitors[0]
-    assert isinstance(monitor, Mlflow)
+    assert isinstance(monitor, MlflowMonitor)
     monitor._thread.submit(lambda: setattr(server, "down", False)).result()
     log.write(2, {"trainer/loss": 2.0})
     log.close()
