@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from primeslurm import __version__
 from primeslurm.slurm import inventory
+from tests.support.unmeasured import unmeasured
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,9 +36,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     installed: Path, cwd: Path, *words: str, code: str = "from primeslurm.cli import main; main()"
 ) -> tuple[int, str, str]:
-    env = {**os.environ, "PYTHONPATH": str(installed), "HOME": str(cwd), "COLUMNS": "160"}
-    # Coverage is that of the checkout. Its report fails if a measured file is gone, as these are after the tests.
-    env.pop("COVERAGE_PROCESS_START", None)
+    # Coverage measures the checkout. Its report fails if a measured file no longer exists.
+    env = {**unmeasured(), "PYTHONPATH": str(installed), "HOME": str(cwd), "COLUMNS": "160"}
     argv = [sys.executable, "-P", "-c", code, *words]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
