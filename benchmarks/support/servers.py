@@ -131,6 +131,8 @@ def start_process(
     values = NODE_VALUES | {"host": HOST, "python": sys.executable, "tmp": str(log.parent)}
     values |= {"attempt_dir": str(log.parent)} | dict(elsewhere)
     values |= {f"port:{name}": str(number) for name, number in numbers.items()}
+    for name, text in command.files.items():
+        (log.parent / name).write_text(fill(text, values))
     with log.open("a") as handle:
         process = subprocess.Popen(
             [fill(part, values) for part in command.argv],

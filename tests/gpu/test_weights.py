@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +94,8 @@ def recipe(model: Path, transport: str, fp8: bool = False, **inference: Any) -> 
     )
 
 
-def start_engine(asked: Recipe, log: Path) -> Server:
-    """Start an engine on the last GPU, without a tokenizer."""
+def start_engine(asked: Recipe, log: Path, elsewhere: Mapping[str, str] | None = None) -> Server:
+    """Start an engine on the last GPU, without a tokenizer. `elsewhere` has placeholders of other processes."""
     command = engine_command(asked, "cuda", "engine", sys.executable)
     argv = (*command.argv, "--skip-tokenizer-init")
     env = {
@@ -103,7 +103,7 @@ def start_engine(asked: Recipe, log: Path) -> Server:
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", str(GPUS - 1)).split(",")[-1],
         "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd())),
     }
-    server = start_process(command._replace(argv=argv, env=env), {}, log)
+    server = start_process(command._replace(argv=argv, env=env), elsewhere or {}, log)
     server.wait("/primeslurm/status", timeout_s=400)
     return server
 
