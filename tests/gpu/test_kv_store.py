@@ -14,7 +14,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
 from tests.gpu.test_weights import make_model, recipe, start_engine
-from tests.support.generate import generate, metric, tokens
+from tests.support.generate import generate, logprobs, metric
 
 pytest.importorskip("mooncake")
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus(1, 12, "module", 4), pytest.mark.timeout(600)]
@@ -54,13 +54,15 @@ def test_evicted_blocks_come_back_from_the_store(asked: Recipe, store: dict[str,
     try:
         asyncio.run(open_gate(engine, asked.model.path))
 
-        def answers(salt: str) -> list[list[int]]:
-            return [tokens(generate(engine.url, prompt, 8, salt=salt)) for prompt in PROMPTS]
+        def answers(salt: str) -> list[float]:
+            """Return the log-probability of the token that follows each prompt."""
+            return [logprobs(generate(engine.url, prompt, 1, salt=salt))[0] for prompt in PROMPTS]
 
         hits = "vllm:external_prefix_cache_hits_total"
         first = answers("a")
         assert metric(engine.url, hits) == 0
-        assert answers("a") == first
+        # bfloat16 rounds differently where most of the prompt was computed before.
+        assert answers("a") == pytest.approx(first, abs=0.05)
         found = metric(engine.url, hits)
         assert found >= 6 * 800, "the store lost blocks that the GPU had evicted"
         answers("b")

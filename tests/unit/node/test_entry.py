@@ -185,8 +185,8 @@ def test_an_agent_keeps_neither_arrays_nor_recipes_nor_the_head_in_memory() -> N
     """Emulated clusters have hundreds of agents on one machine."""
     code = (
         "import sys\n"
-        "from primeslurm.node import load\n"
-        "with load.absent('numpy'):\n"
+        "from primeslurm.node import start_agent\n"
+        "with start_agent.hide_module('numpy'):\n"
         "    import submitit.core.submission\n"
         "import primeslurm.node.entry\n"
         "assert 'numpy' not in sys.modules, [name for name in sys.modules if 'numpy' in name][:3]\n"
@@ -194,7 +194,7 @@ def test_an_agent_keeps_neither_arrays_nor_recipes_nor_the_head_in_memory() -> N
         "loaded = [name for name in unused if f'primeslurm.{name}' in sys.modules]\n"
         "assert not loaded, loaded\n"
         "import numpy\n"
-        "with load.absent('numpy'):\n"
+        "with start_agent.hide_module('numpy'):\n"
         "    assert sys.modules['numpy'] is numpy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
