@@ -338,7 +338,6 @@ def installed(site_file: Path | None, node: str | None = None, *, every: bool = 
     if node is not None and every:
         raise UsageError([Violation("--node", node, "contradicts --all", "keep one of them")])
     site = find_site(site_file) if node or every or site_file else None
-    pins = inventory.locked_versions(site.device if site else _device())
     nodes: dict[str, Parts] = {}
     gpu_nodes: list[str] = []
     if site is not None and (node or every):
@@ -346,11 +345,16 @@ def installed(site_file: Path | None, node: str | None = None, *, every: bool = 
         gpu_nodes = _gpu_nodes(site)
     else:
         nodes |= inventory.installed_on_this_host()
+    pins = inventory.locked_versions(site.device if site else device_of(nodes))
     return Installed(nodes, inventory.differences(nodes, pins, gpu_nodes))
 
 
-def _device() -> str:
-    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+def device_of(nodes: Mapping[str, Parts]) -> str:
+    """Return the device for which torch is installed. A login node has no GPU, but may have the packages for GPUs."""
+    with_torch = [parts for parts in nodes.values() if parts.get("torch")]
+    if not with_torch:
+        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return "cuda" if any(parts.get("cuda of torch") for parts in with_torch) else "cpu"
 
 
 def _gpu_nodes(site: Site) -> list[str]:

@@ -267,3 +267,8 @@ def test_local_run_of_another_host_is_resumed_only_after_cancel(run: Run, monkey
     monkeypatch.setattr(primeslurm.api.runs.run, "CANCEL_GRACE_S", 0.0)
     assert run.cancel()
     assert run.status().phase == "lost"
+
+
+@pytest.mark.parametrize(("torch", "cuda", "device"), [("2.13.0", "13.0", "cuda"), ("2.13.0+cpu", None, "cpu")])
+def test_packages_are_compared_with_the_lock_of_their_device(torch: str, cuda: str | None, device: str) -> None:
+    assert submission.device_of({"login": {"torch": torch, "cuda of torch": cuda}}) == device
