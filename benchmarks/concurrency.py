@@ -31,7 +31,7 @@ from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "concurrency.json"
-REPLICAS, GROUP, TICK_S, LOOK_S = 4, 8, 1.0, 5.0
+REPLICAS, GROUP, LOOK_S = 4, 8, 5.0
 BOUND = 4096
 # Speed of the slow replica.
 SLOW = 0.25
@@ -60,6 +60,8 @@ class Workload:
     """Whether each replica has a prefill and a decode engine."""
     steady_s: float = 1800.0
     """Duration of a run with a cap, and of the controller's run before a replica is lost; two thirds of it follow."""
+    tick_s: float = 1.0
+    """Ended rollouts are replaced at the next tick, so a tick is much shorter than a rollout."""
 
     @property
     def end_s(self) -> float:
@@ -86,7 +88,7 @@ WORKLOADS = (
     Workload("heavy tail", 1000, (1500, 1.3)),
     Workload("shared system prompt", 9000, (3000, 0.7), system=8000),
     Workload("too little prefill", 8000, (400, 0.5), system=1000, separate=True, steady_s=900.0),
-    Workload("short answers", 500, (300, 0.5), steady_s=900.0),
+    Workload("short answers", 500, (300, 0.5), steady_s=900.0, tick_s=0.5),
     Workload("agents, tools of 20 s", 2000, (150, 0.5), turns=30, observed=300, tool_s=20.0),
     Workload("agents, tools of 40 s", 2000, (300, 0.7), turns=15, observed=300, tool_s=40.0),
     Workload("agents, 60 turns, tools of 10 s", 2000, (150, 0.5), turns=60, observed=300, tool_s=10.0),
@@ -132,7 +134,7 @@ class World:
 
     def run(self, seconds: float) -> None:
         """Simulate until this time [s]."""
-        ticks = round((seconds - self.now) / TICK_S)
+        ticks = round((seconds - self.now) / self.workload.tick_s)
         for _ in range(ticks):
             if self.now % LOOK_S == 0:
                 self._look()
@@ -146,9 +148,9 @@ class World:
                     self._turn(name, context)
             for router, engine in self.engines.items():
                 if self._is_up(router):
-                    for turn in engine.advance(TICK_S):
+                    for turn in engine.advance(self.workload.tick_s):
                         self._answered(turn)
-            self.now += TICK_S
+            self.now += self.workload.tick_s
 
     def rate(self, since: float, until: float, what: str = "tokens") -> float:
         """Return the mean of a count per second over a time span."""
