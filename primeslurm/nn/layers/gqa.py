@@ -184,6 +184,6 @@ def block(hf: Any, attention: Attention.Config, **fields: Any) -> GqaBlock.Confi
 
 
 def decoder_spec(hf: Any, layers: Sequence[GqaBlock.Config], adapter: type[TableAdapter], **changes: Any) -> ModelSpec:
-    """Return the spec of a decoder of these layers. `changes` replace fields of `common.embedding_and_head`."""
+    """Return the spec of a decoder with these layers. `changes` override fields of `common.embedding_and_head`."""
     model = GqaDecoder.Config(**embedding_and_head(hf) | changes, layers=list(layers))
     return model_spec(hf, "gqa", model, adapter, vision.parallelize, pipeline_llm)

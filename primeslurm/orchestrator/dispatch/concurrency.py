@@ -157,7 +157,7 @@ class KvOccupancy:
         self._rise = AHEAD * self.lifetime * (self._now - self._start) / age
         start = min(other._start for other in self._replicas)
         ahead = min(MAX_AHEAD, max(MIN_AHEAD, max(self.lifetime, seconds) / 2 / age))
-        # What was seen before lifetimes were known does not count.
+        # Observations from the time before lifetimes were known do not count.
         decay = math.exp(-seconds / min(memory_s, MAX_MEAN_S)) if self.first_limit == math.inf else 0.0
         self._kv = self._kv * decay + (start + (each - start) * ahead) * running * seconds
         self._requests = self._requests * decay + running * seconds

@@ -36,7 +36,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     installed: Path, cwd: Path, *words: str, code: str = "from primeslurm.cli import main; main()"
 ) -> tuple[int, str, str]:
-    # Coverage measures the checkout. Its report fails if a measured file no longer exists.
+    # Coverage measures the checkout, and its report needs each measured file to exist.
     env = {**unmeasured(), "PYTHONPATH": str(installed), "HOME": str(cwd), "COLUMNS": "160"}
     argv = [sys.executable, "-P", "-c", code, *words]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
