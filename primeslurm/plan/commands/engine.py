@@ -14,6 +14,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
+from primeslurm.recipe.sections.speculation import Speculation
 
 # Model name in requests to engines and routers
 SERVED_MODEL = "policy"
@@ -126,6 +127,8 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings, device)
+    if recipe.inference.speculative is not None and role != "prefill":
+        options["speculative_config"] = _speculative_config(recipe.inference.speculative)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
     return options | _extra_options(settings, options)
@@ -177,6 +180,12 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
         "reasoning_parser": inference.reasoning_parser or family_parsers.reasoning,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _speculative_config(speculation: Speculation) -> dict[str, object]:
+    values: dict[str, object] = speculation.model_dump(exclude_none=True)
+    values["num_speculative_tokens"] = values.pop("num_tokens")
+    return values
 
 
 def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
