@@ -16,7 +16,7 @@ from primeslurm.plan.commands.command import Command, EngineRole
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine, tiny_recipe
-from tests.support.generate import generate, metric, tokens
+from tests.support.generate import generate, generate_with_retries, metric, tokens
 from tests.support.processes import HOST, EngineForks, Server, start_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
@@ -34,7 +34,7 @@ def small_engine(model: Path, role: EngineRole = "engine", **inference: Any) -> 
 
 def answers(url: str, salt: str) -> list[list[int]]:
     """Return the completion of every prompt."""
-    return [tokens(generate(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
+    return [tokens(generate_with_retries(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
 
 
 def reused(url: str) -> float:
