@@ -48,8 +48,10 @@ def dashboard(runs: Path) -> Iterator[str]:
         argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 class Browser:
