@@ -53,7 +53,7 @@ def _reading(method: Callable[Concatenate[RunData, P], T]) -> Callable[Concatena
     """Make a method of `RunData` raise RunError if a file of the run is damaged."""
 
     @wraps(method)
-    def read(self: RunData, *args: P.args, **kwargs: P.kwargs) -> T:
+    def read(self: RunData, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
         except _DAMAGED as error:
