@@ -21,6 +21,7 @@ class Capabilities:
     """Adapters on linear layers, and on SwiGLU experts without biases."""
     router_replay: bool = False
     head_chunks: bool = True
+    head_dtype: bool = True
     """Logits computed in chunks of tokens."""
     fp8_checkpoint: bool = False
     """Checkpoints in E4M3 with one scale per block of 128 x 128 weights can be loaded."""
@@ -40,7 +41,7 @@ class Capabilities:
 
 
 # The code of transformers, sharded by FSDP. It reads images in the way of Qwen2-VL.
-GENERIC = Capabilities(head_chunks=False, offload=False, images=True)
+GENERIC = Capabilities(head_chunks=False, head_dtype=False, offload=False, images=True)
 # Capabilities of most dense families
 DENSE = Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True)
 # Capabilities of most families with experts
