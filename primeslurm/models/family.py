@@ -21,8 +21,9 @@ class Capabilities:
     """Adapters on linear layers, and on SwiGLU experts without biases."""
     router_replay: bool = False
     head_chunks: bool = True
-    head_dtype: bool = True
     """Logits computed in chunks of tokens."""
+    head_dtype: bool = True
+    """Logits in another dtype than the model's."""
     fp8_checkpoint: bool = False
     """Checkpoints in E4M3 with one scale per block of 128 x 128 weights can be loaded."""
     int4_checkpoint: bool = False

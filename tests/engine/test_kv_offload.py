@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 HITS = "vllm:external_prefix_cache_hits_total"
 CACHE = 768 * 2 * 2 * 32 * 4
 """Bytes of 768 tokens (keys and values of 2 layers, 1 head of 32 floats): two of the prompts below."""
+DISK = 4 * CACHE
+"""Bytes of the disk tier: eight of the prompts below."""
 MOONCAKE = {"type": "mooncake", "cpu": {"bytes": 2**26}}
 PROMPTS = [[2 + (i * k) % 40 for i in range(321)] for k in (1, 3, 7, 9)]
 
@@ -54,7 +56,7 @@ async def test_offload_tiers_restore_evicted_blocks(
 ) -> None:
     tiers: dict[str, Any] = {"type": "native", "cpu": {"bytes": 2**21}}
     if disk:
-        tiers |= {"cpu": {"bytes": CACHE}, "disk": {"path": str(tmp_path)}}
+        tiers |= {"cpu": {"bytes": CACHE}, "disk": {"path": str(tmp_path), "bytes": DISK}}
     engine = engine_forks.start(small_engine(model, kv_offload=tiers))
     try:
         await open_at_once(engine, client, model)
@@ -66,6 +68,11 @@ async def test_offload_tiers_restore_evicted_blocks(
         answers(engine.url, "b")
         assert metric(engine.url, HITS) == hits  # the KV blocks of another policy are never used
         assert any(tmp_path.rglob("*.bin")) == disk
+        for salt in "cde" if disk else "":  # more blocks than the disk tier holds
+            first = answers(engine.url, salt)
+            assert answers(engine.url, salt) == first
+            # The hits that a bounded tier still gives never change an answer.
+            assert sum(path.stat().st_size for path in tmp_path.rglob("*.bin")) <= DISK
     finally:
         engine.stop()
 

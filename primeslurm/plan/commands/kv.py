@@ -150,7 +150,14 @@ def _nixl(role: EngineRole, device: Device, update_s: int) -> Config:
 def _native(offload: NativeOffload) -> Config:
     extra: Config = {"cpu_bytes_to_use": offload.cpu.bytes}
     if disk := _disk(offload):
-        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": disk[0]}]}
+        tier = {
+            "type": "BoundedFileTier",
+            "module_path": "primeslurm.inference.disk_tier",
+            # Engines of a node share the scratch directory. Each deletes only its own files.
+            "root_dir": f"{disk[0]}/${{port:http}}",
+            "max_bytes": offload.disk.bytes if offload.disk else 0,
+        }
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
