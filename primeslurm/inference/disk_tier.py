@@ -61,7 +61,7 @@ class BlockFiles:
             Path(path).unlink(missing_ok=True)
 
 
-class BoundedFileTier(FileSystemTierManager):  # type: ignore[misc]
+class BoundedFileTier(FileSystemTierManager):
     """The file system tier of one engine, in a directory of its own."""
 
     def __init__(self, *, root_dir: str, max_bytes: int, **options: Any) -> None:

@@ -160,6 +160,7 @@ def test_a_store_spans_all_inference_nodes_and_every_engine_waits_for_its_own() 
     client = plan.process(f"store-{inference[0]}")
     assert client.scratch == ("/scratch/kv/primeslurm-${run_id}-n${node}-${key}",)
     assert client.env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == client.scratch[0]
+    assert client.env["MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE"] == str(2**41)
     assert (option(client, "--protocol"), option(client, "--device_names")) == ("rdma", "${hcas}")
 
 
