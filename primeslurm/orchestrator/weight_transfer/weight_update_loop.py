@@ -265,9 +265,9 @@ class WeightUpdateLoop:
             self._missed(name, error)
         else:
             await self._poll(name)
-            if self.pool.state(name) == "DOWN":
-                self._missed_updates[name] = 0
-                return
+        if self.pool.state(name) == "DOWN":
+            self._missed_updates[name] = 0
+            return
         self._missed_updates[name] += 1
         if self._missed_updates[name] >= MISSED_UPDATES:
             self.pool.failed(name, str(error), serves=True)
