@@ -205,6 +205,10 @@ def test_router_over_prefill_and_decode() -> None:
         *("--decode", "http://${addr:d0:http}"),
     )
     assert option(command, "--prefill-policy") == option(command, "--decode-policy") == "power_of_two"
+    router = router.model_copy(update={"decode_policy": "sticky_least_loaded"})
+    command = router_command(recipe(), router, ReplicaEngines(prefill=["p0", "p1"], decode=["d0"]), "router-0")
+    assert option(command, "--prefill-policy") == "power_of_two"
+    assert option(command, "--decode-policy") == "sticky_least_loaded"
     assert option(command, "--max-payload-size") == "7"
 
 

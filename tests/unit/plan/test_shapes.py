@@ -281,6 +281,10 @@ def test_a_policy_between_two_needs_two_engines_of_each_role() -> None:
     with pytest.raises(UsageError, match="a replica has only one of role prefill"):
         plan_for(disaggregated(decode=(2, 1)), two)
     plan_for(disaggregated(prefill=(2, 1), decode=(2, 1)), two)
+    two["inference"]["router"] = {"type": "vllm-router", "decode_policy": "power_of_two"}
+    with pytest.raises(UsageError, match=r"(?s)router.decode_policy.*only one of role decode"):
+        plan_for(disaggregated(prefill=(1, 1), decode=(1, 1)), two)
+    plan_for(disaggregated(prefill=(1, 1), decode=(2, 1)), two)
 
 
 @pytest.mark.parametrize(
