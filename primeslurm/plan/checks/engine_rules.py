@@ -136,6 +136,24 @@ def _deep_gemm_fp8(context: RuleContext) -> str:
     return "neither the checkpoint nor inference.quantization is FP8"
 
 
+def _batch_invariant_gpu(context: RuleContext) -> str:
+    if not context.recipe.inference.batch_invariant:
+        return ""
+    return "vLLM ignores it on CPUs" if context.site.device == "cpu" else context.older_gpu(80)
+
+
+def _batch_invariant_dsa(context: RuleContext) -> str:
+    sparse = context.shape is not None and context.shape.indexer is not None
+    return "the model has sparse attention" if sparse and context.recipe.inference.batch_invariant else ""
+
+
+def _batch_invariant_nccl(context: RuleContext) -> str:
+    # vLLM sets NCCL_ALGO and NCCL_PROTO in its process. NCCL needs the same values on all ranks of a group.
+    recipe = context.recipe
+    used = recipe.inference.batch_invariant and recipe.samples and context.trains
+    return "weights.transport is nccl" if used and recipe.weights.transport == "nccl" else ""
+
+
 def _tp_heads(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
     uneven = context.shape and context.shape.heads % tp
@@ -195,6 +213,15 @@ ENGINE_RULES = (
     Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer",
          lambda c: c.older_gpu(90) if c.recipe.inference.deep_gemm else "",
          "remove it", "DeepGEMM README"),
+    Rule("batch-invariant-gpu", "error", "inference.batch_invariant",
+         "batch_invariant needs GPUs with SM80 or newer", _batch_invariant_gpu, "remove it",
+         "vLLM 0.32 model_executor/determinism"),
+    Rule("batch-invariant-dsa", "error", "inference.batch_invariant",
+         "No batch-invariant kernel exists for sparse attention", _batch_invariant_dsa, "remove it",
+         "vLLM 0.32 v1/attention: supports_batch_invariance"),
+    Rule("batch-invariant-nccl", "error", "inference.batch_invariant",
+         "Batch-invariant engines use other NCCL settings than the trainer", _batch_invariant_nccl,
+         "set weights.transport: filesystem", "vLLM 0.32 utils/nccl.py"),
     Rule("tp-heads", "error", "inference.parallel.tp", "tp must divide the number of attention heads", _tp_heads,
          "use a divisor of the number of heads", "vLLM 0.32"),
     Rule("tp-latent", "warning", "inference.parallel.tp", "tp does not split the KV cache of models with MLA",

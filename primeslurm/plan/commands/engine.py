@@ -178,6 +178,7 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
         "tool_call_parser": tool_call,
         "enable_auto_tool_choice": True if tool_call else None,
         "reasoning_parser": inference.reasoning_parser or family_parsers.reasoning,
+        "hf_overrides": {"head_dtype": "float32"} if recipe.model.head_dtype == "float32" else None,
     }
     return {name: value for name, value in options.items() if value is not None}
 
@@ -247,6 +248,8 @@ def _engine_env(
         env |= COMPILED_CODE
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    if recipe.inference.batch_invariant:
+        env["VLLM_BATCH_INVARIANT"] = "1"
     if recipe.samples and recipe.trainer.fp8:
         # vLLM rounds scales up to powers of two, even on SM90, whose kernels do not need that. The trainer does not
         # round.

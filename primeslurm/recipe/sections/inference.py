@@ -91,6 +91,9 @@ class Inference(EngineSettings):
     """Speculative decoding. Default: off."""
     deep_gemm: bool = False
     """Use DeepGEMM kernels for FP8 layers and experts. Needs SM90 or newer."""
+    batch_invariant: bool = False
+    """Use vLLM's batch-invariant kernels, so that a token's log-probability does not depend on the other requests of
+    the batch. Needs GPUs with SM80 or newer. Slower."""
     enforce_eager: bool = False
     """Neither compile the model nor capture CUDA graphs. Starts faster and runs slower."""
     tool_call_parser: str | None = None

@@ -153,6 +153,16 @@ def test_extra_options_are_added() -> None:
     assert argv[argv.index("--allowed-origins") + 1] == '["a", "b"]'  # vLLM takes this list as one JSON text
 
 
+def test_options_for_agreement_reach_the_engine() -> None:
+    it = recipe(batch_invariant=True)
+    it = it.model_copy(update={"model": it.model.model_copy(update={"head_dtype": "float32"})})
+    command = engine_command(it, "cuda", "engine", "python")
+    assert json.loads(option(command, "--hf-overrides")) == {"head_dtype": "float32"}
+    assert command.env["VLLM_BATCH_INVARIANT"] == "1"
+    plain = engine_command(recipe(), "cuda", "engine", "python")
+    assert "--hf-overrides" not in plain.argv and "VLLM_BATCH_INVARIANT" not in plain.env
+
+
 def test_extra_compilation_config_adds_to_the_plans() -> None:
     it = recipe(cuda_graphs="FULL", vllm_extra={"compilation_config": {"mode": 0}})
     command = engine_command(it, "cuda", "engine", "python")
@@ -195,6 +205,10 @@ def test_router_over_prefill_and_decode() -> None:
         *("--decode", "http://${addr:d0:http}"),
     )
     assert option(command, "--prefill-policy") == option(command, "--decode-policy") == "power_of_two"
+    router = router.model_copy(update={"decode_policy": "sticky_least_loaded"})
+    command = router_command(recipe(), router, ReplicaEngines(prefill=["p0", "p1"], decode=["d0"]), "router-0")
+    assert option(command, "--prefill-policy") == "power_of_two"
+    assert option(command, "--decode-policy") == "sticky_least_loaded"
     assert option(command, "--max-payload-size") == "7"
 
 

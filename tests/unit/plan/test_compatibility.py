@@ -130,6 +130,12 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(deep_gemm=True), MOE, {"nodes": {"default": {"gres": "gpu:l40s"}}}),
         (inference(deep_gemm=True), MOE, {"nodes": {"default": {"gres": "gpu:b200"}}}),
     ),
+    "batch-invariant-gpu": ((inference(batch_invariant=True), MOE, CPU), (inference(batch_invariant=True), MOE, GPU)),
+    "batch-invariant-dsa": ((inference(batch_invariant=True), GLM, GPU), (inference(batch_invariant=True), MOE, GPU)),
+    "batch-invariant-nccl": (
+        (inference(batch_invariant=True) | {"weights": {"transport": "nccl"}}, MOE, GPU),
+        (inference(batch_invariant=True), MOE, GPU),
+    ),
     "tp-heads": ((inference(parallel={"tp": 8}), "odd heads", GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
     "tp-latent": ((inference(parallel={"tp": 8}), GLM, GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
     "trainer-compile": (
