@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
+from primeslurm.recipe.sections.inference import EngineSettings
+from primeslurm.recipe.sections.speculation import Speculation
 
 DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 # Largest batch for which vLLM captures a CUDA graph by default below SM100
 GRAPH_SIZES = 512
 LOW_LATENCY_TOKENS = 512
+# Model types whose checkpoints may have draft layers although the config does not give their number
+MTP_TYPES = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "nemotron_h", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+)
 
 
 def _ep_alone(context: RuleContext) -> str:
@@ -165,6 +175,43 @@ def _tp_latent(context: RuleContext) -> str:
     return f"all {tp} GPUs hold the same compressed KV" if context.shape and context.shape.mla and tp > 1 else ""
 
 
+def _drafters(context: RuleContext) -> Iterator[tuple[Speculation, EngineSettings]]:
+    """Yield the settings of each role whose engines draft tokens."""
+    speculation = context.recipe.inference.speculative
+    for request, settings in context.engines():
+        if speculation is not None and speculation.is_used_by(ENGINE_ROLES[request.role]):
+            yield speculation, settings
+
+
+def _mtp_layers(context: RuleContext) -> str:
+    speculation, shape = context.recipe.inference.speculative, context.shape
+    if speculation is None or speculation.method != "mtp" or shape is None or shape.draft_layers:
+        return ""
+    if shape.draft_layers is None and shape.model_type in MTP_TYPES:
+        return ""
+    return f"this model of type {shape.model_type} has none"
+
+
+def _mtp_multiple(context: RuleContext) -> str:
+    speculation, layers = context.recipe.inference.speculative, context.shape.draft_layers if context.shape else None
+    if speculation is None or speculation.method != "mtp" or not layers or speculation.num_tokens <= layers:
+        return ""
+    return f"the model has {layers} draft layers" if speculation.num_tokens % layers else ""
+
+
+def _speculative_dbo(context: RuleContext) -> str:
+    used = any(settings.dbo for _, settings in _drafters(context))
+    return "vLLM's model runner with dbo drafts no tokens" if used else ""
+
+
+def _speculative_async(context: RuleContext) -> str:
+    for speculation, settings in _drafters(context):
+        extra = {name.replace("-", "_"): value for name, value in settings.vllm_extra.items()}
+        if speculation.method == "ngram" and extra.get("async_scheduling"):
+            return "method is ngram, which reads the tokens of the last step on the CPU"
+    return ""
+
+
 _EP = "inference.expert_parallel"
 ENGINE_RULES = (
     Rule("ep-dense", "error", _EP, "Expert parallelism needs a model with experts",
@@ -227,4 +274,13 @@ ENGINE_RULES = (
     Rule("tp-latent", "warning", "inference.parallel.tp", "tp does not split the KV cache of models with MLA",
          _tp_latent, "set tp: 1 and expert_parallel: true, which hold tp times as many tokens",
          "vLLM 0.32, MLA backends"),
+    Rule("speculative-mtp", "error", "inference.speculative.method", "mtp needs a checkpoint with draft layers",
+         _mtp_layers, "use method: ngram", "vLLM 0.32 config/speculative.py"),
+    Rule("speculative-mtp-multiple", "error", "inference.speculative.num_tokens",
+         "More tokens than draft layers must be a multiple of them", _mtp_multiple,
+         "use a multiple of the number of draft layers", "vLLM 0.32 config/speculative.py"),
+    Rule("speculative-dbo", "error", "inference.dbo", "dbo does not work with speculative decoding", _speculative_dbo,
+         "remove inference.dbo or inference.speculative", "vLLM 0.32 config/vllm.py"),
+    Rule("speculative-async", "error", "inference.vllm_extra", "ngram does not work with async_scheduling",
+         _speculative_async, "remove async_scheduling", "vLLM 0.32 config/vllm.py"),
 )  # fmt: skip

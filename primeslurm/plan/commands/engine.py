@@ -127,8 +127,8 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings, device)
-    if recipe.inference.speculative is not None and role != "prefill":
-        options["speculative_config"] = _speculative_config(recipe.inference.speculative)
+    if (speculation := recipe.inference.speculative) is not None and speculation.is_used_by(role):
+        options["speculative_config"] = _speculative_config(speculation)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
     return options | _extra_options(settings, options)

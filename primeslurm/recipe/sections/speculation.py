@@ -8,8 +8,6 @@ from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 
-NGRAM_LOOKUP = 5  # vLLM's default for both lengths
-
 
 class Speculation(Section):
     """Draft several tokens at a time, and let the policy accept or replace them in one step.
@@ -29,3 +27,8 @@ class Speculation(Section):
     """Longest repetition to look for [tokens]; only with `ngram`. Default: `prompt_lookup_min`, else 5."""
     model: str | None = None
     """Directory or hub id of the draft model, for `eagle` and `eagle3`."""
+
+    def is_used_by(self, role: str) -> bool:
+        """Return whether engines of a role draft: engine, prefill or decode."""
+        # Draft layers have KV cache of their own, and NIXL refuses engines whose KV caches differ.
+        return role != "prefill" or self.method != "ngram"
