@@ -7,16 +7,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator.telemetry.engine_load import parse
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import ROUTED_FROM, GenerateEndpoint
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.engine.test_routed_experts import reference_experts
 from tests.support.engine_commands import engine_command
-from tests.support.generate import generate, metric, spans, tokens
+from tests.support.generate import generate, spans, tokens
 from tests.support.models import check_sampled_by, make_constant_model, make_model, publish, token_id
 from tests.support.processes import EngineForks, Server
 
@@ -24,7 +26,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, *[5, 9, 14, 7] * 5]
 NEW_TOKENS = 200
 NGRAM = {"method": "ngram", "num_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{name}_tokens_total" for name in ("draft", "accepted"))
+
+
+def counted(engine: Server, name: str) -> float:
+    """Return one value of the engine's load, as the orchestrator reads it."""
+    return parse(httpx.get(f"{engine.url}/metrics").text)[name]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ async def test_log_probabilities_and_experts_are_those_of_the_policy(
     for version in (1, 2):
         policy = make_model(tmp_path / f"policy-{version}", seed=version)
         await client(engine).apply(PolicyVersion(version, str(publish(policy, tmp_path, version))), timeout_s=600)
-        drafted, accepted = metric(engine.url, DRAFTED), metric(engine.url, ACCEPTED)
+        drafted, accepted = counted(engine, "drafted"), counted(engine, "accepted")
         for temperature in (0.0, 1.0):
             sampling = {"temperature": temperature, "seed": 5, "salt": f"s:{version}:{temperature}"}
             check_sampled_by(policy, PROMPT, generate(engine.url, PROMPT, NEW_TOKENS, **sampling))
@@ -53,8 +59,8 @@ async def test_log_probabilities_and_experts_are_those_of_the_policy(
             assert answer.routed_experts is not None
             rows = np.sort(answer.routed_experts[: len(PROMPT) + NEW_TOKENS - 1], -1)
             np.testing.assert_array_equal(rows, reference_experts(policy, PROMPT + answer.token_ids)[:-1])
-        accepted = metric(engine.url, ACCEPTED) - accepted
-        assert 0 < accepted < metric(engine.url, DRAFTED) - drafted
+        accepted = counted(engine, "accepted") - accepted
+        assert 0 < accepted < counted(engine, "drafted") - drafted
     await endpoint.close()
 
 
@@ -66,8 +72,8 @@ async def test_drafts_of_the_old_policy_are_refused_by_the_new_one(
         policy = PolicyVersion(version, str(publish(make_constant_model(tmp_path / letter, letter), tmp_path, version)))
         if version == 4:
             running = asyncio.create_task(asyncio.to_thread(generate, engine.url, PROMPT, 3000))
-            begun = metric(engine.url, ACCEPTED)
-            while metric(engine.url, ACCEPTED) < begun + 300:
+            begun = counted(engine, "accepted")
+            while counted(engine, "accepted") < begun + 300:
                 await asyncio.sleep(0.02)
         await control.apply(policy, timeout_s=600)
     answer = await running

@@ -102,6 +102,16 @@ def test_expert_parallel_engine_reads_only_its_experts(eplb: bool | None, filter
     assert "--enable-ep-weight-filter" not in engine_command(recipe(), "cuda", "engine", "python").argv
 
 
+@pytest.mark.parametrize(("method", "drafting"), [("ngram", ["engine", "decode"]), ("mtp", list(get_args(EngineRole)))])
+def test_engines_draft_tokens(method: str, drafting: list[EngineRole]) -> None:
+    """NIXL refuses engines of which only one has draft layers."""
+    drafts = recipe(speculative={"method": method, "num_tokens": 3})
+    commands = {role: engine_command(drafts, "cuda", role, "python") for role in get_args(EngineRole)}
+    values = {role: option(commands[role], "--speculative-config") for role in drafting}
+    assert {json.loads(value)["num_speculative_tokens"] for value in values.values()} == {3}
+    assert [role for role, command in commands.items() if "--speculative-config" in command.argv] == drafting
+
+
 def test_start_timeout_of_engines_follows_the_recipe() -> None:
     command = engine_command(recipe(start_timeout_s=7200), "cuda", "engine", "python")
     assert command.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
