@@ -320,5 +320,6 @@ def _prevents_loading(path: Sequence[str], at: int) -> bool:
 
 
 def _assumed_site(nodes: NodeKind) -> Site:
-    control = NodeKind(partition="unknown", cpus=64)
+    # Environment nodes get cores for any number of workers, because only a site can have too few.
+    control = NodeKind(partition="unknown", cpus=2**20)
     return Site(schema=1, name="unknown", device="cuda", runs="runs", nodes={"default": nodes, "control": control})
