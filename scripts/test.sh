@@ -43,7 +43,7 @@ run() {
   # The tests of single modules already measure what whole runs execute.
   [[ $1 != runs ]] || python=(env -u COVERAGE_PROCESS_START python)
   read -ra paths <<<"${groups[$1]}"
-  timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-50m}" \
+  timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-90m}" \
     "${python[@]}" -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${paths[@]}"
 }
 
@@ -81,6 +81,8 @@ while ((${#running[@]})); do reap; done
 
 cat build/{lint,clusters,emulated,engines,unit,trainer,runs,rollouts}.log
 if ((${#failed[@]})); then
+  logs=("${failed[@]/#/build/}")
+  tail -n 80 "${logs[@]/%/.log}" # how each failed group ended, because only the end of a long output may be kept
   echo "failed: ${failed[*]} (see build/*.log)" >&2
   exit 1
 fi

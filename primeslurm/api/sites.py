@@ -12,7 +12,7 @@ from pathlib import Path
 
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.hostlists import compress
-from primeslurm.base.paths import expanded, is_file
+from primeslurm.base.paths import exists, expanded, is_file, shipped
 from primeslurm.plan.gpus import GPUS
 from primeslurm.recipe import Site
 from primeslurm.recipe.fields.strings import string_problems
@@ -44,13 +44,28 @@ def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
         return Draft(Site, string_problems, {}, None, (InputFault(Violation("--local", "", why, fix), ()),))
     if local and path is None:
         return Draft(Site, string_problems, {}, _with_libraries(local_site(Path("runs").resolve())))
+    if path and not is_file(path):
+        # The example is found by `h200`, or by its path in a checkout, also if the package is installed from a wheel.
+        example = shipped("sites") / f"{path.name.removesuffix('.yaml')}.yaml"
+        if path.parent in (Path(), Path("sites")) and is_file(example):
+            path = example
+        elif not exists(path):
+            fix = "`primeslurm init` writes site.yaml; --site h200 is an example"
+            return Draft(Site, string_problems, {}, None, (_fault(str(path), "there is no such file", fix),))
     candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
     for candidate in candidates:
         if path or is_file(candidate):
             return _located(read_site(candidate), candidate)
     why = f"there is no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
-    fix = "`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; or use --local"
-    return Draft(Site, string_problems, {}, None, (InputFault(Violation("--site", "", why, fix), ()),))
+    fix = (
+        "`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; "
+        "or use --local, or the example: --site h200"
+    )
+    return Draft(Site, string_problems, {}, None, (_fault("", why, fix),))
+
+
+def _fault(value: str, why: str, fix: str) -> InputFault:
+    return InputFault(Violation("--site", value, why, fix), ())
 
 
 def _located(draft: Draft[Site], file: Path) -> Draft[Site]:

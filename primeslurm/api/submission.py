@@ -39,7 +39,7 @@ from primeslurm.run.bad_nodes import (
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
 from primeslurm.run.directory_security import permission_problems
 from primeslurm.slurm import inventory
-from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.client import SlurmClient, require_conf
 from primeslurm.slurm.cluster_fit import cluster_facts, cluster_fit_problems
 from primeslurm.slurm.held_signals import HeldSignals, signals_held
 from primeslurm.slurm.inventory import InstalledDifference, Parts
@@ -143,6 +143,7 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
         raise UsageError(problems)
     slurm_conf = job.slurm_conf if job else None
     if plan.executor == "slurm":
+        require_cluster(plan, slurm_conf)
         plan = avoid_bad_nodes(plan, slurm_conf)
     script = _script(plan)
     with signals_held(plan.run) as held:
@@ -151,6 +152,22 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
             raise UsageError([in_use(directory, "in use")])
         secret.create(directory.path)  # replaces a lost secret; every attempt reads it again
         return _start(attempt, plan, script, held)
+
+
+def require_cluster(plan: Plan, slurm_conf: str | None) -> None:
+    """Raise ClusterError if the Slurm of a run is gone. It says how to start an embedded cluster again."""
+    from primeslurm.api.testbed import default_directory
+
+    try:
+        require_conf(slurm_conf)
+    except ClusterError as error:
+        name = Path(slurm_conf or "").parent.name
+        if default_directory(name) != Path(slurm_conf or "").parent:
+            raise
+        gpu_nodes = sum(group.nodes for group in plan.groups if group.requested_gres)
+        sizes = f"--nodes {gpu_nodes} --control-nodes {plan.allocated - gpu_nodes}"
+        fix = f"`primeslurm cluster up --name {name} {sizes}` starts it; then repeat this command"
+        raise ClusterError(f"{error} {fix}") from None
 
 
 def in_use(directory: RunDirectory, phase: str) -> Violation:

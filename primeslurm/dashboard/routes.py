@@ -117,7 +117,7 @@ def _curves(data: RunData, request: Request) -> dict[str, Any]:
 
 def _logs(data: RunData, request: Request) -> dict[str, Any]:
     attempt = data.attempt(_number(request, "attempt"))
-    logs = _log_files(data, attempt.number)
+    logs = data.log_files(attempt.number)
     return {
         "attempt": attempt.number,
         "attempts": [each.number for each in data.run.attempts()],
@@ -125,16 +125,10 @@ def _logs(data: RunData, request: Request) -> dict[str, Any]:
     }
 
 
-def _log_files(data: RunData, attempt: int | None) -> dict[str, Path]:
-    found = data.attempt(attempt)
-    job = found.job()
-    return log_page.log_files(found, data.run.job_output(job.job_id) if job and job.job_id else None)
-
-
 def _log_path(data: RunData, request: Request) -> Path:
     name = request.query_params.get("name", "")
     # The name is only compared with the names of existing logs, and never part of a path.
-    path = _log_files(data, _number(request, "attempt")).get(name)
+    path = data.log_files(_number(request, "attempt")).get(name)
     if path is None:
         raise RunError(f"{data.run.name} has no log {name[:200]}")
     return path

@@ -6,10 +6,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, wraps
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from primeslurm.base import files
 from primeslurm.base.errors import RunError
 from primeslurm.dashboard.event_log import EventLog
 from primeslurm.dashboard.job_states import JobStates
+from primeslurm.dashboard.log_page import log_files
 from primeslurm.dashboard.metric_table import MetricTable
 from primeslurm.dashboard.rollout_pages import RolloutPages
 from primeslurm.dashboard.text import encodable
@@ -35,6 +36,7 @@ from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
 
 T = TypeVar("T")
+P = ParamSpec("P")
 # Seconds for which a status is used again, so that several viewers cost as much as one.
 FRESH_S = 1.5
 # The same for the list of all runs.
@@ -45,6 +47,19 @@ SLURM_WAIT_S = 1.0
 OPEN_RUNS = 16
 # Errors that files of a damaged run, or of another release, cause.
 _DAMAGED = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+def _reading(method: Callable[Concatenate[RunData, P], T]) -> Callable[Concatenate[RunData, P], T]:
+    """Make a method of `RunData` raise RunError if a file of the run is damaged."""
+
+    @wraps(method)
+    def read(self: RunData, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except _DAMAGED as error:
+            raise RunError(f"{self.run.name} is damaged, or was made by another release ({error})") from error
+
+    return read
 
 
 class _NodeForm(msgspec.Struct):
@@ -123,6 +138,7 @@ class RunData:
         paths = [self.run.path / "attempts", self.run.path / FILE, *(attempt.path / name for name in names)]
         return [(about.st_mtime_ns, about.st_size) if (about := files.status(path)) else None for path in paths]
 
+    @_reading
     def status(self, *, processes: bool = False) -> dict[str, Any]:
         """Return `RunStatus`, and why the run is invalid. Raises RunError."""
         with self._lock:
@@ -130,11 +146,9 @@ class RunData:
             if not status or self._clock() - read_at > FRESH_S:
                 query = self._states.of(self.run, SLURM_WAIT_S)
                 recheck_s = self._recheck_s(self.run.latest())
-                status = self._reading(
-                    lambda: msgspec.to_builtins(read_status(self.run, query, processes=processes, recheck_s=recheck_s))
-                )
+                status = msgspec.to_builtins(read_status(self.run, query, processes=processes, recheck_s=recheck_s))
                 status["created_at"] = self.run.created_at
-                status["invalid"] = self._reading(self._problems)
+                status["invalid"] = self._problems()
                 self._statuses[processes] = (self._clock(), status)
             return status
 
@@ -147,16 +161,18 @@ class RunData:
             self._invalid = (read, found)
         return self._invalid[1]
 
+    @_reading
     def metrics(self) -> MetricTable:
         """Return the metrics with all rows that are on disk. Raises RunError."""
-        self._reading(self.table.refresh)
+        self.table.refresh()
         return self.table
 
+    @_reading
     def fleet(self) -> dict[str, Any]:
         """Return the nodes with their processes, and the replicas. Raises RunError."""
         status = self.status(processes=True)
         attempt = self.run.latest()
-        outline = self._reading(lambda: read_outline(attempt))
+        outline = read_outline(attempt)
         names = {agent.name: index for index, agent in attempt.assignment().agents.items()}
         nodes: dict[str, dict[str, Any]] = {}
         for process in status["processes"]:
@@ -168,9 +184,10 @@ class RunData:
         fields = ("phase", "roles", "replicas", "excluded", "silence")
         return {"nodes": list(nodes.values()), **{name: status[name] for name in fields}}
 
+    @_reading
     def attempts(self) -> list[dict[str, Any]]:
         """Return the attempts with their events. Raises RunError."""
-        return self._reading(self.events.attempts)
+        return self.events.attempts()
 
     def attempt(self, number: int | None) -> Attempt:
         """Return an attempt by number; None: the newest. Raises RunError."""
@@ -181,6 +198,15 @@ class RunData:
                 return attempt
         raise RunError(f"{self.run.name} has no attempt {number}")
 
+    @_reading
+    def log_files(self, number: int | None) -> dict[str, Path]:
+        """Return the logs of an attempt by name; None: of the newest attempt. Raises RunError."""
+        attempt = self.attempt(number)
+        job = attempt.job()
+        output = self.run.job_output(job.job_id) if job and job.job_id else None
+        return log_files(attempt, output)
+
+    @_reading
     def plan(self) -> dict[str, Any]:
         """Return the plan of the newest attempt, without the details of processes. Raises RunError."""
         plan = self._plan()
@@ -189,6 +215,7 @@ class RunData:
             node["processes"] = [{name: each.get(name) for name in keep} for each in node["processes"]]
         return {**plan, "lock": msgspec.to_builtins(self.run.lock())}
 
+    @_reading
     def process(self, name: str) -> dict[str, Any]:
         """Return the full plan of one process. Raises RunError."""
         for node in self._plan()["nodes"]:
@@ -198,8 +225,9 @@ class RunData:
         raise RunError(f"{self.run.name} has no process {name}")
 
     def _plan(self) -> dict[str, Any]:
-        return self._reading(lambda: _plan_of(files.read_bytes(self.run.latest().plan_file)))
+        return _plan_of(files.read_bytes(self.run.latest().plan_file))
 
+    @_reading
     def recipe(self) -> dict[str, Any]:
         """Return the recipe as written and as resolved."""
         try:
@@ -212,17 +240,19 @@ class RunData:
         recipe = files.read_json(self.run.path / resolved_recipe.FILE)
         return recipe if isinstance(recipe, dict) else {}
 
+    @_reading
     def difference(self, other: RunData) -> dict[str, Any]:
         """Return how recipe and plan of another run differ from this one's. Raises RunError."""
         recipes, plans = (self._resolved(), other._resolved()), (self.run.latest().plan(), other.run.latest().plan())
         return {
             "recipe": msgspec.to_builtins(recipe_diff(*recipes)) if all(recipes) else [],
-            "plan": msgspec.to_builtins(self._reading(lambda: diff(*plans))),
+            "plan": msgspec.to_builtins(diff(*plans)),
         }
 
+    @_reading
     def evaluations(self) -> dict[str, Any]:
         """Return the complete evaluations, and the best one by the recipe's metric. Raises RunError."""
-        records = self._reading(lambda: evaluations(self.run.path))
+        records = evaluations(self.run.path)
         recipe = self.run.recipe()
         keep_best = recipe.evaluation.keep_best if recipe.evaluation else None
         best = best_of(records, keep_best) if keep_best else None
@@ -231,6 +261,7 @@ class RunData:
             "best": msgspec.to_builtins(best),
         }
 
+    @_reading
     def evaluated_examples(self, step: int, label: str) -> list[Any]:
         """Return the examples of an evaluation with their samples. Raises RunError."""
         directory = step_dir(self.run.path, step)
@@ -239,12 +270,6 @@ class RunData:
                 lines = files.read_bytes(path).split(b"\n")
                 return [example for line in lines if (example := _json_object(line)) is not None]
         raise RunError(f"{self.run.name} has no evaluation of {label} at step {step}")
-
-    def _reading(self, read: Callable[[], T]) -> T:
-        try:
-            return read()
-        except _DAMAGED as error:
-            raise RunError(f"{self.run.name} is damaged, or was made by another release ({error})") from error
 
 
 class RunIndex:

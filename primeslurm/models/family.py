@@ -22,6 +22,8 @@ class Capabilities:
     router_replay: bool = False
     head_chunks: bool = True
     """Logits computed in chunks of tokens."""
+    head_dtype: bool = True
+    """Logits in another dtype than the model's."""
     fp8_checkpoint: bool = False
     """Checkpoints in E4M3 with one scale per block of 128 x 128 weights can be loaded."""
     int4_checkpoint: bool = False
@@ -40,7 +42,7 @@ class Capabilities:
 
 
 # The code of transformers, sharded by FSDP. It reads images in the way of Qwen2-VL.
-GENERIC = Capabilities(head_chunks=False, offload=False, images=True)
+GENERIC = Capabilities(head_chunks=False, head_dtype=False, offload=False, images=True)
 # Capabilities of most dense families
 DENSE = Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True)
 # Capabilities of most families with experts

@@ -144,6 +144,8 @@ class ModelShape:
     """The model has a vision encoder. `vision` is None if its sizes are unknown."""
     heads_by_window: tuple[int, int] | None = None
     """If layers have different numbers of query heads: the sums over layers without and with a sliding window."""
+    draft_layers: int | None = None
+    """Number of layers that draft tokens (MTP); None if the config does not say."""
 
     @property
     def query_heads(self) -> tuple[int, int]:

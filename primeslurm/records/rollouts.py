@@ -10,8 +10,9 @@ from typing import Literal
 
 import msgspec
 
-# Outcome of a rollout. waiting: finished, but in no batch yet.
-State = Literal["trained", "waiting", "dropped", "failed", "evaluated"]
+# Outcome of a rollout. waiting: finished, but in no batch yet. batched: in the batch of a step that is not trained.
+# Files, which are written when the batch is formed, have `trained` for both: `run.rollouts.archive` tells them apart.
+State = Literal["trained", "batched", "waiting", "dropped", "failed", "evaluated"]
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ class Load(msgspec.Struct, frozen=True):
     preemptions_per_s: float = 0.0  # requests that lost their KV cache to others and start again
     prefix_hit_rate: float | None = None  # hit rate of the engine's own prefix cache, in tokens; None without look-ups
     external_hit_rate: float | None = None  # hit rate of KV from other engines (NIXL) and offload tiers
+    acceptance_rate: float | None = None  # accepted fraction of draft tokens; None without speculative decoding
 
 
 # The limiting factor of a replica's rollouts.

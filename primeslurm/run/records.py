@@ -8,7 +8,7 @@ from pathlib import Path
 from primeslurm.base import files
 from primeslurm.records import metrics
 from primeslurm.records.events import decode, in_order
-from primeslurm.records.events.training import StepTrained
+from primeslurm.records.events.training import CheckpointLoaded, StepTrained
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 from primeslurm.records.record import Event
@@ -64,6 +64,12 @@ def progress_of(attempt: Attempt, task: str) -> OrchestratorState | TrainerState
 def has_trained(attempt: Attempt) -> bool:
     lines = last_lines(attempt.path / "events" / "trainer-rank-0.jsonl")
     return any(isinstance(event, StepTrained) for event in _known(lines))
+
+
+def last_trained(attempt: Attempt) -> int:
+    """Return the last step that an attempt trained, or the one that it resumed from; 0 if there is neither."""
+    lines = last_lines(attempt.path / "events" / "trainer-rank-0.jsonl")
+    return max((event.step for event in _known(lines) if isinstance(event, CheckpointLoaded | StepTrained)), default=0)
 
 
 def dropped_rollouts(attempt: Attempt) -> int:

@@ -76,6 +76,9 @@ def write_pickle(plan: Plan, agent: Agent, submission: str) -> None:
     """Write the pickled agent of a submission. On return it is on disk."""
     folder = submitit_folder(plan)
     durable.make_directory(folder)
+    # A new Slurm may give this job the number of an ended one, whose pickle the job would load.
+    for ended in folder.glob("*_submitted.pkl"):
+        ended.unlink(missing_ok=True)
     delayed = DelayedSubmission(agent)
     delayed.set_timeout(minutes(plan.job.time), UNLIMITED)
     pickle = pickled_agent(folder, submission)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,15 @@ from primeslurm.plan.commands.command import Command, EngineRole
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine, tiny_recipe
-from tests.support.generate import generate, metric, tokens
+from tests.support.generate import generate, generate_with_retries, metric, tokens
 from tests.support.processes import HOST, EngineForks, Server, start_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 HITS = "vllm:external_prefix_cache_hits_total"
 CACHE = 768 * 2 * 2 * 32 * 4
 """Bytes of 768 tokens (keys and values of 2 layers, 1 head of 32 floats): two of the prompts below."""
+DISK = 4 * CACHE
+"""Bytes of the disk tier: eight of the prompts below."""
 MOONCAKE = {"type": "mooncake", "cpu": {"bytes": 2**26}}
 PROMPTS = [[2 + (i * k) % 40 for i in range(321)] for k in (1, 3, 7, 9)]
 
@@ -34,7 +38,7 @@ def small_engine(model: Path, role: EngineRole = "engine", **inference: Any) -> 
 
 def answers(url: str, salt: str) -> list[list[int]]:
     """Return the completion of every prompt."""
-    return [tokens(generate(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
+    return [tokens(generate_with_retries(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
 
 
 def reused(url: str) -> float:
@@ -54,7 +58,7 @@ async def test_offload_tiers_restore_evicted_blocks(
 ) -> None:
     tiers: dict[str, Any] = {"type": "native", "cpu": {"bytes": 2**21}}
     if disk:
-        tiers |= {"cpu": {"bytes": CACHE}, "disk": {"path": str(tmp_path)}}
+        tiers |= {"cpu": {"bytes": CACHE}, "disk": {"path": str(tmp_path), "bytes": DISK}}
     engine = engine_forks.start(small_engine(model, kv_offload=tiers))
     try:
         await open_at_once(engine, client, model)
@@ -66,6 +70,11 @@ async def test_offload_tiers_restore_evicted_blocks(
         answers(engine.url, "b")
         assert metric(engine.url, HITS) == hits  # the KV blocks of another policy are never used
         assert any(tmp_path.rglob("*.bin")) == disk
+        for salt in "cde" if disk else "":  # more blocks than the disk tier holds
+            first = answers(engine.url, salt)
+            assert answers(engine.url, salt) == first
+            # The hits that a bounded tier still gives never change an answer.
+            assert sum(path.stat().st_size for path in tmp_path.rglob("*.bin")) <= DISK
     finally:
         engine.stop()
 
@@ -110,6 +119,57 @@ def store(model: Path, tmp_path: Path) -> Iterator[Store]:
     yield running
     for server in (running.client, running.master):
         server.stop()
+
+
+VALUES = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+role, host, metadata, master = sys.argv[1:]
+store = MooncakeDistributedStore()
+assert store.setup(host, f"http://{metadata}/metadata", 0, 2**26, "tcp", "", master) == 0
+values = {f"k{i}": (b"%08d" % i) * 8192 for i in range(1200)}
+if role == "write":
+    for key, value in values.items():
+        while store.put(key, value):
+            time.sleep(0.2)
+else:
+    replicas = [store.get_replica_desc(key) for key in values]
+    print(sum(all(replica.is_local_disk_replica() for replica in of_key) for of_key in replicas))
+    print(sum(store.get(key) == value for key, value in values.items()))
+store.close()
+"""
+
+
+def test_values_evicted_from_memory_are_read_from_disk(model: Path, tmp_path: Path) -> None:
+    """75 MiB of values in two clients with 32 MiB of memory each."""
+    tiers = {"cpu": {"bytes": 2**25}, "disk": {"path": str(tmp_path), "bytes": 2**28}}
+    recipe = tiny_recipe(model, kv_offload=MOONCAKE | tiers)
+    ports = {name: free_port() for name in ("rpc", "metadata", "http")}
+    servers = [start_process(store_master(recipe), {}, tmp_path / "master.log", ports)]
+    try:
+        servers[0].wait("/health")
+        for name in "ab":
+            client = store_client(recipe.inference.kv_offload, "cpu")
+            disk = tmp_path / name
+            disk.mkdir()
+            client = client._replace(env=client.env | {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(disk)}, scratch=())
+            servers.append(start_process(client, addresses(ports), tmp_path / f"{name}.log"))
+            servers[-1].wait("/health")
+
+        def run(role: str) -> list[int]:
+            at = [f"{HOST}:{ports[name]}" for name in ("metadata", "rpc")]
+            command = [sys.executable, "-c", VALUES, role, HOST, *at]
+            output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
+            return [int(line) for line in output.split() if line.isdigit()]
+
+        run("write")
+        on_disk_only, readable = run("read")
+        assert on_disk_only > 100
+        assert readable == 1200
+        assert all(any((tmp_path / name).iterdir()) for name in "ab")
+    finally:
+        for server in reversed(servers):
+            server.stop()
 
 
 async def test_engines_share_a_store_and_survive_its_master(

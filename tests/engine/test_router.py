@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import httpx
 import pytest
@@ -13,24 +12,13 @@ import pytest
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.recipe.sections.routers import VllmRouter
 from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
-from tests.support.generate import generate, metric, spans, tokens
+from tests.support.generate import generate, generate_with_retries, metric, spans, tokens
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish
-from tests.support.waiting import wait_until, wait_until_async
+from tests.support.waiting import wait_until_async
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
-
-
-def retrying(url: str, session: str) -> dict[str, Any]:
-    """Act as a client that retries after a 5xx or a lost connection, as rollouts do."""
-
-    def once() -> dict[str, Any] | None:
-        with contextlib.suppress(httpx.HTTPError):
-            return generate(url, PROMPT, 4, session=session, timeout_s=120)
-        return None
-
-    return wait_until(once)
 
 
 async def test_restarted_engine_serves_only_the_current_policy(
@@ -53,18 +41,18 @@ async def test_restarted_engine_serves_only_the_current_policy(
     assert set().union(*by_session.values()) == {0, 1}
 
     engines[0].kill()
-    assert all(spans(retrying(router.url, f"s{i}")) == [(1, 0, 4)] for i in range(6))
+    assert all(spans(generate_with_retries(router.url, PROMPT, 4, session=f"s{i}")) == [(1, 0, 4)] for i in range(6))
     restarted = start_engine(http=int(engines[0].url.rpartition(":")[2]))
     await asyncio.sleep(2.5)  # the router has checked it by now
     for i in range(12):
-        assert spans(retrying(router.url, f"s{i}")) == [(1, 0, 4)]
+        assert spans(generate_with_retries(router.url, PROMPT, 4, session=f"s{i}")) == [(1, 0, 4)]
     assert metric(restarted.url, "vllm:request_success_total") == 0
 
     await client(restarted).apply(policy, 600)
     moved = [s for s, served_by in by_session.items() if served_by == {0}]
 
     def returned() -> bool:
-        assert spans(retrying(router.url, moved[0])) == [(1, 0, 4)]
+        assert spans(generate_with_retries(router.url, PROMPT, 4, session=moved[0])) == [(1, 0, 4)]
         return metric(restarted.url, "vllm:request_success_total") > 0
 
     await wait_until_async(returned)
@@ -82,7 +70,7 @@ async def test_prefill_and_decode_engines_answer_as_one(
     for version in (0, 1):
         path = model if version == 0 else publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)
         await asyncio.gather(*(client(engine).apply(PolicyVersion(version, str(path)), 600) for engine in everyone))
-        retrying(router.url, "warm-up")
+        generate_with_retries(router.url, PROMPT, 4, session="warm-up")
         for prompt in prompts:
             through = generate(router.url, prompt, 16, salt=f"v{version}", session="s")
             assert tokens(through) == tokens(generate(plain.url, prompt, 16, salt=f"v{version}"))
@@ -101,7 +89,7 @@ async def test_prefill_and_decode_engines_answer_as_one(
         generate(router.url, prompts[0], 2)
     assert metric(restarted.url, "vllm:request_success_total") == 0
     await client(restarted).apply(policy, 600)
-    assert spans(retrying(router.url, "s")) == [(2, 0, 4)]
+    assert spans(generate_with_retries(router.url, PROMPT, 4, session="s")) == [(2, 0, 4)]
 
 
 async def test_every_policy_serves(

@@ -43,7 +43,11 @@ def test_a_served_model_answers_until_it_is_cancelled(model: Path, tmp_path: Pat
         "model": {"path": str(model), "dtype": "float32"},
         "inference": {
             "kv_cache_bytes": 2**24,
-            "kv_offload": {"type": "native", "cpu": {"bytes": 2**22}, "disk": {"path": str(tmp_path / "disk")}},
+            "kv_offload": {
+                "type": "native",
+                "cpu": {"bytes": 2**22},
+                "disk": {"path": str(tmp_path / "disk"), "bytes": 2**26},
+            },
         },
         "deployment": {"inference": {"type": "single_node", "gpus_per_node": 1}},
     }

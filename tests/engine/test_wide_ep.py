@@ -16,7 +16,7 @@ from primeslurm.plan.commands.command import EngineRole
 from primeslurm.plan.commands.engine import DataParallel
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe
 from tests.support.engine_commands import engine_command
-from tests.support.generate import generate, metric, spans
+from tests.support.generate import generate, generate_with_retries, metric, spans
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import check_sampled_by, make_model, publish
 from tests.support.port_messages import MESSAGES, Port, Response, send_all
@@ -126,7 +126,7 @@ async def test_prefill_ranks_transfer_kv_to_any_decode_rank(
         prompt = [2 + (7 * i) % 40 for i in range(200)]
         for session in range(4):
             # Four engines poll for one another on two cores, so a request takes up to half a minute.
-            answer = generate(router.url, prompt, 6, salt=f"s{session}", timeout_s=600)
+            answer = generate_with_retries(router.url, prompt, 6, salt=f"s{session}", timeout_s=600)
             check_sampled_by(model, prompt, answer, tolerance=1e-3)
         assert all(metric(server.url, "vllm:nixl_bytes_transferred_count") > 0 for server in decode)
         policy = PolicyVersion(1, str(publish(make_model(tmp_path / "newer", seed=2), tmp_path, 1)))

@@ -9,18 +9,49 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.cli import ROOT
+from tests.support.unmeasured import unmeasured
+
 CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium here (scripts/test_programs.sh installs it in CI)"
+)
+SCREENSHOTS = Path(ROOT, "build", "screenshots")
+# Whether at least twelve charts are visible and all of them have pixels.
+DRAWN = """(all => all.length >= 12 && all.every(chart => {
+  const copy = new OffscreenCanvas(chart.width, chart.height).getContext('2d', {willReadFrequently: true});
+  copy.drawImage(chart, 0, 0);
+  return copy.getImageData(0, 0, chart.width, chart.height).data.some(Boolean);
+}))([...document.querySelectorAll('.chart:not([hidden]) canvas')])"""
 TIMEOUT_S = 60.0
 # Without these it looks for updates and fails on a closed network.
 QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
 )
+
+
+@contextlib.contextmanager
+def dashboard(runs: Path) -> Iterator[str]:
+    """Serve the dashboard of a directory. Yield its address with its token."""
+    argv = [sys.executable, "-m", "primeslurm", "dashboard", str(runs)]
+    env = {**unmeasured(), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 class Browser:
@@ -95,6 +126,24 @@ class Browser:
     def shows(self, text: str) -> None:
         """Wait until the page shows a text."""
         self.until(f"document.body.innerText.includes({json.dumps(text)})")
+
+    def open_run(self, name: str, tab: str = "") -> None:
+        """Open a run of the list, and one of its tabs."""
+        self.click("td.name a", name)
+        self.until(f"document.querySelector('h1')?.textContent === {json.dumps(name)}")
+        if tab:
+            self.open_tab(tab)
+
+    def open_tab(self, tab: str) -> None:
+        """Open a tab of the run that is shown, and wait for its content."""
+        self.click(".tabs a", tab)
+        self.until(f"document.querySelector('.tabs [aria-current]')?.textContent === {json.dumps(tab)}")
+        self.until("!document.getElementById('panel').textContent.includes('Loading')")
+
+    def check_privacy(self, origin: str) -> None:
+        """Check that the page asked only this server, and that no script failed or broke the policy of the page."""
+        assert self.requests and [url for url in self.requests if not url.startswith(origin)] == []
+        assert self.messages == []
 
     def click(self, selector: str, text: str = "") -> None:
         """Wait for an element that contains a text, and click it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import httpx
 
 from primeslurm.wire.transport import secret
+from tests.support.waiting import wait_until
 
 
 def generate(
@@ -37,6 +39,21 @@ def generate(
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
+
+
+def generate_with_retries(url: str, prompt: list[int], max_tokens: int, **options: Any) -> dict[str, Any]:
+    """Generate as rollouts do, which retry after a 5xx or a lost connection.
+
+    A router answers 5xx while an engine restarts. A decode engine does so if a busy prefill engine has not answered
+    NIXL's handshake, the first exchange of the two, after 5 s.
+    """
+
+    def once() -> dict[str, Any] | None:
+        with contextlib.suppress(httpx.HTTPError):
+            return generate(url, prompt, max_tokens, **options)
+        return None
+
+    return wait_until(once)
 
 
 def tokens(answer: dict[str, Any]) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from primeslurm.api.sites import with_python
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
+from primeslurm.plan.checks.files import absent_data, absent_draft_model, model_files, with_absolute_paths
 from primeslurm.plan.checks.sft_files import data_problems
 from primeslurm.plan.checks.teacher import teacher_problems
 from primeslurm.plan.model import Finding, Plan
@@ -39,9 +39,9 @@ def read_file_metadata(recipe: Recipe) -> RecipeFiles:
     model, teacher = model_files(recipe), teacher_recipe(recipe)
     of_teacher = model_files(teacher) if teacher else None
     located = with_absolute_paths(recipe)
-    data = absent_data(located)
+    absent = (absent_data(located), absent_draft_model(located))
     problems = (*model.problems, *teacher_problems(recipe, of_teacher), *data_problems(located))
-    return RecipeFiles(located, model, of_teacher, problems, (data,) if data else ())
+    return RecipeFiles(located, model, of_teacher, problems, tuple(finding for finding in absent if finding))
 
 
 def plan_emulated(recipe: Recipe, site: Site) -> Planned:
@@ -320,5 +320,6 @@ def _prevents_loading(path: Sequence[str], at: int) -> bool:
 
 
 def _assumed_site(nodes: NodeKind) -> Site:
-    control = NodeKind(partition="unknown", cpus=64)
+    # Environment nodes get cores for any number of workers, because only a site can have too few.
+    control = NodeKind(partition="unknown", cpus=2**20)
     return Site(schema=1, name="unknown", device="cuda", runs="runs", nodes={"default": nodes, "control": control})

@@ -19,7 +19,9 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import moved_or_copied
 from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted
+from primeslurm.run.records import last_trained
 from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
+from primeslurm.wire.stored import checkpoints
 
 if TYPE_CHECKING:
     from primeslurm.api.submission import Submitted
@@ -153,6 +155,10 @@ class Run:
             time.sleep(_POLL_S)
             record_interrupted_submission(self.directory)
         return job
+
+    def last_steps(self) -> tuple[int, int]:
+        """Return the last step that was trained, and the last one that a checkpoint contains. 0: none."""
+        return last_trained(self.directory.latest()), checkpoints.newest(self.path) or 0
 
     def resume(self) -> Run:
         """Submit a new attempt that continues from the last committed step, and return this run.

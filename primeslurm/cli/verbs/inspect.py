@@ -33,6 +33,9 @@ def plan(
     local: LocalOpt = False,
     placement: Annotated[bool, typer.Option("--placement", help="Show which process runs where, too.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Show the placement with one row per process.")] = False,
+    node: Annotated[
+        int | None, typer.Option("--node", help="Show only the commands of a node's processes.", metavar="N")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every number of the plan, too.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
@@ -44,14 +47,18 @@ def plan(
     Examples:
         primeslurm plan my.yaml
         primeslurm plan my.yaml --set deployment.train.nodes=4 --placement
+        primeslurm plan my.yaml --node 0
     """
     loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local)
     if as_json:
         sys.stdout.write(loaded.plan().to_json())
     else:
         # rich takes long to import, and `--json` does not need it.
-        from primeslurm.cli.views.plan import show_plan
+        from primeslurm.cli.views.plan import show_commands, show_plan
 
+        if node is not None:
+            show_commands(loaded.plan(), node)
+            return
         show_plan(loaded.plan(), loaded.recipe, placement=placement, every=every, verbose=verbose)
 
 

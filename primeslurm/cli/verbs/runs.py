@@ -69,6 +69,10 @@ def cancel(
     if as_json:
         print_json({"run": selected.name, "cancelled": cancelled, "phase": phase})
     elif cancelled:
-        note(f"{selected.name} is cancelled; continue from its last checkpoint with: primeslurm resume {selected.name}")
+        trained, saved = selected.last_steps()
+        if trained > saved and not now:
+            note(f"the trainer ended before it wrote a last checkpoint: it had trained step {trained}")
+        start = f"from step {saved}" if saved else "from the beginning"
+        note(f"{selected.name} is cancelled; continue {start} with: primeslurm resume {selected.name}")
     else:
         note(f"{selected.name} is {phase}: nothing to cancel")

@@ -151,7 +151,10 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: boo
     else:
         show_findings(plan)
         out.print(f"submitted {plan.run} as {plan.executor} job {submitted.job_id}")
-        note(f"watch it with: primeslurm status {shlex.quote(plan.run_dir)} --watch")
+        run = shlex.quote(plan.run_dir)
+        note(f"watch it with: primeslurm status {run} --watch")
+        if not wait:
+            note(f"end it with a last checkpoint: primeslurm cancel {run}")
     # slurmd kills all processes of a step when its first process ends.
     if not wait and plan.executor == "local" and is_started_by_slurm(os.environ):
         note("warning: Slurm ends this run together with the step or script that started it. Use --wait in both.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.units import duration, number, size
 from primeslurm.cli.output import note
 from primeslurm.cli.views.findings import show_findings, totals
@@ -58,7 +60,22 @@ def show_placement(plan: Plan, *, every: bool = False, ports: bool = False) -> N
     table.columns[3].no_wrap = True
     for row in every_row(plan.nodes) if every else folded_rows(plan.nodes):
         table.add_row(row.nodes, row.role, row.process, row.gpus, row.on_death, *[row.ports] * ports)
+    for group in plan.groups:
+        if group.spares:
+            table.add_row(f"+{group.spares}", f"{group.name} (spare)", "-", "-", "-", *["-"] * ports)
     out.print(table)
+
+
+def show_commands(plan: Plan, index: int) -> None:
+    """Print the command of each process of a node. Raises UsageError if the plan has no such node."""
+    if not 0 <= index < len(plan.nodes):
+        raise UsageError([Violation("--node", str(index), f"the plan has nodes 0 to {len(plan.nodes) - 1}")])
+    node = plan.nodes[index]
+    out.print(f"node {index}: {node.role}[{node.index_in_group}]", markup=False)
+    for process in node.processes:
+        out.print(f"\n{process.name}", style="bold")
+        out.print(shlex.join(process.argv), markup=False, highlight=False, soft_wrap=True)
+    note("\n${...} is filled in on the node, for example ${port:http} with a free port. --json also shows environments")
 
 
 def _show_job(plan: Plan) -> None:

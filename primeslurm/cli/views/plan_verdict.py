@@ -79,7 +79,7 @@ def verdict(plan: Plan, rows: list[RoleRow]) -> str:
     elif plan.device != "cuda":
         text = "can run on CPUs (memory is not estimated)"
     else:
-        text = "can run (memory is not estimated)" if "memory not estimated" in meanings else "fits"
+        text = "can run (memory is not estimated)" if "memory not estimated" in meanings else "fits in GPU memory"
     if errors:
         return f"{text} ({count(errors, 'error')})"
     fits = text not in ("does not fit", "may not fit")

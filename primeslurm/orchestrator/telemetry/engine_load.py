@@ -31,6 +31,8 @@ COUNTERS = (
     "prefix_hits",
     "external_queries",
     "external_hits",
+    "drafted",
+    "accepted",
 )
 _FIELDS = {  # metrics that are summed over all their labels
     "vllm:num_requests_running": "running",
@@ -44,6 +46,8 @@ _FIELDS = {  # metrics that are summed over all their labels
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:external_prefix_cache_queries_total": "external_queries",
     "vllm:external_prefix_cache_hits_total": "external_hits",
+    "vllm:spec_decode_num_draft_tokens_total": "drafted",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
 _LABELLED = {  # metrics with one label that selects the value
     ("vllm:num_requests_waiting_by_reason", "reason", "capacity"): "waiting_capacity",
@@ -234,4 +238,5 @@ def _sum(engines: Sequence[_Engine]) -> Load:
         preemptions_per_s=rate("preemptions"),
         prefix_hit_rate=fraction("prefix_hits", "prefix_queries"),
         external_hit_rate=fraction("external_hits", "external_queries"),
+        acceptance_rate=fraction("accepted", "drafted"),
     )

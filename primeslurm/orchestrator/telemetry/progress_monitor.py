@@ -29,7 +29,7 @@ SCRAPE_INTERVAL_S = 5.0
 SCRAPES_PER_S = 50.0
 _ROW_LOADS = (  # values of a role's load that are metrics of each step
     *("running_mean", "waiting_mean", "kv_usage_mean", "busy_mean", "generated_per_s", "computed_per_s"),
-    *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate"),
+    *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate", "acceptance_rate"),
 )
 
 

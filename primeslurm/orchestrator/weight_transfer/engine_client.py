@@ -127,6 +127,10 @@ class EngineClient:
                 raise EventLoopDelayedError(text) from error
             self._status_timeout.missed()
             raise EngineUnresponsiveError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            # A server that closes connections may still serve. It is down if nothing accepts them.
+            kind = EngineDownError if isinstance(error, httpx.ConnectError) else EngineUnresponsiveError
+            raise kind(f"{self.url}: {_reason(error)}") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
         self._status_timeout.answered(max(0.0, time.monotonic() - began - (own_delay_s() - delay_before_s)))

@@ -235,20 +235,9 @@ class WeightUpdateLoop:
         began = time.monotonic()
         try:
             step = await self._apply(name, policy)
-        except EngineUnresponsiveError as error:
-            self._journal.write(EngineLost(name, policy.version, str(error)))
-            self._missed_updates[name] += 1
-            if self._missed_updates[name] >= MISSED_UPDATES:
-                self.pool.failed(name, str(error), serves=True)
-                self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
-            else:
-                # It may still serve the old policy, so the new one is not announced yet. The next try updates it, or
-                # finds that it is down.
-                self.pool.update_pending(name)
-                self._missed(name, error)
         except EngineDownError as error:
-            self.pool.seen(name, None, str(error))
             self._journal.write(EngineLost(name, policy.version, str(error)))
+            await self._missed_update(name, policy, error)
         except NoSenderError:
             self.pool.update_pending(name)
         except EngineUpdateError as error:
@@ -267,6 +256,22 @@ class WeightUpdateLoop:
             seconds = round(time.monotonic() - began, 3)
             self._journal.write(EngineUpdated(name, policy.version, step.value, seconds, wait_s, load_s, pause_s))
         await self._announce()
+
+    async def _missed_update(self, name: str, policy: PolicyVersion, error: EngineDownError) -> None:
+        # It may still serve the old policy, so the new one is not announced yet. A poll shows whether it is down, and
+        # otherwise the next try updates it.
+        self.pool.update_pending(name)
+        if isinstance(error, EngineUnresponsiveError):
+            self._missed(name, error)
+        else:
+            await self._poll(name)
+        if self.pool.state(name) == "DOWN":
+            self._missed_updates[name] = 0
+            return
+        self._missed_updates[name] += 1
+        if self._missed_updates[name] >= MISSED_UPDATES:
+            self.pool.failed(name, str(error), serves=True)
+            self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
 
     async def _apply(self, name: str, policy: PolicyVersion) -> Step:
         """Call EngineClient.apply, but stop if the engine moves."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
+from primeslurm.recipe.sections.inference import EngineSettings
+from primeslurm.recipe.sections.speculation import Speculation
 
 DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 # Largest batch for which vLLM captures a CUDA graph by default below SM100
 GRAPH_SIZES = 512
 LOW_LATENCY_TOKENS = 512
+# Model types whose checkpoints may have draft layers although the config does not give their number
+MTP_TYPES = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "nemotron_h", "qwen3_next"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+)
 
 
 def _ep_alone(context: RuleContext) -> str:
@@ -136,6 +146,24 @@ def _deep_gemm_fp8(context: RuleContext) -> str:
     return "neither the checkpoint nor inference.quantization is FP8"
 
 
+def _batch_invariant_gpu(context: RuleContext) -> str:
+    if not context.recipe.inference.batch_invariant:
+        return ""
+    return "vLLM ignores it on CPUs" if context.site.device == "cpu" else context.older_gpu(80)
+
+
+def _batch_invariant_dsa(context: RuleContext) -> str:
+    sparse = context.shape is not None and context.shape.indexer is not None
+    return "the model has sparse attention" if sparse and context.recipe.inference.batch_invariant else ""
+
+
+def _batch_invariant_nccl(context: RuleContext) -> str:
+    # vLLM sets NCCL_ALGO and NCCL_PROTO in its process. NCCL needs the same values on all ranks of a group.
+    recipe = context.recipe
+    used = recipe.inference.batch_invariant and recipe.samples and context.trains
+    return "weights.transport is nccl" if used and recipe.weights.transport == "nccl" else ""
+
+
 def _tp_heads(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
     uneven = context.shape and context.shape.heads % tp
@@ -145,6 +173,43 @@ def _tp_heads(context: RuleContext) -> str:
 def _tp_latent(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
     return f"all {tp} GPUs hold the same compressed KV" if context.shape and context.shape.mla and tp > 1 else ""
+
+
+def _drafters(context: RuleContext) -> Iterator[tuple[Speculation, EngineSettings]]:
+    """Yield the settings of each role whose engines draft tokens."""
+    speculation = context.recipe.inference.speculative
+    for request, settings in context.engines():
+        if speculation is not None and speculation.is_used_by(ENGINE_ROLES[request.role]):
+            yield speculation, settings
+
+
+def _mtp_layers(context: RuleContext) -> str:
+    speculation, shape = context.recipe.inference.speculative, context.shape
+    if speculation is None or speculation.method != "mtp" or shape is None or shape.draft_layers:
+        return ""
+    if shape.draft_layers is None and shape.model_type in MTP_TYPES:
+        return ""
+    return f"this model of type {shape.model_type} has none"
+
+
+def _mtp_multiple(context: RuleContext) -> str:
+    speculation, layers = context.recipe.inference.speculative, context.shape.draft_layers if context.shape else None
+    if speculation is None or speculation.method != "mtp" or not layers or speculation.num_tokens <= layers:
+        return ""
+    return f"the model has {layers} draft layers" if speculation.num_tokens % layers else ""
+
+
+def _speculative_dbo(context: RuleContext) -> str:
+    used = any(settings.dbo for _, settings in _drafters(context))
+    return "vLLM's model runner with dbo drafts no tokens" if used else ""
+
+
+def _speculative_async(context: RuleContext) -> str:
+    for speculation, settings in _drafters(context):
+        extra = {name.replace("-", "_"): value for name, value in settings.vllm_extra.items()}
+        if speculation.method == "ngram" and extra.get("async_scheduling"):
+            return "method is ngram, which reads the tokens of the last step on the CPU"
+    return ""
 
 
 _EP = "inference.expert_parallel"
@@ -195,9 +260,27 @@ ENGINE_RULES = (
     Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer",
          lambda c: c.older_gpu(90) if c.recipe.inference.deep_gemm else "",
          "remove it", "DeepGEMM README"),
+    Rule("batch-invariant-gpu", "error", "inference.batch_invariant",
+         "batch_invariant needs GPUs with SM80 or newer", _batch_invariant_gpu, "remove it",
+         "vLLM 0.32 model_executor/determinism"),
+    Rule("batch-invariant-dsa", "error", "inference.batch_invariant",
+         "No batch-invariant kernel exists for sparse attention", _batch_invariant_dsa, "remove it",
+         "vLLM 0.32 v1/attention: supports_batch_invariance"),
+    Rule("batch-invariant-nccl", "error", "inference.batch_invariant",
+         "Batch-invariant engines use other NCCL settings than the trainer", _batch_invariant_nccl,
+         "set weights.transport: filesystem", "vLLM 0.32 utils/nccl.py"),
     Rule("tp-heads", "error", "inference.parallel.tp", "tp must divide the number of attention heads", _tp_heads,
          "use a divisor of the number of heads", "vLLM 0.32"),
     Rule("tp-latent", "warning", "inference.parallel.tp", "tp does not split the KV cache of models with MLA",
          _tp_latent, "set tp: 1 and expert_parallel: true, which hold tp times as many tokens",
          "vLLM 0.32, MLA backends"),
+    Rule("speculative-mtp", "error", "inference.speculative.method", "mtp needs a checkpoint with draft layers",
+         _mtp_layers, "use method: ngram", "vLLM 0.32 config/speculative.py"),
+    Rule("speculative-mtp-multiple", "error", "inference.speculative.num_tokens",
+         "More tokens than draft layers must be a multiple of them", _mtp_multiple,
+         "use a multiple of the number of draft layers", "vLLM 0.32 config/speculative.py"),
+    Rule("speculative-dbo", "error", "inference.dbo", "dbo does not work with speculative decoding", _speculative_dbo,
+         "remove inference.dbo or inference.speculative", "vLLM 0.32 config/vllm.py"),
+    Rule("speculative-async", "error", "inference.vllm_extra", "ngram does not work with async_scheduling",
+         _speculative_async, "remove async_scheduling", "vLLM 0.32 config/vllm.py"),
 )  # fmt: skip

@@ -119,10 +119,26 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         update["model"] = recipe.model.model_copy(update={"path": str(directory)})
     if isinstance(recipe.teacher, TeacherEngines) and (directory := model_directory(recipe.teacher.path)) is not None:
         update["teacher"] = recipe.teacher.model_copy(update={"path": str(directory)})
+    speculation = recipe.inference.speculative
+    if speculation and speculation.model and (directory := model_directory(speculation.model)) is not None:
+        drafts = speculation.model_copy(update={"model": str(directory)})
+        update["inference"] = recipe.inference.model_copy(update={"speculative": drafts})
     if recipe.sft is not None:
         data = recipe.sft.data.model_copy(update={"path": str(Path(recipe.sft.data.path).absolute())})
         update["sft"] = recipe.sft.model_copy(update={"data": data})
     return recipe.model_copy(update=update)
+
+
+def absent_draft_model(recipe: Recipe) -> Finding | None:
+    speculation = recipe.inference.speculative
+    if recipe.task == "sft" or speculation is None or speculation.model is None:
+        return None
+    try:
+        locate(speculation.model)
+    except ModelNotFoundError as error:
+        missing = _missing(speculation.model, error.why)
+        return Finding(level="blocked", field="inference.speculative.model", value=speculation.model, **missing)
+    return None
 
 
 def absent_data(recipe: Recipe) -> Finding | None:

@@ -38,6 +38,8 @@ NEEDS = (
     FamilyNeed("model.vlm", "training on images", lambda r: r.model.vlm, "leave it out", "images"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
         "head_chunks"),
+    FamilyNeed("model.head_dtype", "logits of another dtype", lambda r: r.model.head_dtype != "model", "model",
+        "head_dtype"),
     FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
 )  # fmt: skip
 

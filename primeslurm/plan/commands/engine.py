@@ -14,6 +14,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
+from primeslurm.recipe.sections.speculation import Speculation
 
 # Model name in requests to engines and routers
 SERVED_MODEL = "policy"
@@ -126,6 +127,8 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings, device)
+    if (speculation := recipe.inference.speculative) is not None and speculation.is_used_by(role):
+        options["speculative_config"] = _speculative_config(speculation)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
     return options | _extra_options(settings, options)
@@ -175,8 +178,15 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
         "tool_call_parser": tool_call,
         "enable_auto_tool_choice": True if tool_call else None,
         "reasoning_parser": inference.reasoning_parser or family_parsers.reasoning,
+        "hf_overrides": {"head_dtype": "float32"} if recipe.model.head_dtype == "float32" else None,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _speculative_config(speculation: Speculation) -> dict[str, object]:
+    values: dict[str, object] = speculation.model_dump(exclude_none=True)
+    values["num_speculative_tokens"] = values.pop("num_tokens")
+    return values
 
 
 def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
@@ -238,6 +248,8 @@ def _engine_env(
         env |= COMPILED_CODE
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    if recipe.inference.batch_invariant:
+        env["VLLM_BATCH_INVARIANT"] = "1"
     if recipe.samples and recipe.trainer.fp8:
         # vLLM rounds scales up to powers of two, even on SM90, whose kernels do not need that. The trainer does not
         # round.

@@ -19,11 +19,16 @@ from primeslurm.recipe.sections.kv_offload import KvOffload, MooncakeOffload, Na
 # Name of the process that knows the location of every block of the store
 STORE_MASTER = "store-master"
 STORE_CONFIG = "mooncake.json"
+# Largest file of a Mooncake client's disk tier [bytes]
+BUCKET_BYTES = 2**28
 # Bytes that each worker of an engine allocates for transfers to and from the store, unless the store is smaller
 MAX_TRANSFER_BUFFER = 4 * 2**30
 # Time for which a block that was looked up cannot be evicted. An engine without free blocks loads it late. Blocks of
 # old policies must not stay for long.
 LEASE_MS = 120_000
+# The same with a disk tier, where an evicted block is read from disk. A client's own read of a value that it writes to
+# disk takes a lease too. A long lease would thus keep values in memory that are on disk, and memory would be full.
+DISK_LEASE_MS = 5_000
 
 Config = dict[str, Any]
 
@@ -102,6 +107,7 @@ def engine_scratch(recipe: Recipe, role: EngineRole) -> tuple[str, ...]:
 
 def store_master(recipe: Recipe) -> Command:
     """Return the command of the run's Mooncake master, which includes the metadata server of engines and clients."""
+    scratch = _disk(recipe.inference.kv_offload)
     argv = [
         *("${python}", "-m", "mooncake.cli", "--logtostderr"),
         *("--rpc_address", "${host}", "--rpc_port", "${port:rpc}"),
@@ -109,10 +115,13 @@ def store_master(recipe: Recipe) -> Command:
         *("--http_metadata_server_host", "${host}", "--http_metadata_server_port", "${port:metadata}"),
         "--enable_metadata_cleanup_on_timeout",  # otherwise a dead engine stays a peer forever
         *("--metrics_host", "${host}", "--metrics_port", "${port:http}"),
-        *("--default_kv_lease_ttl", str(LEASE_MS)),
+        *("--default_kv_lease_ttl", str(DISK_LEASE_MS if scratch else LEASE_MS)),
     ]
-    if _disk(recipe.inference.kv_offload):
-        argv.append("--enable_offload=true")
+    if scratch:
+        # By default, a value is queued for the disk when it is stored, but memory may evict it before the client has
+        # collected a full bucket, and then it is lost. With offload_on_evict, a value stays in memory until it is on
+        # disk, and values for which there is no room are not stored.
+        argv += ["--enable_offload=true", "--offload_on_evict=true"]
     return Command(tuple(argv), {}, ("rpc", "metadata", "http"))
 
 
@@ -128,10 +137,25 @@ def store_client(offload: MooncakeOffload, device: Device) -> Command:
     ]
     env: dict[str, str] = {}
     scratch = _disk(offload)
-    if scratch:
+    if offload.disk:
         argv.append("--enable_offload=true")
-        env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] = scratch[0]
+        env = _offload_env(scratch[0], offload.disk.bytes)
     return Command(tuple(argv), env, ("rpc", "http"), scratch=scratch)
+
+
+def _offload_env(directory: str, size: int) -> dict[str, str]:
+    """Return the settings of a Mooncake client's disk tier of `size` bytes."""
+    return {
+        "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": directory,
+        # The client writes only full buckets, and asks for evicted values only in its heartbeats. With the defaults of
+        # 500 values and 10 s, full memory refuses values for long.
+        "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+        "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",
+        "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(min(BUCKET_BYTES, size // 4)),
+        "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(size),  # default: 90 % of the file system
+        "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(size),
+        "MOONCAKE_OFFLOAD_BUCKET_EVICTION_POLICY": "lru",
+    }
 
 
 def _nixl(role: EngineRole, device: Device, update_s: int) -> Config:
@@ -150,7 +174,14 @@ def _nixl(role: EngineRole, device: Device, update_s: int) -> Config:
 def _native(offload: NativeOffload) -> Config:
     extra: Config = {"cpu_bytes_to_use": offload.cpu.bytes}
     if disk := _disk(offload):
-        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": disk[0]}]}
+        tier = {
+            "type": "BoundedFileTier",
+            "module_path": "primeslurm.inference.disk_tier",
+            # Engines of a node share the scratch directory. Each deletes only its own files.
+            "root_dir": f"{disk[0]}/${{port:http}}",
+            "max_bytes": offload.disk.bytes if offload.disk else 0,
+        }
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 

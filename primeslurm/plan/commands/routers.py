@@ -57,7 +57,8 @@ def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, 
     options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
     options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
     if workers.disaggregated:
-        options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": router.policy}
+        decode_policy = router.decode_policy or router.policy
+        options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": decode_policy}
     argv = ["${python}", "-m", "primeslurm.inference.router", "--name", name, "--attempt-dir", "${attempt_dir}"]
     argv += ["--health-port", "${port:health}", *long_options(options | router.extra)]
     if workers.disaggregated:

@@ -195,7 +195,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         quantities += _replay(recipe, shape)
         quantities += _batch_files(recipe, site, shape)
         quantities.append(orchestrator_memory(recipe, _routed_bytes(recipe, shape), BATCH_BYTES, TYPICAL))
-    quantities += _host_tier(recipe, requests, shape)
+    quantities += _offload_tiers(recipe, requests, shape)
     quantities.append(Quantity(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
     return quantities
 
@@ -321,7 +321,7 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Quantity
     return [Quantity(name="batch files", value=round(batch, 1), unit="GB per step", how=how)]
 
 
-def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
+def _offload_tiers(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Quantity]:
     # Mooncake has one shared pool. With native offload, each engine has its own tier.
     offload = recipe.inference.kv_offload
     holders = [request for request in requests if request.role in ENGINE_ROLES]
@@ -329,12 +329,21 @@ def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShap
         return []
     layout = engine_layout(recipe, "engine", 1, shape)
     pools = sum(request.nodes for request in holders)
-    how = f"{pools} nodes share {units.gib(offload.cpu.bytes / GIB)} each"
+    text = f"{pools} nodes share {{}} each"
     if isinstance(offload, NativeOffload):
         pools = sum(request.nodes * request.gpus // layout.tp for request in holders if request.role != "decode")
-        how = f"each of {pools} engines has {units.gib(offload.cpu.bytes / GIB)} of its own"
-    tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(shape, layout) * layout.tp)
-    return [Quantity(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
+        text = f"each of {pools} engines has {{}} of its own"
+    per_token = kv_bytes_per_token(shape, layout) * layout.tp
+    sizes = {"KV in host memory": offload.cpu.bytes} | ({"KV on disk": offload.disk.bytes} if offload.disk else {})
+    return [
+        Quantity(
+            name=name,
+            value=round(pools * size / per_token / 1e6, 1),
+            unit="million tokens",
+            how=text.format(units.gib(size / GIB)),
+        )
+        for name, size in sizes.items()
+    ]
 
 
 def _gib(size: float) -> float:

@@ -237,18 +237,17 @@ def _engine_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
 def _router_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
     # vllm-router exits if its policy has a single engine to choose from.
     router, tp = recipe.inference.router, recipe.inference.parallel.tp
-    if router.type != "vllm-router" or router.policy != "power_of_two":
+    if router.type != "vllm-router":
         return []
-    few = [
-        request
-        for request in requests
-        if request.nodes_per_replica and request.nodes_per_replica * request.gpus // tp < 2
-    ]
     why = "chooses between two engines, but a replica has only one of role {}"
-    return [
-        Violation("inference.router.policy", router.policy, why.format(request.role), "nearest: consistent_hash")
-        for request in few
-    ]
+    problems = []
+    for request in requests:
+        few = request.nodes_per_replica and request.nodes_per_replica * request.gpus // tp < 2
+        field = "decode_policy" if request.role == "decode" and router.decode_policy else "policy"
+        if few and getattr(router, field) == "power_of_two":
+            text = why.format(request.role)
+            problems.append(Violation(f"inference.router.{field}", "power_of_two", text, "nearest: consistent_hash"))
+    return problems
 
 
 def _expert_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:

@@ -61,6 +61,7 @@ RECIPE_FIELDS = {
     "tool_call_parser": "inference.tool_call_parser",
     "enable_auto_tool_choice": "inference.tool_call_parser",
     "reasoning_parser": "inference.reasoning_parser",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "inference.speculative"),
 }
 # Fields of `inference`, `inference.prefill` and `inference.decode`
 ROLE_FIELDS = {
@@ -88,11 +89,9 @@ TEACHER_FIELDS = {
 }
 _SAMPLING = "engines would sample from, or report, another distribution than the trained one"
 _CHECKPOINT = "the trainer reads the checkpoint's own configuration"
-_DRAFTS = "weight updates do not reach the draft model"
 IN_RL: dict[str, str] = {
     **dict.fromkeys(("logits_processors", "return_sampling_mask", "watermark_config", "diffusion_config"), _SAMPLING),
     **dict.fromkeys(("hf_overrides", "hf_config_path"), _CHECKPOINT),
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
 }
 """Options of engines that must not be set with `task: rl`, and why."""
 

@@ -29,7 +29,8 @@ class RoleGroup(Section):
     nodes_per_replica: PositiveInt = 1
     """Nodes in one group of this role."""
     num_replicas: PositiveInt = 1
-    """Number of groups of this role in one inference replica."""
+    """Number of groups of engines of this role in one inference replica. All groups share the replica's router, while
+    `deployment.inference.num_replicas` counts inference replicas, each with its own router."""
     gpus_per_node: PositiveInt | None = None
     """GPUs that this role uses on each node. Default: all GPUs of the node."""
 

@@ -10,6 +10,7 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import EnvironmentName, Json, OptionName
 from primeslurm.recipe.sections.kv_offload import KvOffload
 from primeslurm.recipe.sections.routers import Router, VllmRouter
+from primeslurm.recipe.sections.speculation import Speculation
 
 # vLLM's ways to move tokens between expert-parallel ranks.
 All2All = Literal[
@@ -86,8 +87,13 @@ class Inference(EngineSettings):
     it out for a checkpoint that is already quantised."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Dtype of the KV cache. auto: the model's dtype. fp8: half the bytes of bfloat16."""
+    speculative: Speculation | None = None
+    """Speculative decoding. Default: off."""
     deep_gemm: bool = False
     """Use DeepGEMM kernels for FP8 layers and experts. Needs SM90 or newer."""
+    batch_invariant: bool = False
+    """Use vLLM's batch-invariant kernels, so that a token's log-probability does not depend on the other requests of
+    the batch. Needs GPUs with SM80 or newer. Slower."""
     enforce_eager: bool = False
     """Neither compile the model nor capture CUDA graphs. Starts faster and runs slower."""
     tool_call_parser: str | None = None

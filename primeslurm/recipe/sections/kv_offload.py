@@ -18,10 +18,12 @@ class CpuTier(Section):
 
 
 class DiskTier(Section):
-    """KV cache on disk, behind the CPU tier. Only the file system bounds its size."""
+    """KV cache on disk, behind the CPU tier. When it is full, the least recently used blocks are deleted."""
 
     path: str
     """Directory on each node's own disk, for example `/scratch/kv`."""
+    bytes: PositiveInt
+    """Largest size in bytes. native: per engine. mooncake: per inference node."""
 
 
 class NativeOffload(Section):

@@ -6,22 +6,26 @@ from typing import Literal
 
 from primeslurm.recipe.fields.section import Section
 
+RouterPolicy = Literal[
+    "consistent_hash",
+    "round_robin",
+    "cache_aware",
+    "kv_aware",
+    "power_of_two",
+    "random",
+    "sticky_least_loaded",
+]
+
 
 class VllmRouter(Section):
     """vllm-router: one Rust process per replica."""
 
     type: Literal["vllm-router"] = "vllm-router"
-    policy: Literal[
-        "consistent_hash",
-        "round_robin",
-        "cache_aware",
-        "kv_aware",
-        "power_of_two",
-        "random",
-        "sticky_least_loaded",
-    ] = "consistent_hash"
+    policy: RouterPolicy = "consistent_hash"
     """Rule that spreads requests over engines. consistent_hash keeps all requests of a rollout on one engine, so that
     its prefix stays cached."""
+    decode_policy: RouterPolicy | None = None
+    """Rule that spreads requests over decode engines, if prefill and decode engines are separate. Default: `policy`."""
     extra: dict[str, object] = {}
     """Any other vllm-router option by its long name with underscores."""
 

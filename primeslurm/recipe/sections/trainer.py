@@ -48,6 +48,9 @@ class Model(Section):
     a hub id that is already in the cluster's Hugging Face cache, for example `Qwen/Qwen3-8B`."""
     dtype: Dtype = "bfloat16"
     """Compute dtype of trainer and engines. Master weights and optimizer state are always float32."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Dtype of logits in the trainer and in the engines. float32: logits are not rounded to `dtype`, so the
+    log-probabilities of trainer and engines differ less. model: `dtype`."""
     impl: Literal["auto", "custom", "hf"] = "auto"
     """Implementation of the model. custom: the trainer's own implementation. hf: the implementation of transformers,
     which supports more models, but is slower, needs memory quadratic in seq_len and supports FSDP only. auto: custom

@@ -14,6 +14,8 @@ from primeslurm.base.errors import RunError
 from primeslurm.records import rollout_files
 from primeslurm.records.rollout_files import ArchiveFile, DamagedFileError, FileName
 from primeslurm.records.rollouts import RolloutSummary, RolloutTranscript
+from primeslurm.run.directory import Attempt
+from primeslurm.run.records import last_trained
 from primeslurm.run.rollouts.query import RolloutQuery
 from primeslurm.run.rollouts.spooled import SpoolReader
 
@@ -57,6 +59,7 @@ class RolloutArchive:
         self._files: dict[FileName, ArchiveFile] = {}
         self._spool = SpoolReader(run_dir)
         self._problems: dict[str, str] = {}
+        self._last_trained: dict[int, int | None] = {}
         self._followed: set[FileName] = set()
 
     def page(
@@ -78,7 +81,7 @@ class RolloutArchive:
             for summary in reversed(summaries) if newest else summaries:
                 if query.admits(summary):
                     if total >= offset and (end is None or total < end):
-                        rollouts.append(summary)
+                        rollouts.append(self._shown(summary))
                     total += 1
         return RolloutPage(rollouts, total, self.problems)
 
@@ -98,7 +101,7 @@ class RolloutArchive:
                 if remaining > 0 and query.admits(summary):
                     remaining -= 1
                     try:
-                        yield source.read(summary.id)
+                        yield self._transcript(source, summary.id)
                     except (DamagedFileError, OSError) as error:
                         self._problems[summary.id] = f"rollout {summary.id}: {error}"
 
@@ -107,7 +110,8 @@ class RolloutArchive:
         query = query or RolloutQuery()
         names = [name for name in _names(files.listing(self._directory)) if name not in self._followed]
         self._followed.update(names)
-        return [each for name in names for each in self._summaries(name) if query.admits(each)]
+        self._last_trained.clear()
+        return [self._shown(each) for name in names for each in self._summaries(name) if query.admits(each)]
 
     def get(self, id: str) -> RolloutTranscript:
         """Read one rollout.
@@ -135,13 +139,28 @@ class RolloutArchive:
 
     def _read(self, source: RolloutSource, id: str) -> RolloutTranscript:
         try:
-            return source.read(id)
+            return self._transcript(source, id)
         except (DamagedFileError, OSError) as error:
             raise RunError(f"rollout {id!r} cannot be read: {error}") from error
+
+    def _transcript(self, source: RolloutSource, id: str) -> RolloutTranscript:
+        transcript = source.read(id)
+        return msgspec.structs.replace(transcript, summary=self._shown(transcript.summary))
+
+    def _shown(self, summary: RolloutSummary) -> RolloutSummary:
+        """Return a summary as `batched` if its attempt has not trained the step of its batch."""
+        if summary.state != "trained" or summary.step is None:
+            return summary
+        if summary.attempt not in self._last_trained:
+            attempt = Attempt(self._run_dir, summary.attempt)
+            self._last_trained[summary.attempt] = last_trained(attempt) if files.is_dir(attempt.path) else None
+        last = self._last_trained[summary.attempt]
+        return summary if last is None or summary.step <= last else msgspec.structs.replace(summary, state="batched")
 
     def _sources(self, query: RolloutQuery, *, newest: bool) -> Iterator[tuple[RolloutSource, list[RolloutSummary]]]:
         """Yield the files that a query may admit, in order, with their summaries. Notes files with problems."""
         self._problems.clear()
+        self._last_trained.clear()
         paths = files.listing(self._directory)
         names = _names(paths)
         logprobs: dict[str, list[Path]] = {}

@@ -24,6 +24,7 @@ def apply() -> None:
     _map_experts_under_expert_parallelism()
     _add_variable_collectives()
     _fork_processes()
+    _expand_sampling_parameters()
     kv_offload.apply()
     routed_experts.apply()
     nixl.apply()
@@ -100,6 +101,30 @@ def _fork_processes() -> None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def _expand_sampling_parameters() -> None:
+    """Repeat each request's temperature, top-k and top-p for its draft tokens.
+
+    vLLM's own CPU version writes into a converted copy, so drafts are judged at temperatures from uninitialised memory.
+    """
+    from vllm.utils import cpu_triton_utils
+
+    expect(cpu_triton_utils, "_expand_kernel_impl", ("output", "input_val", "cu_num_tokens", "replace_from"))
+    cpu_triton_utils._expand_kernel_impl = _expand
+
+
+def _expand(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    *_: object,
+) -> None:
+    values = input_val.masked_fill(input_val == replace_from, replace_to)
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    output.copy_(values.repeat_interleave(counts))
 
 
 def _all_gatherv(

@@ -67,6 +67,7 @@ def _execute(runner: type) -> None:
         output = original(self, scheduler_output, intermediate_tensors)
         if output is None:  # the model ran, and vLLM calls sample_tokens next
             self.routed_step = self.routed_experts.prepare_output(_batch(self, scheduler_output))
+            self.routed_drafts = scheduler_output.scheduled_spec_decode_tokens
         return output
 
     runner.execute_model = execute_model  # type: ignore[attr-defined]
@@ -93,7 +94,10 @@ def _sample(runner: type) -> None:
         if step is not None:
             indices = [output.req_id_to_index[request] for request in step.request_ids]
             sampled = np.array([len(output.sampled_token_ids[index]) for index in indices])
-            step.enqueue_cpu_copy(num_sampled=sampled, num_rejected=np.zeros_like(sampled))
+            drafted = np.array([len(self.routed_drafts.get(request, ())) for request in step.request_ids])
+            # A step with drafts samples one token more than it accepts.
+            rejected = np.where(drafted > 0, drafted + 1 - sampled, 0)
+            step.enqueue_cpu_copy(num_sampled=sampled, num_rejected=rejected)
             output.aux_output_connector_output = step.process_output()
         return output
 

@@ -192,8 +192,10 @@ def build(
     """Return the sharded model without weights, its adapter, and its checkpoint's tensor names. Raises ValueError."""
     layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
     offload = memory.optimizer_offload or memory.activation_offload
-    if layout.ep > 1 or layout.cp > 1 or memory.lm_head_chunk or offload:
-        raise ValueError(f"{hf.model_type}: the transformers implementation has no EP, CP, logits in chunks or offload")
+    wide_head = recipe.model.head_dtype != "model"
+    if layout.ep > 1 or layout.cp > 1 or memory.lm_head_chunk or offload or wide_head:
+        missing = "EP, CP, logits in chunks or of another dtype, or offload"
+        raise ValueError(f"{hf.model_type}: the transformers implementation has no {missing}")
     with torch.device("meta"):
         model = GenericModel(hf, recipe.model.vlm)
     adapter = GenericAdapter(model)

@@ -23,17 +23,19 @@ def token_logprobs(
     temperatures: torch.Tensor,
     places: torch.Tensor,
     chunk: int | None,
+    dtype: torch.dtype | None = None,
 ) -> Scores:
     """Return log-probabilities and entropies (without gradient) of the trained tokens, float32 [trained tokens].
 
     `hidden` [rows, len, dim] is the input of the head and `weight` [vocab, dim] its weight. `labels` and `temperatures`
     are [trained tokens], and `places` the flat positions (of rows * len) that predict them. The logits of `chunk`
-    tokens exist at once, and are recomputed in the backward pass. None: all are saved.
+    tokens exist at once, and are recomputed in the backward pass. None: all are saved. `dtype` is that of logits. None:
+    the dtype of `hidden`.
     """
     chosen = (hidden.flatten(0, 1).index_select(0, places), weight, labels, temperatures)
     if chunk is None:
-        return _score(*chosen)
-    scores: Scores = _InChunks.apply(*chosen, chunk)
+        return _score(*chosen, dtype)
+    scores: Scores = _InChunks.apply(*chosen, chunk, dtype)
     return scores
 
 
@@ -74,8 +76,47 @@ def _slope(p: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor, dtype: tor
     return slope.scatter_(-1, chosen, (grad * (1 - p.gather(-1, chosen))).to(dtype))
 
 
-def _score(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
-    return logit_scores(F.linear(hidden, weight), labels, temperatures)
+def _product(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return logits of `dtype`, which are rounded only to it. Does not record gradients on a GPU."""
+    if dtype in (None, hidden.dtype):
+        return F.linear(hidden, weight)
+    if hidden.is_cuda:  # without a float32 copy of the weight
+        return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).unflatten(0, hidden.shape[:-1])
+    return F.linear(hidden.to(dtype), weight.to(dtype))
+
+
+class _WideLogits(torch.autograd.Function):
+    """Logits of a wider dtype than hidden states and weight. Gradients are products in the narrow dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return _product(hidden, weight, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        slope = grad.to(hidden.dtype)
+        grad_hidden = slope @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = slope.flatten(0, -2).t() @ hidden.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_weight, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype in (None, hidden.dtype):
+        return F.linear(hidden, weight)
+    logits: torch.Tensor = _WideLogits.apply(hidden, weight, dtype)
+    return logits
+
+
+def _score(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperatures: torch.Tensor,
+    dtype: torch.dtype | None,
+) -> Scores:
+    return logit_scores(_logits(hidden, weight, dtype), labels, temperatures)
 
 
 class _InChunks(torch.autograd.Function):
@@ -89,11 +130,12 @@ class _InChunks(torch.autograd.Function):
         labels: torch.Tensor,
         temperatures: torch.Tensor,
         chunk: int,
+        dtype: torch.dtype | None,
     ) -> Scores:
         ctx.save_for_backward(hidden, weight, labels, temperatures)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.dtype = chunk, dtype
         chunks = zip(*(values.split(chunk) for values in (hidden, labels, temperatures)), strict=True)
-        logprobs, entropy = zip(*(_score(h, weight, label, t) for h, label, t in chunks), strict=True)
+        logprobs, entropy = zip(*(_score(h, weight, label, t, dtype) for h, label, t in chunks), strict=True)
         result = torch.cat(logprobs), torch.cat(entropy)
         ctx.mark_non_differentiable(result[1])
         return result
@@ -102,15 +144,17 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, labels, temperatures = ctx.saved_tensors
         # Accumulated in float32, because it is a sum over many chunks.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_hidden = []
         chunks = zip(*(values.split(ctx.chunk) for values in (hidden, labels, temperatures, grad)), strict=True)
         for h, label, t, g in chunks:
-            p = (F.linear(h, weight) / t.unsqueeze(-1)).softmax(-1)
+            p = (_product(h, weight, ctx.dtype) / t.unsqueeze(-1)).softmax(-1)
             slope = _slope(p, label, g / t, h.dtype)
             grad_hidden.append(slope @ weight)
-            grad_weight += slope.t() @ h
-        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += slope.t() @ h
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return torch.cat(grad_hidden), of_weight, None, None, None, None
 
 
 class ScoringHead(Linear):
@@ -118,14 +162,16 @@ class ScoringHead(Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """Config of Linear, plus the chunk size."""
+        """Config of Linear, plus the chunk size and the dtype of logits."""
 
         chunk: int | None = None
+        """As in `token_logprobs`."""
+        dtype: torch.dtype | None = None
         """As in `token_logprobs`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._chunk = config.chunk
+        self._chunk, self._dtype = config.chunk, config.dtype
         self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
@@ -142,11 +188,13 @@ class ScoringHead(Linear):
     def forward(self, input: torch.Tensor) -> Any:
         """Return logits [rows, len, vocab], or scores [trained tokens] within `scoring`."""
         if self._targets is None:
-            return super().forward(input)
-        return token_logprobs(input, self.weight, *self._targets, self._chunk)
+            return super().forward(input) if self._dtype is None else _logits(input, self.weight, self._dtype)
+        return token_logprobs(input, self.weight, *self._targets, self._chunk, self._dtype)
 
 
 def convert(draft: ModelDraft) -> None:
     head = draft.config.lm_head
     values = {field.name: getattr(head, field.name) for field in fields(head)}
-    draft.config.lm_head = ScoringHead.Config(**values, chunk=draft.recipe.trainer.memory.lm_head_chunk)
+    dtype = torch.float32 if draft.recipe.model.head_dtype == "float32" else None
+    chunk = draft.recipe.trainer.memory.lm_head_chunk
+    draft.config.lm_head = ScoringHead.Config(**values, chunk=chunk, dtype=dtype)

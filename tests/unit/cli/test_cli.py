@@ -249,7 +249,15 @@ def test_missing_site_file_names_the_alternatives(place: Path) -> None:
     assert (result.code, result.err) == (
         2,
         "error: --site: there is no site file: looked for site.yaml, ~/.primeslurm/site.yaml "
-        "(`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; or use --local)\n",
+        "(`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; or use --local, "
+        "or the example: --site h200)\n",
+    )
+    for example in ("h200", "sites/h200.yaml"):
+        assert primeslurm("plan", "r.yaml", "--site", example, cwd=place).code == 0
+    result = primeslurm("plan", "r.yaml", "--site", "site.yaml", cwd=place)
+    assert result.err == (
+        "error: --site = site.yaml: there is no such file "
+        "(`primeslurm init` writes site.yaml; --site h200 is an example)\n"
     )
 
 

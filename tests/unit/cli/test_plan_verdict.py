@@ -75,9 +75,9 @@ MEMORY: dict[str, Any] = {"role": "train", "gpu": "h200", "gpu_gib": 140.0, "lim
 @pytest.mark.parametrize(
     ("needed", "levels", "text"),
     [
-        (100.0, [], "fits"),
-        (100.0, ["warning", "note"], "fits"),
-        (100.0, ["blocked", "blocked"], "fits, but 2 blockers must be removed first"),
+        (100.0, [], "fits in GPU memory"),
+        (100.0, ["warning", "note"], "fits in GPU memory"),
+        (100.0, ["blocked", "blocked"], "fits in GPU memory, but 2 blockers must be removed first"),
         (130.0, ["warning"], "may not fit"),
         (150.0, ["warning"], "may not fit"),
         (160.0, ["error"], "does not fit (1 error)"),
@@ -100,3 +100,26 @@ def test_placement_of_28_nodes_fits_80_columns() -> None:
         name in table for name in ("trainer-rank-8..95", "prefill-r0-1..7", "environments[0..3]", "orchestrator")
     )
     assert "ports" not in table
+    assert [line.split() for line in table.splitlines() if line.startswith("+")] == [
+        ["+1", "control", "(spare)", "-", "-", "-"]
+    ]
+
+
+def test_node_shows_commands_of_its_processes() -> None:
+    words = ("plan", "recipes/glm5_pd.yaml", "--site", "sites/h200.yaml", "--node")
+    shown = primeslurm(*words, "14", cwd=ROOT, columns=80)
+    names = shown.out.splitlines()
+    assert names[0] == "node 14: prefill[1]"
+    assert all(name in names for name in ("store-14", *(f"prefill-r0-{rank}" for rank in range(8, 16))))
+    assert sum("--data-parallel-rank" in line for line in names) == 8
+    assert "${...} is filled in on the node" in shown.err
+    wrong = primeslurm(*words, "33", cwd=ROOT)
+    assert (wrong.code, wrong.err) == (2, "error: --node = 33: the plan has nodes 0 to 32\n")
+
+
+def test_check_without_a_site_says_nothing_about_its_nodes(tmp_path: Path) -> None:
+    shown = primeslurm("check", "glm5_pd", "--no-slurm", cwd=tmp_path)
+    assert [line for line in shown.err.splitlines() if line.startswith("error")] == [
+        line for line in shown.err.splitlines() if line.startswith("error: --site: there is no site file")
+    ]
+    assert "there is no site file" in shown.err

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import typer
 
@@ -21,8 +22,10 @@ from primeslurm.cli.verbs.submit import _announce
 from primeslurm.cli.verbs.watch import watch_until_done
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.events.training import StepTrained
 from primeslurm.records.fleet import outcome_text
 from primeslurm.run.directory import RunDirectory
+from primeslurm.wire.stored import checkpoints
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 
@@ -167,6 +170,32 @@ def test_summary_shows_the_reward_gain(place: Path) -> None:
     result = primeslurm("summary", "older", cwd=place)
     assert "older: 4 steps" in result.out
     assert json.loads(primeslurm("summary", "older", "--json", cwd=place).out)["last_reward"] == 0.625
+
+
+@pytest.mark.parametrize(
+    ("trained", "saved", "flags", "said"),
+    [
+        (3, 2, (), ["the trainer ended before it wrote a last checkpoint: it had trained step 3", "from step 2"]),
+        (3, 2, ("--now",), ["from step 2"]),
+        (3, 3, (), ["from step 3"]),
+        (1, 0, ("--now",), ["from the beginning"]),
+    ],
+)
+def test_cancel_says_where_the_run_continues(
+    trained: int, saved: int, flags: tuple[str, ...], said: list[str], place: Path
+) -> None:
+    attempt = RunDirectory(place / "runs" / "newer").attempt(1)
+    (attempt.path / "end.json").unlink()
+    events = attempt.path / "events" / "trainer-rank-0.jsonl"
+    events.write_bytes(msgspec.json.encode(StepTrained(step=trained)) + b"\n")
+    if saved:
+        directory = checkpoints.step_dir(place / "runs" / "newer", saved)
+        directory.mkdir(parents=True)
+        checkpoints.commit(directory, saved, 1)
+    result = primeslurm("cancel", "newer", "--yes", *flags, cwd=place)
+    *reasons, last = said
+    lines = [*reasons, f"newer is cancelled; continue {last} with: primeslurm resume newer"]
+    assert (result.code, result.err.splitlines()) == (0, lines)
 
 
 def test_ended_run_cannot_be_cancelled_or_resumed(place: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +14,7 @@ from primeslurm.base.files import write_json
 from primeslurm.dashboard.report import report
 from primeslurm.records.fleet import FleetView
 from primeslurm.run.directory import RunDirectory
-from tests.support.browser import CHROMIUM, Browser
-from tests.support.cli import ROOT
+from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium
 from tests.support.recorded_runs import (
     HOSTILE,
     PROCESSES,
@@ -29,17 +25,8 @@ from tests.support.recorded_runs import (
     write_rollouts,
 )
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium here (scripts/test_programs.sh installs it in CI)"
-)
+pytestmark = needs_chromium
 
-SCREENSHOTS = Path(ROOT, "build", "screenshots")
-# Whether at least twelve charts are visible and all of them have pixels.
-DRAWN = """(all => all.length >= 12 && all.every(chart => {
-  const copy = new OffscreenCanvas(chart.width, chart.height).getContext('2d', {willReadFrequently: true});
-  copy.drawImage(chart, 0, 0);
-  return copy.getImageData(0, 0, chart.width, chart.height).data.some(Boolean);
-}))([...document.querySelectorAll('.chart:not([hidden]) canvas')])"""
 TABS = ("Curves", "Rollouts", "Evaluations", "Fleet", "Events", "Logs", "Plan", "Recipe")
 
 
@@ -63,14 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
     """Address of a dashboard with its token."""
-    argv = [sys.executable, "-m", "primeslurm", "dashboard", str(runs)]
-    env = {**os.environ, "PYTHONPATH": ROOT}
-    with subprocess.Popen(
-        argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
+    with dashboard(runs) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +71,8 @@ def browser(chromium: Browser, address: str) -> Iterator[Browser]:
     chromium.open(address)
     chromium.shows("tool-use-lr2")
     yield chromium
-    origin = address.partition("?")[0]
-    assert [url for url in chromium.requests if not url.startswith(origin)] == []
-    assert chromium.messages == [], "scripts failed, or broke the policy of the page"
+    chromium.check_privacy(address.partition("?")[0])
     assert chromium.run("document.title").endswith("primeslurm")
-
-
-def open_run(browser: Browser, name: str, tab: str = "") -> None:
-    browser.click("td.name a", name)
-    browser.until(f"document.querySelector('h1')?.textContent === {json.dumps(name)}")
-    if tab:
-        browser.click(".tabs a", tab)
-        browser.until(f"document.querySelector('.tabs [aria-current]')?.textContent === {json.dumps(tab)}")
 
 
 def test_runs_are_listed_filtered_and_sorted(browser: Browser) -> None:
@@ -122,7 +93,7 @@ def test_runs_are_listed_filtered_and_sorted(browser: Browser) -> None:
 
 
 def test_curves_are_drawn(browser: Browser) -> None:
-    open_run(browser, "tool-use")
+    browser.open_run("tool-use")
     browser.until(DRAWN)
     titles = browser.run("[...document.querySelectorAll('.chart figcaption span')].map(e => e.textContent)")
     assert titles[:3] == ["Reward", "Reward per environment", "KL"] and "KV cache in use" in titles
@@ -139,7 +110,7 @@ def test_curves_are_drawn(browser: Browser) -> None:
 
 
 def test_a_chart_tells_its_values(browser: Browser) -> None:
-    open_run(browser, "tool-use")
+    browser.open_run("tool-use")
     browser.until(DRAWN)
     label = "document.querySelector('.chart .canvas').getAttribute('aria-label')"
     browser.until(f"{label}.startsWith('Reward, step 30: mean 0.')")
@@ -148,7 +119,7 @@ def test_a_chart_tells_its_values(browser: Browser) -> None:
 
 
 def test_curves_grow_with_the_run(browser: Browser, runs: Path) -> None:
-    open_run(browser, "active")
+    browser.open_run("active")
     browser.shows("running")
     browser.until(DRAWN)
     browser.shows("step 12")
@@ -158,7 +129,7 @@ def test_curves_grow_with_the_run(browser: Browser, runs: Path) -> None:
 
 
 def test_a_log_is_followed(browser: Browser, runs: Path) -> None:
-    open_run(browser, "active", "Logs")
+    browser.open_run("active", "Logs")
     browser.click(".log-names button", "trainer-rank-0")
     browser.shows("line 49 of trainer-rank-0")
     log = runs / "active" / "attempts" / "2" / "logs" / "trainer" / "trainer-rank-0.log"
@@ -174,7 +145,7 @@ def test_a_log_is_followed(browser: Browser, runs: Path) -> None:
 
 
 def test_every_tab_shows_hostile_texts_as_they_are(browser: Browser) -> None:
-    open_run(browser, "tool-use", "Events")
+    browser.open_run("tool-use", "Events")
     browser.shows(HOSTILE)
     browser.screenshot(SCREENSHOTS / "events.png")
     browser.click(".tabs a", "Evaluations")
@@ -198,17 +169,15 @@ def test_every_tab_shows_hostile_texts_as_they_are(browser: Browser) -> None:
 
 
 def test_a_hostile_name_is_a_name(browser: Browser) -> None:
-    open_run(browser, "a b&c'\"<i>é")
+    browser.open_run("a b&c'\"<i>é")
     browser.until(DRAWN)
     for tab in TABS[1:]:
-        browser.click(".tabs a", tab)
-        browser.until(f"document.querySelector('.tabs [aria-current]')?.textContent === '{tab}'")
-        browser.until("!document.getElementById('panel').textContent.includes('Loading')")
+        browser.open_tab(tab)
         assert browser.run("document.querySelector('#panel > .note.error')") is None
 
 
 def test_a_rollout_is_found_and_read(browser: Browser) -> None:
-    open_run(browser, "tool-use", "Rollouts")
+    browser.open_run("tool-use", "Rollouts")
     browser.shows("1 to 12 of 12 rollouts")
     browser.screenshot(SCREENSHOTS / "rollouts.png")
     browser.type("input[type=number]", "2")
@@ -264,7 +233,7 @@ def test_dark_mode_follows_the_system_and_the_switch(browser: Browser) -> None:
     assert browser.run(back) == "rgb(255, 255, 255)"
     browser.prefer("dark")
     assert browser.run(back) == "rgb(16, 20, 24)"
-    open_run(browser, "tool-use")
+    browser.open_run("tool-use")
     browser.until(DRAWN)
     browser.screenshot(SCREENSHOTS / "curves-dark.png")
     browser.click("#theme")
@@ -280,12 +249,11 @@ def test_every_page_fits_a_phone(browser: Browser) -> None:
     wide = "document.documentElement.scrollWidth > innerWidth"
     assert not browser.run(wide)
     browser.screenshot(SCREENSHOTS / "phone-runs.png")
-    open_run(browser, "tool-use")
+    browser.open_run("tool-use")
     browser.until(DRAWN)
     browser.screenshot(SCREENSHOTS / "phone-curves.png")
     for tab in TABS:
-        browser.click(".tabs a", tab)
-        browser.until("!document.getElementById('panel').textContent.includes('Loading')")
+        browser.open_tab(tab)
         assert not browser.run(wide), tab
 
 
@@ -301,9 +269,7 @@ def test_a_report_needs_no_server(chromium: Browser, runs: Path, tmp_path: Path)
     tabs = chromium.run("[...document.querySelectorAll('.tabs a')].map(e => e.textContent)")
     assert tabs == ["Curves", "Rollouts", "Evaluations", "Fleet", "Events", "Plan", "Recipe"]
     for tab in tabs:
-        chromium.click(".tabs a", tab)
-        chromium.until(f"document.querySelector('.tabs [aria-current]')?.textContent === '{tab}'")
-        chromium.until("!document.getElementById('panel').textContent.includes('Loading')")
+        chromium.open_tab(tab)
         assert chromium.run("document.querySelector('#panel > .note.error')") is None
     chromium.click(".tabs a", "Events")
     chromium.shows(HOSTILE)

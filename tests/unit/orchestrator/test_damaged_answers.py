@@ -245,7 +245,8 @@ class Engine:
         self.gate = GateState()
         self.gate.version = 0
         self.unanswered = 0
-        """Control requests that it will not answer in time."""
+        """Control requests that fail with `error`."""
+        self.error: type[httpx.TransportError] = httpx.ConnectTimeout
         self.ended = 0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -259,7 +260,7 @@ class Engine:
             return httpx.Response(200)
         if self.unanswered:
             self.unanswered -= 1
-            raise httpx.ConnectTimeout("busy", request=request)
+            raise self.error("busy", request=request)
         self.gate.observe(path, request.content, True)
         return httpx.Response(200)
 
@@ -301,9 +302,16 @@ class Loop:
             await asyncio.gather(task, return_exceptions=True)
 
 
+ERRORS = [httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("missed", [1, MISSED_UPDATES - 1])
-async def test_version_is_announced_only_after_an_unresponsive_engine_has_it(tmp_path: Path, missed: int) -> None:
+async def test_version_is_announced_only_after_an_unresponsive_engine_has_it(
+    tmp_path: Path, missed: int, error: type[httpx.TransportError]
+) -> None:
     made = Loop(tmp_path)
+    made.engines["b"].error = error
     async with made.running() as loop:
         await made.begin()
         made.engines["b"].unanswered = missed
@@ -313,8 +321,12 @@ async def test_version_is_announced_only_after_an_unresponsive_engine_has_it(tmp
     assert not made.engines["b"].ended
 
 
-async def test_engine_that_answers_polls_but_no_updates_is_restarted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ERRORS)
+async def test_engine_that_answers_polls_but_no_updates_is_restarted(
+    tmp_path: Path, error: type[httpx.TransportError]
+) -> None:
     made = Loop(tmp_path)
+    made.engines["b"].error = error
     async with made.running() as loop:
         await made.begin()
         made.engines["b"].unanswered = MISSED_UPDATES

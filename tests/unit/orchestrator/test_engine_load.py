@@ -25,6 +25,9 @@ vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30.
 vllm:prompt_tokens_total{engine="0"} 1e+02
 vllm:prompt_tokens_created{engine="0"} 1.7e9
 vllm:external_prefix_cache_hits_total{engine="0"} 4.0
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 20.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 9.0
 vllm:num_requests_running_bucket{le="1"} 9
 other 7
 """
@@ -40,6 +43,8 @@ def test_wanted_values_are_parsed_and_summed() -> None:
         "computed": 70.0,
         "prompted": 100.0,
         "external_hits": 4.0,
+        "drafted": 30.0,
+        "accepted": 20.0,
     }
     assert parse("") == {}
 
@@ -105,6 +110,9 @@ def test_counters_continue_after_a_restart() -> None:
 def test_hit_rates_are_over_the_window() -> None:
     window = LoadWindow()
     for now, hits in ((0, 1000.0), (10, 1030.0)):
-        window.add(now, {"engine-r0-0": sample(prefix_queries=2000.0 + 10 * now, prefix_hits=hits)})
+        counters = sample(
+            prefix_queries=2000.0 + 10 * now, prefix_hits=hits, drafted=40.0 + now, accepted=20 + 0.7 * now
+        )
+        window.add(now, {"engine-r0-0": counters})
     load = window.by_role()["engine"]
-    assert load.prefix_hit_rate == 0.3 and load.external_hit_rate is None
+    assert load.prefix_hit_rate == 0.3 and load.external_hit_rate is None and load.acceptance_rate == 0.7

@@ -157,6 +157,12 @@ async def test_status_tells_unresponsive_engine_from_missing_engine_and_own_dela
         await clients(monkeypatch, gone).status()
     assert not isinstance(error.value, EngineUnresponsiveError)
 
+    def closing(request: httpx.Request) -> httpx.Response:
+        raise httpx.RemoteProtocolError("closed")
+
+    with pytest.raises(EngineUnresponsiveError, match="closed"):
+        await clients(monkeypatch, closing).status()
+
 
 class Machine:
     """Engines of a machine that may be too busy to answer."""

@@ -19,14 +19,15 @@ USED: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {}},
     "router replay": {"router_replay": True},
     "training on images": {"vlm": {}},
+    "logits of another dtype": {"head_dtype": "float32"},
     "logits in chunks": {"memory": {"lm_head_chunk": 64}},
     "offload to host memory": {"memory": {"activation_offload": True}},
 }
 
 
-def texts(family: str, impl: str, vlm: Any = None, **trainer: Any) -> list[str]:
+def texts(family: str, impl: str, vlm: Any = None, head_dtype: str = "model", **trainer: Any) -> list[str]:
     """Return the findings about the model family."""
-    model = {"path": "m", "impl": impl, "vlm": vlm}
+    model = {"path": "m", "impl": impl, "vlm": vlm, "head_dtype": head_dtype}
     recipe = Recipe.model_validate(recipe_data(trainer=trainer) | {"model": model})
     return [finding.text for finding in unsupported(recipe, None, family) if "mplementation" in finding.text]
 

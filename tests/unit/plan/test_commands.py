@@ -102,6 +102,16 @@ def test_expert_parallel_engine_reads_only_its_experts(eplb: bool | None, filter
     assert "--enable-ep-weight-filter" not in engine_command(recipe(), "cuda", "engine", "python").argv
 
 
+@pytest.mark.parametrize(("method", "drafting"), [("ngram", ["engine", "decode"]), ("mtp", list(get_args(EngineRole)))])
+def test_engines_draft_tokens(method: str, drafting: list[EngineRole]) -> None:
+    """NIXL refuses engines of which only one has draft layers."""
+    drafts = recipe(speculative={"method": method, "num_tokens": 3})
+    commands = {role: engine_command(drafts, "cuda", role, "python") for role in get_args(EngineRole)}
+    values = {role: option(commands[role], "--speculative-config") for role in drafting}
+    assert {json.loads(value)["num_speculative_tokens"] for value in values.values()} == {3}
+    assert [role for role, command in commands.items() if "--speculative-config" in command.argv] == drafting
+
+
 def test_start_timeout_of_engines_follows_the_recipe() -> None:
     command = engine_command(recipe(start_timeout_s=7200), "cuda", "engine", "python")
     assert command.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
@@ -153,6 +163,16 @@ def test_extra_options_are_added() -> None:
     assert argv[argv.index("--allowed-origins") + 1] == '["a", "b"]'  # vLLM takes this list as one JSON text
 
 
+def test_options_for_agreement_reach_the_engine() -> None:
+    it = recipe(batch_invariant=True)
+    it = it.model_copy(update={"model": it.model.model_copy(update={"head_dtype": "float32"})})
+    command = engine_command(it, "cuda", "engine", "python")
+    assert json.loads(option(command, "--hf-overrides")) == {"head_dtype": "float32"}
+    assert command.env["VLLM_BATCH_INVARIANT"] == "1"
+    plain = engine_command(recipe(), "cuda", "engine", "python")
+    assert "--hf-overrides" not in plain.argv and "VLLM_BATCH_INVARIANT" not in plain.env
+
+
 def test_extra_compilation_config_adds_to_the_plans() -> None:
     it = recipe(cuda_graphs="FULL", vllm_extra={"compilation_config": {"mode": 0}})
     command = engine_command(it, "cuda", "engine", "python")
@@ -195,6 +215,10 @@ def test_router_over_prefill_and_decode() -> None:
         *("--decode", "http://${addr:d0:http}"),
     )
     assert option(command, "--prefill-policy") == option(command, "--decode-policy") == "power_of_two"
+    router = router.model_copy(update={"decode_policy": "sticky_least_loaded"})
+    command = router_command(recipe(), router, ReplicaEngines(prefill=["p0", "p1"], decode=["d0"]), "router-0")
+    assert option(command, "--prefill-policy") == "power_of_two"
+    assert option(command, "--decode-policy") == "sticky_least_loaded"
     assert option(command, "--max-payload-size") == "7"
 
 

@@ -48,6 +48,10 @@ def inference(**changes: Any) -> dict[str, Any]:
     return {"inference": changes}
 
 
+def speculative(method: str, num_tokens: int = 1) -> dict[str, Any]:
+    return inference(speculative={"method": method, "num_tokens": num_tokens})
+
+
 def trainer(**changes: Any) -> dict[str, Any]:
     return {"trainer": changes}
 
@@ -130,7 +134,26 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(deep_gemm=True), MOE, {"nodes": {"default": {"gres": "gpu:l40s"}}}),
         (inference(deep_gemm=True), MOE, {"nodes": {"default": {"gres": "gpu:b200"}}}),
     ),
+    "batch-invariant-gpu": ((inference(batch_invariant=True), MOE, CPU), (inference(batch_invariant=True), MOE, GPU)),
+    "batch-invariant-dsa": ((inference(batch_invariant=True), GLM, GPU), (inference(batch_invariant=True), MOE, GPU)),
+    "batch-invariant-nccl": (
+        (inference(batch_invariant=True) | {"weights": {"transport": "nccl"}}, MOE, GPU),
+        (inference(batch_invariant=True), MOE, GPU),
+    ),
     "tp-heads": ((inference(parallel={"tp": 8}), "odd heads", GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
+    "speculative-mtp": ((speculative("mtp"), MOE, GPU), (speculative("mtp"), GLM, GPU)),
+    "speculative-mtp-multiple": (
+        (speculative("mtp", 3), "two draft layers", GPU),
+        (speculative("mtp", 4), "two draft layers", GPU),
+    ),
+    "speculative-dbo": (
+        (on(PD, EP, speculative("mtp"), inference(prefill={"dbo": True})), GLM, GPU),
+        (on(PD, EP, speculative("ngram"), inference(prefill={"dbo": True})), GLM, GPU),
+    ),
+    "speculative-async": (
+        (on(speculative("ngram"), inference(vllm_extra={"async-scheduling": True})), MOE, GPU),
+        (on(speculative("mtp"), inference(vllm_extra={"async-scheduling": True})), GLM, GPU),
+    ),
     "tp-latent": ((inference(parallel={"tp": 8}), GLM, GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
     "trainer-compile": (
         (on(trainer(compile=True), model={"dtype": "float32"}), MOE, GPU),
@@ -249,6 +272,8 @@ def shape_of(model: str) -> ModelShape:
     if model == "odd recurrent heads":
         nets = DeltaNets(layers=3, key_heads=4, value_heads=12, key_dim=128, value_dim=128, conv=4)
         return replace(catalog()[MOE].shape, delta_nets=nets)
+    if model == "two draft layers":
+        return replace(catalog()[GLM].shape, draft_layers=2)
     if model == "FP8 blocks":
         return replace(catalog()[MOE].shape, quantization="fp8", fp8_blocks=True)
     return replace(catalog()[DENSE].shape, heads=20) if model == "odd heads" else catalog()[model].shape
@@ -283,6 +308,14 @@ def test_uneven_recurrent_heads_suggest_the_nearest_cp() -> None:
     found = conflicts(context(on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU))
     (text,) = [finding.text for finding in found if "recurrent" in finding.text]
     assert "12 of recurrent layers" in text and text.endswith("cp: 8; nearest: 4")
+
+
+def test_mtp_needs_draft_layers_even_in_a_family_that_has_them() -> None:
+    changed = context(speculative("mtp"), GLM, GPU)
+    found = conflicts(replace(changed, shape=replace(shape_of(GLM), draft_layers=0)))
+    assert [finding.text for finding in found if finding.field == "inference.speculative.method"] == [
+        "mtp needs a checkpoint with draft layers: this model of type glm_moe_dsa has none"
+    ]
 
 
 def test_a_small_recipe_breaks_no_rule() -> None:

@@ -137,7 +137,7 @@ def test_without_engines_there_is_no_store() -> None:
 
 
 def test_a_store_spans_all_inference_nodes_and_every_engine_waits_for_its_own() -> None:
-    offload = {"type": "mooncake", "cpu": {"bytes": 2**40}, "disk": {"path": "/scratch/kv"}}
+    offload = {"type": "mooncake", "cpu": {"bytes": 2**40}, "disk": {"path": "/scratch/kv", "bytes": 2**41}}
     plan = plan_for(disaggregated(2, (1, 1), (1, 1)), {"inference": {"kv_offload": offload}})
     stores = [process for process in plan.processes() if process.role == "store"]
     inference = sorted(node for replica in plan.replicas for node in replica.nodes)
@@ -160,18 +160,22 @@ def test_a_store_spans_all_inference_nodes_and_every_engine_waits_for_its_own() 
     client = plan.process(f"store-{inference[0]}")
     assert client.scratch == ("/scratch/kv/primeslurm-${run_id}-n${node}-${key}",)
     assert client.env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == client.scratch[0]
+    assert client.env["MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE"] == str(2**41)
     assert (option(client, "--protocol"), option(client, "--device_names")) == ("rdma", "${hcas}")
 
 
-@pytest.mark.parametrize("disk", [None, {"path": "/scratch/kv"}])
-def test_native_tiers_are_behind_engines_that_prefill(disk: dict[str, str] | None) -> None:
+@pytest.mark.parametrize("disk", [None, {"path": "/scratch/kv", "bytes": 2**41}])
+def test_native_tiers_are_behind_engines_that_prefill(disk: dict[str, Any] | None) -> None:
     offload = {"type": "native", "cpu": {"bytes": 2**40}} | ({"disk": disk} if disk else {})
     plan = plan_for(disaggregated(), {"inference": {"kv_offload": offload}})
     for engine in engines(plan, "prefill"):
         transfer = json.loads(option(engine, "--kv-transfer-config") or "")
         tiers = transfer["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]
         assert tiers["cpu_bytes_to_use"] == 2**40 and transfer["kv_load_failure_policy"] == "recompute"
-        assert [tier["root_dir"] for tier in tiers.get("secondary_tiers", [])] == list(engine.scratch)
+        secondary = tiers.get("secondary_tiers", [])
+        # Engines of a node share the scratch directory, so each has a directory of its own in it.
+        assert [tier["root_dir"] for tier in secondary] == [f"{path}/${{port:http}}" for path in engine.scratch]
+        assert [tier["max_bytes"] for tier in secondary] == ([2**41] if disk else [])
         assert bool(engine.scratch) == (disk is not None)
     for engine in engines(plan, "decode"):
         assert json.loads(option(engine, "--kv-transfer-config") or "")["kv_connector"] == "NixlConnector"
@@ -251,7 +255,11 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
 def test_every_combination_has_distinct_ports_known_placeholders_and_liveness_checks(
     router: str, offload: str | None, wide: bool, replicas: int, tp: int
 ) -> None:
-    tiers = {"kv_offload": {"type": offload, "cpu": {"bytes": 2**30}, "disk": {"path": "/d"}}} if offload else {}
+    tiers = (
+        {"kv_offload": {"type": offload, "cpu": {"bytes": 2**30}, "disk": {"path": "/d", "bytes": 2**31}}}
+        if offload
+        else {}
+    )
     inference = {"expert_parallel": wide, "parallel": {"tp": tp}, **tiers}
     plan = serve({"type": router}, disaggregated(replicas), {"inference": inference})
     for node in plan.nodes:
@@ -273,6 +281,10 @@ def test_a_policy_between_two_needs_two_engines_of_each_role() -> None:
     with pytest.raises(UsageError, match="a replica has only one of role prefill"):
         plan_for(disaggregated(decode=(2, 1)), two)
     plan_for(disaggregated(prefill=(2, 1), decode=(2, 1)), two)
+    two["inference"]["router"] = {"type": "vllm-router", "decode_policy": "power_of_two"}
+    with pytest.raises(UsageError, match=r"(?s)router.decode_policy.*only one of role decode"):
+        plan_for(disaggregated(prefill=(1, 1), decode=(1, 1)), two)
+    plan_for(disaggregated(prefill=(1, 1), decode=(2, 1)), two)
 
 
 @pytest.mark.parametrize(

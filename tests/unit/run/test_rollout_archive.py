@@ -17,6 +17,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.transcripts import Credited, Transcript
 from primeslurm.records import rollout_files
+from primeslurm.records.events.training import CheckpointLoaded, StepTrained
 from primeslurm.records.rollout_files import FileName
 from primeslurm.records.rollouts import Message, MessageSpan, RolloutSummary, ToolCall
 from primeslurm.run.rollouts import spooled
@@ -58,6 +59,7 @@ def write(run: Path, step: int, numbers: range, kind: str = "batch") -> Path:
     """Write a file of the archive with one rollout per number, and return its path."""
     credit = Credited(rollout(0).mask, np.full(8, 0.25, np.float32))
     facts = {"state": "trained" if kind == "batch" else "evaluated", "step": step, "evaluation": kind != "batch"}
+    facts["attempt"] = 1
     stored = [transcripts.stored([rollout(n, n / 10, f"e-{step:08d}")], facts, [credit]) for n in numbers]
     path = run / rollout_files.DIRECTORY / str(FileName(step, 1, kind, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +76,7 @@ def test_archived_rollout_is_read_as_it_was(tmp_path: Path) -> None:
         environment="e",
         state="trained",
         step=6,
+        attempt=1,
         agents=["agent"],
         reward=0.2,
         reward_parts={"right": 0.2},
@@ -121,6 +124,26 @@ def test_log_probabilities_of_all_trainer_ranks_are_shown(tmp_path: Path) -> Non
     rollout_files.logprobs_path(tmp_path, 6, 2, 0).write_bytes(rollout_files.encode_logprobs([(5, [3], [-7.0])]))
     rollout_files.logprobs_path(tmp_path, 7, 1, 0).write_bytes(rollout_files.encode_logprobs([(5, [3], [-7.0])]))
     assert shown() == [None, None, None, -0.5, -0.25, None, None, -1.0]
+
+
+def test_batch_of_an_untrained_step_is_batched(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step, range(1))
+    archive, journal = RolloutArchive(tmp_path), tmp_path / "attempts" / "1" / "events" / "trainer-rank-0.jsonl"
+
+    def states() -> list[str]:
+        page = archive.page()
+        assert [archive.get(each.id).summary for each in page.rollouts] == page.rollouts
+        assert [each.summary for each in archive.transcripts()] == page.rollouts
+        assert RolloutArchive(tmp_path).fresh() == page.rollouts[::-1]
+        return [each.state for each in page.rollouts]
+
+    assert states() == ["trained", "trained"], "nothing says what was trained"
+    journal.parent.mkdir(parents=True)
+    assert states() == ["batched", "batched"]
+    events = (CheckpointLoaded(step=0), StepTrained(step=1, time=1.0))
+    journal.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    assert states() == ["batched", "trained"]
 
 
 def test_pages_follow_the_steps(tmp_path: Path) -> None:
@@ -226,7 +249,7 @@ def test_spooled_rollouts_are_listed_once(tmp_path: Path) -> None:
     page = archive.page()
     assert {each.id: (each.advantage, each.attempt) for each in page.rollouts} == {
         "e-00000006/9-abc9": (None, 2),
-        "e-00000006/0-abc0": (0.25, 0),
+        "e-00000006/0-abc0": (0.25, 1),
     }
     spool.delete(["e-00000006"])
     assert archive.page().total == 1

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.api.submission import require_cluster
+from primeslurm.api.testbed import default_directory
 from primeslurm.base.errors import ClusterError
 from primeslurm.slurm.client import JobComponent, SlurmClient, parse_job, parse_sacct
-from primeslurm.slurm.executor import submit
+from primeslurm.slurm.executor import submit, write_pickle
+from primeslurm.slurm.render import submitit_folder
 from tests.support.slurm_plans import group, plan
 
 HET = """\
@@ -97,6 +100,25 @@ def test_a_job_for_a_cluster_that_is_gone_is_refused_before_sbatch_waits(tmp_pat
     conf = str(tmp_path / "slurm.conf")
     with pytest.raises(ClusterError, match="does not exist; is the cluster up"):
         submit(plan(tmp_path, group(0, "train")), lambda: None, tmp_path / "job.sbatch", conf, "w")
+
+
+def test_pickle_of_an_ended_job_with_the_same_number_is_removed(tmp_path: Path) -> None:
+    """A new embedded cluster counts jobs from 1 again."""
+    job = plan(tmp_path, group(0, "train"))
+    write_pickle(job, lambda: None, "w1")
+    ended = submitit_folder(job) / "1_submitted.pkl"
+    ended.write_bytes(b"old")
+    write_pickle(job, lambda: None, "w2")
+    assert {path.name for path in ended.parent.iterdir()} == {"w1.pkl", "w2.pkl"}
+
+
+def test_resume_says_how_to_start_its_embedded_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job = plan(tmp_path, group(0, "control"), group(1, "train", 2, gpus=8))
+    with pytest.raises(ClusterError, match=r"cluster up --name emulate-x --nodes 2 --control-nodes 1` starts it"):
+        require_cluster(job, str(default_directory("emulate-x") / "slurm.conf"))
+    with pytest.raises(ClusterError, match=r"is the cluster up\?$"):
+        require_cluster(job, str(tmp_path / "slurm.conf"))
 
 
 def test_words_in_any_encoding_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
