@@ -13,7 +13,8 @@ from primeslurm.base import units
 from primeslurm.models.registry import family_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
-from primeslurm.plan.commands.engine import START_S, settings_of
+from primeslurm.plan.commands.engine import settings_of
+from primeslurm.plan.commands.engine_defaults import START_S
 from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.memory.estimate import STORED_BYTES
 from primeslurm.plan.memory.parameters import count

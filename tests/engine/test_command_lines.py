@@ -11,6 +11,7 @@ import pytest
 from primeslurm.models import families
 from primeslurm.plan.commands.command import Device, EngineRole, long_options
 from primeslurm.plan.commands.engine import DataParallel
+from primeslurm.plan.commands.engine_defaults import BATCHES, ENVIRONMENT, OPTIONS
 from primeslurm.plan.memory.engine import PROMPT_TOKENS
 from primeslurm.recipe.reading.recipe_files import read_recipe
 from primeslurm.recipe.rules import engine_options
@@ -79,6 +80,23 @@ def test_vllm_knows_the_options_and_variables_of_ready_recipes(path: Path) -> No
         args = parser.parse_args([re.sub(r"\$\{[^}]+\}", "1", part) for part in command.argv[3:]])
         assert args.max_model_len == recipe.max_len, role
         assert {name for name in command.env if name.startswith("VLLM_")} <= envs.environment_variables.keys(), role
+
+
+def test_table_of_defaults_names_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    defaults = {each.name: parser.get_default(each.name) for each in (*OPTIONS, *BATCHES)}
+    for name in (each.name for each in ENVIRONMENT if each.name.startswith("VLLM_")):
+        monkeypatch.delenv(name, raising=False)
+        value = envs.environment_variables[name]()
+        defaults[name] = int(value) if isinstance(value, bool) else value
+    for each in (each for each in (*OPTIONS, *BATCHES, *ENVIRONMENT) if each.name in defaults):
+        value = defaults[each.name]
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        assert each.default.partition(" ")[0] == text, each.name
 
 
 def test_vllm_keeps_the_trainers_full_precision_weights(model: Path) -> None:
