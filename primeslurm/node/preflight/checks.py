@@ -143,11 +143,9 @@ def rdma_checks(gpu_initiated: bool, root: Path = Path("/")) -> list[PreflightCh
     if "Open Kernel Module" not in version and not (root / "sys/module/nvidia_peermem").is_dir():
         text = "NICs cannot read GPU memory: nvidia_peermem is not loaded, and the driver is not the open one"
         findings.append(PreflightCheck("gpu rdma", "warning", text, "`modprobe nvidia_peermem` as root"))
-    if gpu_initiated and not re.search(r"PeerMappingOverride=1", params) and not (root / "dev/gdrdrv").exists():
+    if gpu_initiated and "PeerMappingOverride=1" not in params and not (root / "dev/gdrdrv").exists():
         text = "DeepEP between nodes needs IBGDA, and the driver has neither PeerMappingOverride=1 nor GDRCopy"
-        fix = (
-            'NVreg_RegistryDwords="PeerMappingOverride=1;" and NVreg_EnableStreamMemOPs=1 for nvidia.ko, or load gdrdrv'
-        )
+        fix = 'load gdrdrv, or nvidia with NVreg_RegistryDwords="PeerMappingOverride=1;" NVreg_EnableStreamMemOPs=1'
         findings.append(PreflightCheck("ibgda", "warning", text, fix))
     return findings
 

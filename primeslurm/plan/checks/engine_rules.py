@@ -165,6 +165,11 @@ def _quantised_twice(context: RuleContext) -> str:
     return f"the checkpoint is already {stored}" if stored and context.recipe.inference.quantization else ""
 
 
+def _engine_model(context: RuleContext) -> str:
+    inference = context.recipe.inference
+    return "quantization is not set" if inference.model and inference.quantization is None else ""
+
+
 def _deep_gemm_fp8(context: RuleContext) -> str:
     stored = context.shape.quantization if context.shape else None
     fp8 = context.recipe.inference.quantization == "fp8" or stored == "fp8"
@@ -289,6 +294,8 @@ ENGINE_RULES = (
          "remove it", "vLLM 0.32"),
     Rule("quantised-twice", "error", "inference.quantization", "A quantised checkpoint must not be quantised again",
          _quantised_twice, "remove it", "vLLM 0.32"),
+    Rule("engine-model", "error", "inference.model", "The engines' own checkpoint must be in FP8", _engine_model,
+         "set inference.quantization: fp8, or remove model", "vLLM 0.32"),
     Rule("deep-gemm-fp8", "warning", "inference.deep_gemm", "deep_gemm has an effect with FP8 only", _deep_gemm_fp8,
          "set quantization: fp8", "DeepGEMM README"),
     Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer",

@@ -112,7 +112,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options: dict[str, object] = {
         "host": "${host}",
         "port": "${port:http}",
-        "model": recipe.model.path,
+        "model": recipe.inference.model or recipe.model.path,
         "served_model_name": SERVED_MODEL,
         "dtype": recipe.model.dtype,
         "max_model_len": recipe.max_len,
@@ -171,11 +171,12 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
     inference = recipe.inference
     family_parsers = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
     tool_call = inference.tool_call_parser or family_parsers.tool_call
+    quantization = inference.quantization if inference.model is None else None  # else vLLM reads it from the checkpoint
     options: dict[str, object] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "quantization": QUANTIZATION[inference.quantization] if inference.quantization else None,
-        "quantization_config": {"ignore": UNQUANTISED} if inference.quantization else None,
+        "quantization": QUANTIZATION[quantization] if quantization else None,
+        "quantization_config": {"ignore": UNQUANTISED} if quantization else None,
         "kv_cache_dtype": None if inference.kv_cache_dtype == "auto" else inference.kv_cache_dtype,
         "enable_return_routed_experts": recipe.trainer.router_replay or None,
         "tool_call_parser": tool_call,

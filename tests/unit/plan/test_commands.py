@@ -220,6 +220,12 @@ def test_extra_compilation_config_adds_to_the_plans() -> None:
     assert json.loads(option(command, "--compilation-config")) == {"cudagraph_mode": "FULL", "mode": 0}
 
 
+def test_engines_with_their_own_checkpoint_quantise_nothing() -> None:
+    command = engine_command(recipe(quantization="fp8", model="/models/fp8"), "cuda", "engine", "python")
+    assert option(command, "--model") == "/models/fp8" and "--quantization" not in command.argv
+    assert "--quantization" in engine_command(recipe(quantization="fp8"), "cuda", "engine", "python").argv
+
+
 def test_engines_use_the_scales_of_an_fp8_trainer() -> None:
     it = recipe(quantization="fp8")
     assert "VLLM_USE_DEEP_GEMM_E8M0" not in engine_command(it, "cuda", "engine", "python").env

@@ -135,6 +135,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(quantization="fp8"), MOE, {"nodes": {"default": {"gpu": "h100"}}}),
     ),
     "quantised-twice": ((inference(quantization="fp8"), "FP8 blocks", GPU), (inference(quantization="fp8"), OSS, GPU)),
+    "engine-model": (
+        (inference(model="m/fp8"), MOE, GPU),
+        (inference(model="m/fp8", quantization="fp8"), MOE, GPU),
+    ),
     "deep-gemm-fp8": (
         (inference(deep_gemm=True), MOE, GPU),
         (inference(deep_gemm=True, quantization="fp8"), MOE, GPU),
