@@ -54,6 +54,8 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
     """Return an embedded cluster with exactly the nodes of the recipe. Raises UsageError."""
     spec = _spec(recipe.name)
     requests = resource_requests(recipe, site_of(spec))
+    if recipe.deployment.layout == "one_node":
+        requests = requests[:1]  # all roles share the node of the first one
     without = sum(request.nodes + request.spares for request in requests if request.role in WITHOUT_GPUS)
     total = sum(request.nodes + request.spares for request in requests)
     sized = replace(spec, nodes=total - without, control_nodes=without, merge_pages=page_merging.are_merged())

@@ -96,7 +96,7 @@ def test_valid_recipe_may_be_blocked(place: Path) -> None:
 def test_errors_of_recipe_and_site_are_raised_together(place: Path) -> None:
     with pytest.raises(primeslurm.UsageError) as refused:
         primeslurm.load("r.yaml", site="nowhere.yaml", overrides={"max_steps": 0})
-    assert [violation.field for violation in refused.value.violations] == ["max_steps", "nowhere.yaml"]
+    assert [violation.field for violation in refused.value.violations] == ["max_steps", "--site"]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from primeslurm.api.recipes import emulation
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.reading.recipe_files import find_recipe, load_recipe
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec, LoopbackPlace, is_name
 
@@ -29,6 +30,12 @@ def test_no_two_runs_share_a_cluster() -> None:
     names = [emulation.cluster_for(Recipe.model_validate({"name": run, **FIELDS})).name for run in runs]
     assert len(set(names)) == len(runs) and all(map(is_name, names))
     assert names[0] == "emulate-try-1"
+
+
+def test_run_on_one_node_gets_a_cluster_of_one_node() -> None:
+    source = find_recipe(Path("qwen3_8b_single_node"))
+    spec = emulation.cluster_for(emulation.for_emulation(load_recipe(source)))
+    assert (spec.nodes, spec.control_nodes) == (1, 0)
 
 
 def test_emulation_needs_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

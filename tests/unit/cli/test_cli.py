@@ -171,7 +171,7 @@ BAD = [
     (
         {"max_steps": 0, "model": {"path": "./none"}},
         ("--site", "nowhere.yaml"),
-        "error: 2 problems\n  max_steps = 0: must be greater than 0 (nearest: 1)\n  nowhere.yaml: cannot be read",
+        "error: 2 problems\n  max_steps = 0: must be greater than 0 (nearest: 1)\n  --site = nowhere.yaml: ",
     ),
 ]
 
