@@ -48,6 +48,7 @@ def register() -> None:
         authenticated_store.use()
         encrypted_sockets.use()
         patches.load_plugins_early(sys.argv)
+    patches.wait_for_late_ranks()
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True
