@@ -66,9 +66,10 @@ def decode(**changes: Any) -> dict[str, Any]:
 
 # rule: (what breaks it, what keeps it), each (recipe changes, model, site changes)
 EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict[str, Any], str, dict[str, Any]]]] = {
-    "replay-disaggregated": ((on(REPLAY, PD), MOE, GPU), (REPLAY, MOE, GPU)),
-    "replay-offload": ((on(REPLAY, MOONCAKE), MOE, GPU), (MOONCAKE, MOE, GPU)),
-    "replay-llm-d": ((on(REPLAY, inference(router={"type": "llm-d"})), MOE, GPU), (REPLAY, MOE, GPU)),
+    "replay-llm-d": (
+        (on(REPLAY, inference(router={"type": "llm-d"})), MOE, GPU),
+        (on(REPLAY, PD, MOONCAKE), MOE, GPU),
+    ),
     "replay-dense": ((REPLAY, DENSE, GPU), (REPLAY, MOE, GPU)),
     "replay-workers": (
         (on(REPLAY, seq_len=32768), MOE, GPU),
@@ -336,8 +337,9 @@ def test_a_small_recipe_breaks_no_rule() -> None:
 
 
 def test_all_conflicts_are_reported_in_one_pass() -> None:
-    changes = on(REPLAY, PD, MOONCAKE, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
-    assert {"replay-disaggregated", "replay-offload", "lora-files"} <= broken(changes, MOE, GPU)
+    llmd = inference(router={"type": "llm-d"})
+    changes = on(REPLAY, PD, MOONCAKE, llmd, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
+    assert {"replay-llm-d", "replay-dense", "lora-files"} <= broken(changes, DENSE, GPU)
 
 
 def test_engine_rules_do_not_apply_to_sft() -> None:
