@@ -104,8 +104,7 @@ def check_learning(run: RunDirectory, steps: int) -> None:
     assert [row["step"] for row in table] == list(range(1, steps + 1))
     rewards = [row["reward/mean"] for row in table]
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-    # Usual are 0.3 to 0.5. Asynchronous runs differ, and without learning the difference is within 0.1.
-    assert last - first >= 0.2, f"reward {first:.3f} -> {last:.3f}"
+    assert last - first >= 0.3, f"reward {first:.3f} -> {last:.3f}"
     check_staleness(table, 2)
     for row in table:
         assert row.get("trainer/mismatch_kl", 0.0) < 1e-3, row
