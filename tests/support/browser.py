@@ -25,7 +25,7 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium here (scripts/test_programs.sh installs it in CI)"
 )
 SCREENSHOTS = Path(ROOT, "build", "screenshots")
-# Whether at least twelve charts are visible and all of them have pixels.
+# True if at least twelve charts are visible and all have pixels.
 DRAWN = """(all => all.length >= 12 && all.every(chart => {
   const copy = new OffscreenCanvas(chart.width, chart.height).getContext('2d', {willReadFrequently: true});
   copy.drawImage(chart, 0, 0);

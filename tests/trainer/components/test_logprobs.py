@@ -80,7 +80,7 @@ def test_bfloat16_chunks_round_like_whole_logits() -> None:
 
 @pytest.mark.parametrize("chunk", [7, None])
 def test_float32_logits_are_those_of_a_float32_model(chunk: int | None) -> None:
-    """Of bfloat16 hidden states and weight, logits are not rounded; gradients are rounded once."""
+    """Logits from bfloat16 inputs stay float32. Their gradients are rounded once."""
     expected = scores(chunk, torch.bfloat16, exact=True)
     wide = scores(chunk, torch.bfloat16, logits=torch.float32)
     for mine, other in zip(wide[:2], expected[:2], strict=True):

@@ -104,7 +104,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(template: Path, runs: Path, client: TestClient) -> Callable[[str, Callable[[bytes], bytes]], Path]:
-    """Make the run `r` anew, with one damaged file."""
+    """Create the run `r` with one damaged file."""
 
     def damage(name: str, change: Callable[[bytes], bytes]) -> Path:
         shutil.rmtree(runs / "r")
@@ -117,7 +117,7 @@ def damaged(template: Path, runs: Path, client: TestClient) -> Callable[[str, Ca
 
 
 def files_of(run: Path) -> list[str]:
-    """Return the files of a run of which each kind of reader reads at least one."""
+    """Return files of a run. Each kind of reader reads at least one of them."""
     names = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
     skipped = re.compile(r"attempts/1/|logs/(?!trainer)|agents/1|step-0000[01]0/s|0000000[13]-")
     return sorted(name for name in names if not skipped.search(name))

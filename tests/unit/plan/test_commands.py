@@ -104,7 +104,7 @@ def test_expert_parallel_engine_reads_only_its_experts(eplb: bool | None, filter
 
 @pytest.mark.parametrize(("method", "drafting"), [("ngram", ["engine", "decode"]), ("mtp", list(get_args(EngineRole)))])
 def test_engines_draft_tokens(method: str, drafting: list[EngineRole]) -> None:
-    """NIXL refuses engines of which only one has draft layers."""
+    """NIXL refuses a pair of engines if only one has draft layers."""
     drafts = recipe(speculative={"method": method, "num_tokens": 3})
     commands = {role: engine_command(drafts, "cuda", role, "python") for role in get_args(EngineRole)}
     values = {role: option(commands[role], "--speculative-config") for role in drafting}
