@@ -155,7 +155,7 @@ def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
 
 
 def require_cluster(plan: Plan, slurm_conf: str | None) -> None:
-    """Raise ClusterError if a run's Slurm configuration is missing. The message says how to restart an embedded cluster."""
+    """Raise ClusterError if a run's Slurm configuration is missing, with the command that restarts the cluster."""
     from primeslurm.api.testbed import default_directory
 
     try:
