@@ -43,7 +43,7 @@ run() {
   # The tests of single modules already measure what whole runs execute.
   [[ $1 != runs ]] || python=(env -u COVERAGE_PROCESS_START python)
   read -ra paths <<<"${groups[$1]}"
-  timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-90m}" \
+  timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-40m}" \
     "${python[@]}" -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${paths[@]}"
 }
 
@@ -64,8 +64,11 @@ reap() {
   group=${running[$pid]}
   unset "running[$pid]"
   [[ $group == clusters || $group == emulated ]] || computing=$((computing - 1))
-  ((code == 0)) || failed+=("$group")
   echo "$group ended with $code after $SECONDS s"
+  if ((code)); then
+    failed+=("$group")
+    tail -n 200 "build/$group.log" # now, because a later group may hang
+  fi
 }
 
 # Tests of clusters mostly wait for Slurm and for timeouts, so they run beside the others. Of the others one runs per
