@@ -42,7 +42,6 @@ ONE_GPU = {
     "deployment.inference.decode.gpus_per_node": 1,
     "inference.prefill.all2all": "allgather_reducescatter",  # DeepEP needs whole nodes
     "inference.decode.all2all": "allgather_reducescatter",
-    "inference.prefill.dbo": "false",
 }
 KSM = Path("/sys/kernel/mm/ksm")
 # At the kernel's default pace, merging the memory of a hundred processes would take minutes.

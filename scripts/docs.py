@@ -7,6 +7,7 @@ from pathlib import Path
 
 from primeslurm.models import GENERIC, Capabilities, bundled, model_types
 from primeslurm.plan.checks.compatibility import GROUPS
+from primeslurm.plan.commands.engine_defaults import BATCHES, ENVIRONMENT, NIXL, OPTIONS
 from primeslurm.recipe import Recipe, Site
 from scripts.cli_reference import cli_reference
 from scripts.generated import write_or_check
@@ -48,7 +49,15 @@ model. It excludes models with Mamba or linear attention layers, because their s
 documents. To train such a model on images, the model must [read images as Qwen2-VL
 does](../how-to/data.md#images).
 """
+    defaults = f"""# Engine defaults
+
+This page lists the options and environment variables of vLLM engines that a plan sets to other values than vLLM does,
+and why. A recipe overrides each of them with its own field, `env` or `vllm_extra`; `primeslurm plan RECIPE` shows the
+values of a run.
+
+{_defaults()}"""
     texts = {"recipe.md": recipe, "site.md": site, "compatibility.md": compatibility, "cli.md": cli_reference()}
+    texts["engine-defaults.md"] = defaults
     return {REFERENCE / name: text.rstrip() + "\n" for name, text in texts.items()}
 
 
@@ -58,6 +67,13 @@ def _rules() -> str:
         lines += [f"## {title}", "", "| rule | field | level | what to do | source |", "|---|---|---|---|---|"]
         lines += [f"| {r.rule} | `{r.field}` | {r.level} | {r.fix} | {r.source} |" for r in rules]
         lines.append("")
+    return "\n".join(lines)
+
+
+def _defaults() -> str:
+    lines = ["| option or variable | ours | default otherwise | why |", "|---|---|---|---|"]
+    rows = (*OPTIONS, *BATCHES, *NIXL, *ENVIRONMENT)
+    lines += [f"| `{row.name}` | {row.ours} | {row.default} | {row.why} |" for row in rows]
     return "\n".join(lines)
 
 

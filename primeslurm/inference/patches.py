@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import multiprocessing.connection
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -59,6 +61,34 @@ def pause_with_kept_blocks() -> None:
         return bool(step(core))
 
     EngineCoreProc._process_engine_step = process_engine_step
+
+
+def wait_for_late_ranks() -> None:
+    """Let a data-parallel rank wait for the others as long as an engine may take to start."""
+    # vLLM waits five minutes for the address of rank 0, and two for the process that coordinates the ranks. Both import
+    # vLLM first, which takes longer than that on a slow file system.
+    from vllm import envs
+    from vllm.v1.engine import coordinator, core
+
+    if not hasattr(core, "HANDSHAKE_TIMEOUT_MINS"):
+        raise changed_code_error("core.HANDSHAKE_TIMEOUT_MINS is missing")
+    core.HANDSHAKE_TIMEOUT_MINS = max(core.HANDSHAKE_TIMEOUT_MINS, math.ceil(envs.VLLM_ENGINE_READY_TIMEOUT_S / 60))
+    expect(coordinator.DPCoordinator, "_wait_for_zmq_addrs", ["self", "zmq_addr_pipe"])
+    coordinator.DPCoordinator._wait_for_zmq_addrs = coordinator_addresses
+
+
+def coordinator_addresses(coordinator: Any, zmq_addr_pipe: Any) -> Any:
+    """Return the addresses that the coordinator process sends. Raise RuntimeError if it ends or sends none in time."""
+    from vllm import envs
+
+    with zmq_addr_pipe:
+        timeout_s = envs.VLLM_ENGINE_READY_TIMEOUT_S
+        if not multiprocessing.connection.wait([zmq_addr_pipe, coordinator.proc.sentinel], timeout=timeout_s):
+            raise RuntimeError(f"the coordinator of the data-parallel ranks is not ready after {timeout_s} s")
+        try:
+            return zmq_addr_pipe.recv()
+        except EOFError:
+            raise RuntimeError("the coordinator of the data-parallel ranks ended while it started") from None
 
 
 def load_plugins_early(argv: Sequence[str]) -> None:

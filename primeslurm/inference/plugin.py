@@ -34,7 +34,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import authenticated_store, encrypted_sockets, patches
+    from primeslurm.inference import authenticated_store, encrypted_sockets, patches, routed_experts
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
@@ -42,10 +42,13 @@ def register() -> None:
         importlib.import_module("primeslurm.testbed.cpu_engine.patches").apply()
     layerwise.load_selection_bias()
     patches.pause_with_kept_blocks()
+    if routed_experts.REPLAY_OPTION in sys.argv:
+        routed_experts.apply()
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one
         authenticated_store.use()
         encrypted_sockets.use()
         patches.load_plugins_early(sys.argv)
+    patches.wait_for_late_ranks()
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True

@@ -13,7 +13,8 @@ from primeslurm.base import units
 from primeslurm.models.registry import family_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
-from primeslurm.plan.commands.engine import START_S, settings_of
+from primeslurm.plan.commands.engine import settings_of
+from primeslurm.plan.commands.engine_defaults import START_S
 from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.memory.estimate import STORED_BYTES
 from primeslurm.plan.memory.parameters import count
@@ -131,12 +132,13 @@ def _read(
         stacked = family is not None and family.traits.expert_stacks  # vLLM reads stacks of experts as a whole
         # With EPLB an engine may get any expert, and reads all of them.
         filtered = not stacked and not settings_of(recipe, ENGINE_ROLES[request.role]).eplb
-        yield request.gpus // tp * _stored(recipe, shape, min(1.0, tp / spread) if filtered else 1.0)
+        fp8 = recipe.inference.model is not None
+        yield request.gpus // tp * _stored(recipe, shape, min(1.0, tp / spread) if filtered else 1.0, fp8=fp8)
 
 
-def _stored(recipe: Recipe, shape: ModelShape | None, share: float) -> float:
+def _stored(recipe: Recipe, shape: ModelShape | None, share: float, *, fp8: bool = False) -> float:
     if shape is None:
         return 0.0
     parameters = count(shape)
-    element = STORED_BYTES.get(shape.quantization or "", 2 if recipe.model.dtype == "bfloat16" else 4)
+    element = STORED_BYTES.get("fp8" if fp8 else shape.quantization or "", 2 if recipe.model.dtype == "bfloat16" else 4)
     return element * (parameters.total - parameters.experts * (1 - share))

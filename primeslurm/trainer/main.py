@@ -31,7 +31,7 @@ from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.collective_sender import CollectiveTransfer, Sender
 from primeslurm.trainer.weight_transfer.filesystem_sender import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights import model_directory
-from primeslurm.trainer.weights.export import published
+from primeslurm.trainer.weights.export import published, stored_by_engines
 from primeslurm.wire import exit_codes
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 
@@ -82,7 +82,7 @@ def _task(
     meter = FlopsMeter.of(policy, model_directory.load_config(policy.source), recipe, world)
     kept = KeptLogprobs(run_dir, attempt, world.rank) if recipe.task == "rl" else None
     train_step = TrainStep(policy, recipe, world, reader, kept=kept, meter=meter)
-    encoding = published(recipe, policy.stored_fp8)
+    encoding = published(recipe, stored_by_engines(recipe, policy.stored_fp8, world))
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
     if recipe.task == "rl":

@@ -10,6 +10,8 @@ import pytest
 
 from primeslurm.models import families
 from primeslurm.plan.commands.command import Device, EngineRole, long_options
+from primeslurm.plan.commands.engine import DataParallel
+from primeslurm.plan.commands.engine_defaults import BATCHES, ENVIRONMENT, OPTIONS
 from primeslurm.plan.memory.engine import PROMPT_TOKENS
 from primeslurm.recipe.reading.recipe_files import read_recipe
 from primeslurm.recipe.rules import engine_options
@@ -18,7 +20,8 @@ from tests.support.engine_commands import engine_command
 from tests.support.processes import fill
 
 pytestmark = pytest.mark.engine
-READY = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+ROOT = Path(__file__).resolve().parents[2]
+READY = sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -65,16 +68,35 @@ def test_vllm_and_the_check_agree_on_values() -> None:
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
-def test_vllm_parses_the_options_of_ready_recipes(path: Path) -> None:
+def test_vllm_knows_the_options_and_variables_of_ready_recipes(path: Path) -> None:
+    from vllm import envs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     recipe, parser = read_recipe(path, []).valid_value(), make_arg_parser(FlexibleArgumentParser())
     roles: tuple[EngineRole, ...] = ("engine", "prefill", "decode")
     for role in roles:
-        argv = engine_command(recipe, "cuda", role, "python").argv[3:]
-        args = parser.parse_args([re.sub(r"\$\{[^}]+\}", "1", part) for part in argv])
+        command = engine_command(recipe, "cuda", role, "python", DataParallel(size=2, rank=1, head="engine-0"))
+        args = parser.parse_args([re.sub(r"\$\{[^}]+\}", "1", part) for part in command.argv[3:]])
         assert args.max_model_len == recipe.max_len, role
+        assert {name for name in command.env if name.startswith("VLLM_")} <= envs.environment_variables.keys(), role
+
+
+def test_table_of_defaults_names_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    defaults = {each.name: parser.get_default(each.name) for each in (*OPTIONS, *BATCHES)}
+    for name in (each.name for each in ENVIRONMENT if each.name.startswith("VLLM_")):
+        monkeypatch.delenv(name, raising=False)
+        value = envs.environment_variables[name]()
+        defaults[name] = int(value) if isinstance(value, bool) else value
+    for each in (each for each in (*OPTIONS, *BATCHES, *ENVIRONMENT) if each.name in defaults):
+        value = defaults[each.name]
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        assert each.default.partition(" ")[0] == text, each.name
 
 
 def test_vllm_keeps_the_trainers_full_precision_weights(model: Path) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from primeslurm.base import compiled_code
-from primeslurm.inference.patches import expect
+from primeslurm.inference.patches import coordinator_addresses, expect
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.testbed.cpu_engine import patches
 from tests.engine.conftest import ConnectEngine, tiny_recipe
@@ -52,6 +52,34 @@ def test_engine_caches_compiled_code_in_the_planned_directory(tmp_path: Path) ->
         run, env=variables | {compiled_code.VARIABLE: str(tmp_path)}, text=True, timeout=600
     )
     assert Path(output.split()[-1]).is_relative_to(tmp_path)
+
+
+def test_ranks_wait_for_late_ones_until_the_start_timeout() -> None:
+    code = """if True:
+        from vllm import plugins
+        from vllm.v1.engine import coordinator, core
+        plugins.load_general_plugins()
+        print(core.HANDSHAKE_TIMEOUT_MINS, coordinator.DPCoordinator._wait_for_zmq_addrs.__name__)
+    """
+    variables = os.environ | {"VLLM_ENGINE_READY_TIMEOUT_S": "7201"}
+    output = subprocess.check_output([sys.executable, "-c", code], env=variables, text=True, timeout=600)
+    assert output.split()[-2:] == ["121", "coordinator_addresses"]
+
+
+def test_addresses_of_a_coordinator_or_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentinel, _alive = mp.Pipe()
+    child = SimpleNamespace(proc=SimpleNamespace(sentinel=sentinel))
+    received, sent = mp.Pipe(duplex=False)
+    sent.send(("a", "b", "c"))
+    assert coordinator_addresses(child, received) == ("a", "b", "c") and received.closed
+    received, sent = mp.Pipe(duplex=False)
+    sent.close()
+    with pytest.raises(RuntimeError, match="ended while it started"):
+        coordinator_addresses(child, received)
+    received, sent = mp.Pipe(duplex=False)
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "0")
+    with pytest.raises(RuntimeError, match="not ready after 0 s"):
+        coordinator_addresses(child, received)
 
 
 def test_patch_refuses_a_changed_vllm() -> None:

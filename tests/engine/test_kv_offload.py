@@ -17,7 +17,9 @@ from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import Command, EngineRole
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
-from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine, tiny_recipe
+from primeslurm.wire.batches.routed_experts import from_npy
+from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe
+from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, generate_with_retries, metric, tokens
 from tests.support.processes import HOST, EngineForks, Server, start_process
 
@@ -31,14 +33,21 @@ MOONCAKE = {"type": "mooncake", "cpu": {"bytes": 2**26}}
 PROMPTS = [[2 + (i * k) % 40 for i in range(321)] for k in (1, 3, 7, 9)]
 
 
-def small_engine(model: Path, role: EngineRole = "engine", **inference: Any) -> Command:
+def small_engine(model: Path, role: EngineRole = "engine", replay: bool = False, **inference: Any) -> Command:
     """Return an engine whose cache cannot hold all prompts."""
-    return tiny_engine(model, role, kv_cache_bytes=CACHE, vllm_extra={"max_model_len": 640}, **inference)
+    recipe = tiny_recipe(model, kv_cache_bytes=CACHE, vllm_extra={"max_model_len": 640}, **inference)
+    trainer = recipe.trainer.model_copy(update={"router_replay": replay})
+    return engine_command(recipe.model_copy(update={"trainer": trainer}), "cpu", role, sys.executable)
 
 
 def answers(url: str, salt: str) -> list[list[int]]:
     """Return the completion of every prompt."""
-    return [tokens(generate_with_retries(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
+    return [tokens(generate_with_retries(url, prompt, 4, salt=salt, **without_rows(prompt))) for prompt in PROMPTS]
+
+
+def without_rows(prompt: list[int]) -> dict[str, int]:
+    """Return the sampling parameter of a turn whose prompt's routed experts are known."""
+    return {"routed_experts_prompt_start": len(prompt)}
 
 
 def reused(url: str) -> float:
@@ -59,7 +68,7 @@ async def test_offload_tiers_restore_evicted_blocks(
     tiers: dict[str, Any] = {"type": "native", "cpu": {"bytes": 2**21}}
     if disk:
         tiers |= {"cpu": {"bytes": CACHE}, "disk": {"path": str(tmp_path), "bytes": DISK}}
-    engine = engine_forks.start(small_engine(model, kv_offload=tiers))
+    engine = engine_forks.start(small_engine(model, replay=disk, kv_offload=tiers))
     try:
         await open_at_once(engine, client, model)
         first = answers(engine.url, "a")
@@ -75,6 +84,11 @@ async def test_offload_tiers_restore_evicted_blocks(
             assert answers(engine.url, salt) == first
             # The hits that a bounded tier still gives never change an answer.
             assert sum(path.stat().st_size for path in tmp_path.rglob("*.bin")) <= DISK
+        if disk:  # the engine computes blocks again if the request needs their routed experts
+            hits = metric(engine.url, HITS)
+            answer = generate(engine.url, PROMPTS[0], 4, salt="e")
+            experts = from_npy(answer["choices"][0]["routed_experts"].encode(), 321 + 4 - 1)
+            assert experts.max() < 8 and metric(engine.url, HITS) == hits
     finally:
         engine.stop()
 
@@ -176,7 +190,8 @@ async def test_engines_share_a_store_and_survive_its_master(
     store: Store, engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, model: Path
 ) -> None:
     def start(role: EngineRole) -> Server:
-        return engine_forks.start(small_engine(model, role, kv_offload=MOONCAKE), elsewhere=store.elsewhere)
+        command = small_engine(model, role, replay=True, kv_offload=MOONCAKE)
+        return engine_forks.start(command, elsewhere=store.elsewhere)
 
     plain, prefill, decode = engines = [start("engine"), start("prefill"), start("decode")]
     try:
@@ -193,9 +208,15 @@ async def test_engines_share_a_store_and_survive_its_master(
         turn = generate(router.url, PROMPTS[0], 200, salt="a")
         longer = PROMPTS[0] + tokens(turn)
         before = reused(prefill.url)
-        next_turn = tokens(generate(router.url, longer, 4, salt="a"))
+        next_turn = tokens(generate(router.url, longer, 4, salt="a", **without_rows(longer)))
         assert reused(prefill.url) - before >= 512  # blocks beyond the prompt are the decode engine's
         assert next_turn == tokens(generate(plain.url, longer, 4, salt="fresh"))
+
+        # Prefill computes blocks of another engine again if the request needs their routed experts.
+        other, hits = PROMPTS[1][::-1], metric(prefill.url, HITS)
+        routed = [generate(url, other, 4, salt="r")["choices"][0] for url in (plain.url, router.url)]
+        assert routed[0]["routed_experts"] and routed[0]["routed_experts"] == routed[1]["routed_experts"]
+        assert metric(prefill.url, HITS) == hits
 
         store.restart_master()
         hits = metric(prefill.url, HITS)

@@ -18,12 +18,17 @@ def generate(
     salt: str | None = None,
     session: str | None = None,
     timeout_s: float = 300,
+    transfer: dict[str, Any] | None = None,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Generate tokens, and return the whole response. Raise httpx.HTTPStatusError for an error status."""
+    """Generate tokens, and return the whole response. Raise httpx.HTTPStatusError for an error status.
+
+    `transfer`: `kv_transfer_params`, which a router adds to the requests of a P/D pair.
+    """
     body = {
         "token_ids": prompt,
         "cache_salt": salt,
+        "kv_transfer_params": transfer,
         "sampling_params": {
             "max_tokens": max_tokens,
             "temperature": 0.0,

@@ -12,7 +12,13 @@ from pathlib import Path
 
 from primeslurm.api.sites import with_python
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.plan.checks.files import absent_data, absent_draft_model, model_files, with_absolute_paths
+from primeslurm.plan.checks.files import (
+    absent_data,
+    absent_engine_models,
+    engine_checkpoint_problems,
+    model_files,
+    with_absolute_paths,
+)
 from primeslurm.plan.checks.sft_files import data_problems
 from primeslurm.plan.checks.teacher import teacher_problems
 from primeslurm.plan.model import Finding, Plan
@@ -39,8 +45,9 @@ def read_file_metadata(recipe: Recipe) -> RecipeFiles:
     model, teacher = model_files(recipe), teacher_recipe(recipe)
     of_teacher = model_files(teacher) if teacher else None
     located = with_absolute_paths(recipe)
-    absent = (absent_data(located), absent_draft_model(located))
-    problems = (*model.problems, *teacher_problems(recipe, of_teacher), *data_problems(located))
+    absent = (absent_data(located), *absent_engine_models(located))
+    own = engine_checkpoint_problems(recipe, model.shape)
+    problems = (*model.problems, *own, *teacher_problems(recipe, of_teacher), *data_problems(located))
     return RecipeFiles(located, model, of_teacher, problems, tuple(finding for finding in absent if finding))
 
 

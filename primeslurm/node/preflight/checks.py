@@ -133,6 +133,30 @@ def hca_checks(names: Iterable[str], root: Path = Path("/sys/class/infiniband"))
     return findings or [PreflightCheck("hca", "ok", f"active: {', '.join(names)}")]
 
 
+def rdma_checks(gpu_initiated: bool, root: Path = Path("/")) -> list[PreflightCheck]:
+    """Check what the GPU's driver needs for RDMA of GPU memory, and for RDMA that GPUs start themselves (DeepEP).
+
+    They are warnings: a driver that is newer than these checks may need none of it.
+    """
+    params, version = (_driver_text(root / "proc/driver/nvidia" / name) for name in ("params", "version"))
+    findings = []
+    if "Open Kernel Module" not in version and not (root / "sys/module/nvidia_peermem").is_dir():
+        text = "NICs cannot read GPU memory: nvidia_peermem is not loaded, and the driver is not the open one"
+        findings.append(PreflightCheck("gpu rdma", "warning", text, "`modprobe nvidia_peermem` as root"))
+    if gpu_initiated and "PeerMappingOverride=1" not in params and not (root / "dev/gdrdrv").exists():
+        text = "DeepEP between nodes needs IBGDA, and the driver has neither PeerMappingOverride=1 nor GDRCopy"
+        fix = 'load gdrdrv, or nvidia with NVreg_RegistryDwords="PeerMappingOverride=1;" NVreg_EnableStreamMemOPs=1'
+        findings.append(PreflightCheck("ibgda", "warning", text, fix))
+    return findings
+
+
+def _driver_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
 def port_check(address: str, ports: Iterable[int]) -> PreflightCheck:
     """Check that the preferred ports are free. The agent uses others where they are not."""
     busy = [str(port) for port in ports if not can_bind(address, port)]

@@ -160,7 +160,13 @@ class Preflight:
         hcas = hcas or [hca.name for hca in find_hcas()]
         used = [[gpu for process in node.processes for gpu in process.gpus] for node in self._candidates]
         shared = checks.shared_gpu_checks() if any(len(gpus) > len(set(gpus)) for gpus in used) else []
-        return self._free_gpus() + shared + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
+        fabric = checks.hca_checks(hcas) + checks.rdma_checks(self._uses_deepep) if hcas else []
+        return self._free_gpus() + shared + fabric + checks.memory_limit_checks(hcas)
+
+    @property
+    def _uses_deepep(self) -> bool:
+        processes = [process for node in self._candidates for process in node.processes]
+        return any(word.startswith("deepep_") for process in processes for word in process.argv)
 
     def _free_gpus(self) -> list[PreflightCheck]:
         # The memory of the job before may take a while to be freed.

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from primeslurm.base.files import read_json
 from primeslurm.plan.checks.environments import Interpreter, environments_by_field, probe_environments
 from primeslurm.recipe.sections.evaluation import Evaluation
+from primeslurm.recipe.sections.inference import Inference
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.teacher import Teacher, TeacherEngines
 from primeslurm.recipe.sections.trainer import Model
@@ -20,6 +21,7 @@ class RecipeInputs(BaseModel):
     """`recipe.resolved.json`. Its other sections are ignored."""
 
     model: Model
+    inference: Inference = Inference()
     teacher: Teacher | None = None
     environments: tuple[Environment, ...] = ()
     evaluation: Evaluation | None = None
@@ -27,7 +29,7 @@ class RecipeInputs(BaseModel):
     @property
     def models(self) -> list[str]:
         teachers = [self.teacher.path] if isinstance(self.teacher, TeacherEngines) else []
-        return [self.model.path, *teachers]
+        return [self.model.path, *filter(None, [self.inference.model]), *teachers]
 
     def load_environments(self, task: str, tmp: Path) -> tuple[list[str], list[str]]:
         """Load the environments with this Python, and return their labels and the problems."""

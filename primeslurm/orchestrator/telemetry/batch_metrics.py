@@ -49,7 +49,7 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         **_by_environment(groups),
         **_length_penalties(groups),
         **_teacher_kl(branches),
-        **_repeated_experts(branches),
+        **_tokens_without_replay(branches),
     }
     return {name: float(value) for name, value in row.items()}
 
@@ -61,11 +61,14 @@ def _teacher_kl(branches: Sequence[Rollout]) -> Row:
     return {"teacher/kl": float(np.concatenate(gaps).mean())} if gaps else {}
 
 
-def _repeated_experts(branches: Sequence[Rollout]) -> Row:
-    """Return router_replay/repeated: fraction of tokens that are not replayed because their experts repeated."""
-    repeated = sum(branch.info.repeated_experts for branch in branches)
-    tokens = sum(len(branch.token_ids) for branch in branches)
-    return {"router_replay/repeated": repeated / tokens} if repeated else {}
+def _tokens_without_replay(branches: Sequence[Rollout]) -> Row:
+    """Return the fractions of tokens whose experts repeated and whose experts the engines did not return."""
+    infos, tokens = [branch.info for branch in branches], sum(len(branch.token_ids) for branch in branches)
+    counts = {
+        "repeated": sum(info.repeated_experts for info in infos),
+        "unknown": sum(info.unknown_experts for info in infos),
+    }
+    return {f"router_replay/{name}": count / tokens for name, count in counts.items() if count}
 
 
 def _length_penalties(groups: Sequence[RolloutGroup]) -> Row:

@@ -17,7 +17,7 @@ from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.wire.batches.rollout import Rollout
-from primeslurm.wire.batches.routed_experts import RoutedExperts, without_repeats
+from primeslurm.wire.batches.routed_experts import RoutedExperts, count_unknown, without_repeats
 from primeslurm.wire.decoding import DamagedError
 
 log = logging.getLogger(__name__)
@@ -48,15 +48,16 @@ class RolloutValidator:
         if rollout.routed_experts is None or self._shape.experts is None:
             return rollout
         routed, repeating = _check_experts(rollout.routed_experts, self._shape)
-        if not repeating:
+        unknown = count_unknown(rollout.routed_experts)
+        if not repeating and not unknown:
             return rollout
-        if not self._warned:
+        if repeating and not self._warned:
             text = (
                 "%s: the engine returned repeated experts for %d of %d tokens. The trainer's router chooses for them."
             )
             log.warning(text + " Further rollouts are only counted.", rollout.info.id, repeating, len(routed))
             self._warned = True
-        info = msgspec.structs.replace(rollout.info, repeated_experts=repeating)
+        info = msgspec.structs.replace(rollout.info, repeated_experts=repeating, unknown_experts=unknown)
         return replace(rollout, info=info, routed_experts=routed)
 
 

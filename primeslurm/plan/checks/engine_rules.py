@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.commands.command import ENGINE_ROLES
+from primeslurm.plan.commands.engine_defaults import DEEPEP_BUFFERS, tokens_per_request
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
 from primeslurm.recipe.sections.inference import EngineSettings
@@ -15,6 +16,8 @@ DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 # Largest batch for which vLLM captures a CUDA graph by default below SM100
 GRAPH_SIZES = 512
 LOW_LATENCY_TOKENS = 512
+# Most steps that a decode engine should need to compute a preempted request again
+RECOMPUTE_STEPS = 2048
 # Model types whose checkpoints may have draft layers although the config does not give their number
 MTP_TYPES = (
     *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "nemotron_h", "qwen3_next"),
@@ -107,6 +110,30 @@ def _dbo_cpu(context: RuleContext) -> str:
     return "vLLM ignores it on CPUs" if used and context.site.device == "cpu" else ""
 
 
+def _dbo_unfinished(context: RuleContext) -> str:
+    used = any(settings.dbo for _, settings in context.engines())
+    return "it runs on vLLM's second model runner only, where vLLM calls it unfinished" if used else ""
+
+
+def _warmup_skipped(context: RuleContext) -> str:
+    for request, settings, ranks in context.expert_groups():
+        skipped = settings.env.get("VLLM_DEEP_GEMM_WARMUP") == "skip"
+        if skipped and ranks > 1 and settings.all2all in DEEPEP_BUFFERS:
+            return f"{request.role} engines would compile kernels while the other ranks wait inside DeepEP"
+    return ""
+
+
+def _decode_recompute(context: RuleContext) -> str:
+    for request, settings, ranks in context.expert_groups():
+        tokens, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+        if request.role != "decode" or ranks == 1 or tokens is None or seqs is None:
+            continue
+        free = max(1, tokens - seqs * tokens_per_request(context.recipe))
+        if (steps := context.recipe.max_len // free) > RECOMPUTE_STEPS:
+            return f"a preempted request of {context.recipe.max_len} tokens is computed again in {steps} steps"
+    return ""
+
+
 def _eplb(context: RuleContext) -> bool:
     return any(settings.eplb for _, settings in context.engines())
 
@@ -136,6 +163,11 @@ def _quantised_twice(context: RuleContext) -> str:
     # If the model is trained, engines get what the trainer can read: a bfloat16 policy, unless it is in FP8 blocks.
     stored = context.shape.quantization if context.shape and (context.shape.fp8_blocks or not context.trains) else None
     return f"the checkpoint is already {stored}" if stored and context.recipe.inference.quantization else ""
+
+
+def _engine_model(context: RuleContext) -> str:
+    inference = context.recipe.inference
+    return "quantization is not set" if inference.model and inference.quantization is None else ""
 
 
 def _deep_gemm_fp8(context: RuleContext) -> str:
@@ -228,7 +260,7 @@ ENGINE_RULES = (
          "set expert_parallel: true", "vLLM 0.32 config/parallel.py"),
     Rule("low-latency-tokens", "warning", "inference.decode.max_num_batched_tokens",
          "deepep_low_latency needs a small max_num_batched_tokens", _low_latency_tokens,
-         "set it to about max_num_seqs, for example 96",
+         "leave it out: the default is max_num_seqs + 256",
          "DeepEP low-latency buffers; prime-rl 0.6.0 GLM-5 configuration"),
     Rule("low-latency-prefill", "warning", "inference.all2all", "deepep_low_latency is for decode engines",
          _low_latency_prefill, "set deepep_high_throughput", "DeepEP README"),
@@ -245,6 +277,13 @@ ENGINE_RULES = (
     Rule("dbo-backend", "error", "inference.dbo", "dbo needs all2all with DeepEP or nixl_ep", _dbo_backend,
          "set all2all: deepep_high_throughput", "vLLM 0.32 config/vllm.py: microbatching"),
     Rule("dbo-cpu", "warning", "inference.dbo", "dbo needs GPUs", _dbo_cpu, "remove it", "vLLM 0.32"),
+    Rule("dbo-unfinished", "warning", "inference.dbo", "dbo is unfinished in vLLM 0.32", _dbo_unfinished, "remove it",
+         "vLLM 0.32 config/vllm.py: 'DBO with model runner V2 is under development'"),
+    Rule("warmup-skipped", "warning", "inference.env", "DeepGEMM must be warmed up under DeepEP", _warmup_skipped,
+         "remove VLLM_DEEP_GEMM_WARMUP", "DeepEP aborts after 100 s: vllm#53282"),
+    Rule("decode-recompute", "warning", "inference.decode.max_num_batched_tokens",
+         "A decode engine needs tokens for preempted requests", _decode_recompute,
+         "leave it out, or set it to max_num_seqs + 256", "vLLM 0.32: preemption recomputes the whole request"),
     Rule("eplb-ep", "error", "inference.eplb", "eplb needs expert parallelism", _eplb_ep, "set expert_parallel: true",
          "vLLM 0.32 config/parallel.py"),
     Rule("eplb-cpu", "error", "inference.eplb", "eplb needs GPUs", _eplb_cpu, "remove it",
@@ -255,6 +294,8 @@ ENGINE_RULES = (
          "remove it", "vLLM 0.32"),
     Rule("quantised-twice", "error", "inference.quantization", "A quantised checkpoint must not be quantised again",
          _quantised_twice, "remove it", "vLLM 0.32"),
+    Rule("engine-model", "error", "inference.model", "The engines' own checkpoint must be in FP8", _engine_model,
+         "set inference.quantization: fp8, or remove model", "vLLM 0.32"),
     Rule("deep-gemm-fp8", "warning", "inference.deep_gemm", "deep_gemm has an effect with FP8 only", _deep_gemm_fp8,
          "set quantization: fp8", "DeepGEMM README"),
     Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "deep_gemm needs GPUs with SM90 or newer",

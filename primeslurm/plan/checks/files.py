@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,26 +120,51 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         update["model"] = recipe.model.model_copy(update={"path": str(directory)})
     if isinstance(recipe.teacher, TeacherEngines) and (directory := model_directory(recipe.teacher.path)) is not None:
         update["teacher"] = recipe.teacher.model_copy(update={"path": str(directory)})
-    speculation = recipe.inference.speculative
+    speculation, engines = recipe.inference.speculative, dict[str, object]()
     if speculation and speculation.model and (directory := model_directory(speculation.model)) is not None:
-        drafts = speculation.model_copy(update={"model": str(directory)})
-        update["inference"] = recipe.inference.model_copy(update={"speculative": drafts})
+        engines["speculative"] = speculation.model_copy(update={"model": str(directory)})
+    if recipe.inference.model and (directory := model_directory(recipe.inference.model)) is not None:
+        engines["model"] = str(directory)
+    update["inference"] = recipe.inference.model_copy(update=engines)
     if recipe.sft is not None:
         data = recipe.sft.data.model_copy(update={"path": str(Path(recipe.sft.data.path).absolute())})
         update["sft"] = recipe.sft.model_copy(update={"data": data})
     return recipe.model_copy(update=update)
 
 
-def absent_draft_model(recipe: Recipe) -> Finding | None:
+def absent_engine_models(recipe: Recipe) -> Iterator[Finding]:
+    """Yield a finding for each model beside the policy that engines load and this machine does not have."""
+    if recipe.task == "sft":
+        return
     speculation = recipe.inference.speculative
-    if recipe.task == "sft" or speculation is None or speculation.model is None:
-        return None
+    for field, path in (("speculative.model", speculation and speculation.model), ("model", recipe.inference.model)):
+        if not path:
+            continue
+        try:
+            locate(path)
+        except ModelNotFoundError as error:
+            yield Finding(level="blocked", field=f"inference.{field}", value=path, **_missing(path, error.why))
+
+
+def engine_checkpoint_problems(recipe: Recipe, policy: ModelShape | None) -> list[Violation]:
+    """Return why `inference.model` is not the policy in FP8 blocks; nothing if it is not on this machine."""
+    path = recipe.inference.model
+    directory = model_directory(path) if path and recipe.task != "sft" else None
+    if path is None or directory is None:
+        return []
     try:
-        locate(speculation.model)
-    except ModelNotFoundError as error:
-        missing = _missing(speculation.model, error.why)
-        return Finding(level="blocked", field="inference.speculative.model", value=speculation.model, **missing)
-    return None
+        shape = shape_of(_config(directory) or {})
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return [Violation("inference.model", path, "has no readable config.json")]
+    if not shape.fp8_blocks:
+        return [Violation("inference.model", path, "is not stored in FP8 blocks of 128 x 128", "leave it out")]
+    if shape.fp8_powers:
+        why = "its scales are powers of two, and policies are published with scales that are not"
+        return [Violation("inference.model", path, why, "leave it out")]
+    storage = {name: getattr(shape, name) for name in ("quantization", "fp8_blocks", "fp8_powers")}
+    if policy is not None and replace(policy, **storage) != shape:
+        return [Violation("inference.model", path, f"has other layers than {recipe.model.path}", "use the same model")]
+    return []
 
 
 def absent_data(recipe: Recipe) -> Finding | None:

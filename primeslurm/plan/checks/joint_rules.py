@@ -23,16 +23,6 @@ def _replay(context: RuleContext) -> bool:
     return context.recipe.trainer.router_replay and context.recipe.task == "rl"
 
 
-def _replay_disaggregated(context: RuleContext) -> str:
-    broken = _replay(context) and context.disaggregated
-    return "prefill and decode engines each know the routed experts of only some tokens" if broken else ""
-
-
-def _replay_offload(context: RuleContext) -> str:
-    offload = context.recipe.inference.kv_offload
-    return f"KV from {offload.type} offload comes without its routed experts" if _replay(context) and offload else ""
-
-
 def _replay_router(context: RuleContext) -> str:
     llmd = isinstance(context.recipe.inference.router, LlmdRouter)
     return "its sidecar drops the routed experts of the prompt" if _replay(context) and llmd else ""
@@ -119,11 +109,6 @@ def _teacher_room(context: RuleContext) -> str:
 _REPLAY = "trainer.router_replay"
 _OFFLOAD = "inference.kv_offload"
 JOINT_RULES = (
-    Rule("replay-disaggregated", "error", _REPLAY,
-         "Router replay does not work with separate prefill and decode engines", _replay_disaggregated,
-         "set deployment.inference.type: multi_node", "vLLM 0.32: 'PD auxiliary output is not supported'; vllm#45419"),
-    Rule("replay-offload", "error", _REPLAY, "Router replay does not work with KV offload", _replay_offload,
-         "remove inference.kv_offload", "vLLM 0.32: BlockObjectStoreError at a hit without rows"),
     Rule("replay-llm-d", "error", _REPLAY, "Router replay does not work with the llm-d router", _replay_router,
          "set inference.router.type: vllm-router", "llm-d-router#1473"),
     Rule("replay-dense", "error", _REPLAY, "Router replay needs a model with experts",

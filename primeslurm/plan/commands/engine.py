@@ -10,6 +10,7 @@ from primeslurm.base import logs
 from primeslurm.models import Parsers, parsers_of
 from primeslurm.plan.commands import dynamo, kv
 from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
+from primeslurm.plan.commands.engine_defaults import ENVIRONMENT, OPTIONS, EngineFacts, batch_limits, chosen
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
@@ -18,8 +19,6 @@ from primeslurm.recipe.sections.speculation import Speculation
 
 # Model name in requests to engines and routers
 SERVED_MODEL = "policy"
-# Time for an engine to start, without reading its weights [s]: it compiles kernels and captures CUDA graphs
-START_S = 3600
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
 # The only all2all backend without GPUs. vLLM does not start on CPUs with another one.
@@ -65,6 +64,9 @@ def settings_of(recipe: Recipe, role: EngineRole) -> EngineSettings:
         values["all2all"] = _ALL2ALL[role]
     if role == "decode" and values["cuda_graphs"] is None:
         values["cuda_graphs"] = "FULL_DECODE_ONLY"
+    limits = batch_limits(recipe, role, values["all2all"], values["max_num_seqs"])
+    if limits and values["max_num_batched_tokens"] is None:
+        values["max_num_seqs"], values["max_num_batched_tokens"] = limits
     return EngineSettings.model_validate(values)
 
 
@@ -110,7 +112,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options: dict[str, object] = {
         "host": "${host}",
         "port": "${port:http}",
-        "model": recipe.model.path,
+        "model": recipe.inference.model or recipe.model.path,
         "served_model_name": SERVED_MODEL,
         "dtype": recipe.model.dtype,
         "max_model_len": recipe.max_len,
@@ -127,6 +129,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings, device)
+    options |= chosen(OPTIONS, EngineFacts(recipe, settings, device, role))
     if (speculation := recipe.inference.speculative) is not None and speculation.is_used_by(role):
         options["speculative_config"] = _speculative_config(speculation)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
@@ -168,11 +171,12 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
     inference = recipe.inference
     family_parsers = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
     tool_call = inference.tool_call_parser or family_parsers.tool_call
+    quantization = inference.quantization if inference.model is None else None  # else vLLM reads it from the checkpoint
     options: dict[str, object] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "quantization": QUANTIZATION[inference.quantization] if inference.quantization else None,
-        "quantization_config": {"ignore": UNQUANTISED} if inference.quantization else None,
+        "quantization": QUANTIZATION[quantization] if quantization else None,
+        "quantization_config": {"ignore": UNQUANTISED} if quantization else None,
         "kv_cache_dtype": None if inference.kv_cache_dtype == "auto" else inference.kv_cache_dtype,
         "enable_return_routed_experts": recipe.trainer.router_replay or None,
         "tool_call_parser": tool_call,
@@ -196,10 +200,6 @@ def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) 
             "enable_expert_parallel": True,
             "all2all_backend": settings.all2all if device == "cuda" else CPU_ALL2ALL,
         }
-        if not settings.eplb:  # EPLB may move any expert to a rank
-            # A rank reads only its own experts of a checkpoint. vLLM's default would read all of it into the page cache
-            # of each node, if there is room.
-            options |= {"enable_ep_weight_filter": True, "safetensors_load_strategy": "lazy"}
     if settings.dbo is not None:
         options["enable_dbo"] = settings.dbo
     if settings.eplb is not None:
@@ -233,7 +233,6 @@ def _engine_env(
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for pause, resume, weight updates and the engine core
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(recipe.inference.start_timeout_s or START_S),
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":
@@ -260,4 +259,6 @@ def _engine_env(
         env["VLLM_LOGGING_CONFIG_PATH"] = f"${{tmp}}/{LOG_CONFIG}"
     if settings.dbo:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other runner has no dual batch overlap
+    defaults = chosen(ENVIRONMENT, EngineFacts(recipe, settings, device, role))
+    env |= {name: str(value) for name, value in defaults.items()}
     return {**env, **kv.engine_env(recipe, role, device, dp.rank), **settings.env}

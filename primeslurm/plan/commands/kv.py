@@ -13,6 +13,7 @@ import json
 from typing import Any
 
 from primeslurm.plan.commands.command import Command, Device, EngineRole
+from primeslurm.plan.commands.engine_defaults import kv_lease_s
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.kv_offload import KvOffload, MooncakeOffload, NativeOffload
 
@@ -35,7 +36,7 @@ Config = dict[str, Any]
 
 def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config | None:
     """Return vLLM's `--kv-transfer-config` of an engine; None if its KV is neither transferred nor offloaded."""
-    connectors = [_nixl(role, device, recipe.weights.timeout_s)] if role != "engine" else []
+    connectors = [_nixl(role, device, kv_lease_s(recipe))] if role != "engine" else []
     match recipe.inference.kv_offload:
         case NativeOffload() as native if role != "decode":
             connectors.append(_native(native))
@@ -158,17 +159,10 @@ def _offload_env(directory: str, size: int) -> dict[str, str]:
     }
 
 
-def _nixl(role: EngineRole, device: Device, update_s: int) -> Config:
+def _nixl(role: EngineRole, device: Device, lease_s: int | None) -> Config:
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
-    # A decode engine that is paused for a weight update does not renew its leases, but at least half of each is left.
-    # KV that it reads after the end of a lease may belong to another prompt.
-    lease = {"kv_lease_duration": 2 * update_s}
-    return {
-        "kv_connector": "NixlConnector",
-        "kv_role": kv_role,
-        "kv_buffer_device": device,
-        "kv_connector_extra_config": lease,
-    }
+    config = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": device}
+    return config if lease_s is None else {**config, "kv_connector_extra_config": {"kv_lease_duration": lease_s}}
 
 
 def _native(offload: NativeOffload) -> Config:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from primeslurm.plan.commands import kv
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole, ReplicaEngines
-from primeslurm.plan.commands.engine import START_S, DataParallel, Engines
+from primeslurm.plan.commands.engine import DataParallel, Engines
+from primeslurm.plan.commands.engine_defaults import START_S
 from primeslurm.plan.commands.routers import fronts, router_name
 from primeslurm.plan.model import Replica
 from primeslurm.plan.placement.node_builder import NodeBuilder

@@ -44,7 +44,7 @@ PLANNED: dict[str, str] = {
 """Options that no recipe may set, and why."""
 
 RECIPE_FIELDS = {
-    "model": "model.path",
+    "model": "model.path or inference.model",
     "dtype": "model.dtype",
     "max_model_len": "model.max_len",
     "seed": "seed",

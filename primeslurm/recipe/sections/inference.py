@@ -85,6 +85,10 @@ class Inference(EngineSettings):
     quantization: Literal["fp8"] | None = None
     """fp8: quantise weights to FP8 in blocks of 128 x 128 when they are loaded; weight updates are sent in FP8. Leave
     it out for a checkpoint that is already quantised."""
+    model: str | None = None
+    """Checkpoint that engines load instead of `model.path`, as a directory or hub id: the same model in FP8 blocks of
+    128 x 128, for example `zai-org/GLM-5-FP8`. Engines then read half the bytes and quantise nothing. Needs
+    `quantization: fp8`. Weight updates are sent in FP8 for the weights that this checkpoint stores in FP8."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Dtype of the KV cache. auto: the model's dtype. fp8: half the bytes of bfloat16."""
     speculative: Speculation | None = None

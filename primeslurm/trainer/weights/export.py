@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from primeslurm.base.model_files import locate
 from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, quantize
 from primeslurm.recipe import Recipe
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights.tensor_files import TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is the layer
@@ -169,6 +171,13 @@ class Encoding:
         if self.stored:
             return name in self.stored
         return self.fp8 and tensor.ndim == 2 and in_fp8(name)
+
+
+def stored_by_engines(recipe: Recipe, by_policy: frozenset[str], world: World) -> frozenset[str]:
+    """Return the weights that the engines' checkpoint stores in FP8. A collective if that is not the policy's."""
+    if recipe.inference.model is None:
+        return by_policy
+    return TensorFiles.shared(locate(recipe.inference.model), world).fp8_names()
 
 
 def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:

@@ -55,6 +55,7 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     length_penalty: float = 0.0  # subtracted from the reward before advantages are computed
     teacher_prompt: TeacherPrompt | None = None  # None: the teacher gets the policy's own prompt
     repeated_experts: Count = 0  # tokens whose routed experts are unknown because the engine returned repeated ones
+    unknown_experts: Count = 0  # tokens for which the engine returned no routed experts, without the last token
     # The messages of the trace, in its first sequence: see `orchestrator.rollouts.transcripts`. Empty if none are kept.
     transcript: bytes = b""
 

@@ -98,6 +98,14 @@ def without_repeats(routed: RoutedExperts, layers: Sequence[int], count: int) ->
     return routed, len(suspects)
 
 
+def count_unknown(routed: RoutedExperts) -> int:
+    """Return the number of tokens with unknown experts, without the last one, which is never routed."""
+    unknown = np.iinfo(routed.dtype).max
+    # Expert 255 exists in some models, so all entries of a token decide. Few known tokens pass the first comparison.
+    suspects = np.flatnonzero(routed[:-1, -1, 0] == unknown)
+    return int((routed[suspects] == unknown).all(axis=(1, 2)).sum())
+
+
 def _decode_into(buffer: memoryview, first: bytes, rest: memoryview) -> None:
     blocks = (_decoded(rest[start : start + _DECODE_CHARS]) for start in range(0, len(rest), _DECODE_CHARS))
     end = 0

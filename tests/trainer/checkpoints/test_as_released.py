@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
-from primeslurm.trainer.weights.export import Encoding, published
+from primeslurm.trainer.weights.export import Encoding, published, stored_by_engines
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, to_fp8
@@ -85,6 +86,21 @@ def test_unchanged_policy_is_published_as_its_fp8_checkpoint(case: Case, world: 
     assert (config["dtype"], config["quantization_config"] | FP8) == ("bfloat16", config["quantization_config"])
     modules = {name.removesuffix(".weight") for name in _unquantised(released) if name.endswith(".weight")}
     assert set(config["quantization_config"]["modules_to_not_convert"]) == modules
+
+
+def test_bfloat16_policy_is_published_as_the_engines_fp8_checkpoint(world: World, tmp_path: Path) -> None:
+    source = write(Case("wide", lambda: _wider(BY_NAME["qwen3_moe"].config())), tmp_path / "source")
+    engines = Path(shutil.copytree(source, tmp_path / "engines"))
+    to_fp8(engines)
+    inference = {"quantization": "fp8", "model": str(engines)}
+    recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, inference=inference)
+    policy = build(recipe, world)
+    assert policy.stored_fp8 == frozenset()
+    encoding = published(recipe, stored_by_engines(recipe, policy.stored_fp8, world))
+    path = Publisher(policy, tmp_path, encoding, 1, world).publish(1)
+    released = tensors(engines)
+    expected = {name: t.bfloat16() if name in _unquantised(released) else t for name, t in released.items()}
+    assert_stored_alike(tensors(path), expected)
 
 
 def _unquantised(released: dict[str, torch.Tensor]) -> set[str]:

@@ -121,6 +121,9 @@ def test_tokens_with_repeated_experts_are_unknown_and_counted(tmp_path: Path, ca
     routed = np.tile(np.array([0, 7], np.uint8), (6, 4, 1))
     routed[:, 0] = routed[:, 3] = 0
     assert plausible.checked(known := replace(rollout(), routed_experts=routed)) is known
+    missing = routed.copy()
+    missing[[0, 3, 5]] = 255  # the last token is never routed
+    assert plausible.checked(replace(rollout(), routed_experts=missing)).info.unknown_experts == 2
     zeros = routed.copy()
     zeros[[1, 4], 2] = 0
     for _ in range(2):

@@ -25,6 +25,7 @@ from primeslurm.node.preflight.checks import (
     hca_names,
     judge_gpus,
     model_check,
+    rdma_checks,
     version_checks,
 )
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
@@ -124,6 +125,22 @@ def test_adapters_must_exist_and_be_active(tmp_path: Path) -> None:
     assert hca_checks(["mlx5_0:1"], tmp_path) == [PreflightCheck("hca", "ok", "active: mlx5_0:1")]
     check = hca_checks(["mlx5_0", "mlx5_1:1", "mlx5_2"], tmp_path)
     assert texts(check, "failed") == ["adapter mlx5_1:1 is 1: DOWN", "there is no adapter mlx5_2"]
+
+
+def test_missing_driver_support_for_rdma_is_a_warning(tmp_path: Path) -> None:
+    driver = tmp_path / "proc" / "driver" / "nvidia"
+    driver.mkdir(parents=True)
+    (driver / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1\n")
+    (driver / "params").write_text('EnableStreamMemOPs: 0\nRegistryDwords: ""\n')
+    assert [check.name for check in rdma_checks(True, tmp_path)] == ["gpu rdma", "ibgda"]
+    assert [check.name for check in rdma_checks(False, tmp_path)] == ["gpu rdma"]
+    (tmp_path / "sys" / "module" / "nvidia_peermem").mkdir(parents=True)
+    (driver / "params").write_text('EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n')
+    assert rdma_checks(True, tmp_path) == []
+    (driver / "params").unlink()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "gdrdrv").touch()
+    assert rdma_checks(True, tmp_path) == []
 
 
 def test_busy_ports_are_a_warning() -> None:

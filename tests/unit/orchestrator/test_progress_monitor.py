@@ -59,12 +59,13 @@ def test_batch_metrics() -> None:
     assert "router_replay/repeated" not in row
 
 
-def test_fraction_of_repeated_experts_is_a_metric() -> None:
+def test_fractions_of_repeated_and_unknown_experts_are_metrics() -> None:
     whole = group([3, 7], [1.0, 0.0])
     first, second = whole.rollouts
-    info = msgspec.structs.replace(first[0].info, repeated_experts=2)
+    info = msgspec.structs.replace(first[0].info, repeated_experts=2, unknown_experts=3)
     some = replace(whole, rollouts=((replace(first[0], info=info),), second))
-    assert batch_metrics([some], step=4, seq_len=64)["router_replay/repeated"] == 0.2
+    row = batch_metrics([some], step=4, seq_len=64)
+    assert row["router_replay/repeated"] == 0.2 and row["router_replay/unknown"] == 0.3
 
 
 def check(watch: ProgressMonitor, suspect: str = "nobody") -> None:

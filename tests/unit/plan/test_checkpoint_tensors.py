@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from primeslurm.base.model_files import INDEX
-from primeslurm.plan.checks.files import model_files
+from primeslurm.models.hf_config import shape_of
+from primeslurm.plan.checks.files import engine_checkpoint_problems, model_files
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
@@ -42,6 +43,28 @@ AROUND = {
     "model.norm.weight": [HIDDEN],
     "lm_head.weight": [VOCABULARY, HIDDEN],
 }
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"quantization_config": FP8}, ""),
+        ({}, "is not stored in FP8 blocks of 128 x 128"),
+        ({"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, "its scales are powers of two"),
+        ({"quantization_config": FP8, "num_hidden_layers": 5}, "has other layers than m"),
+        ({"num_hidden_layers": "many"}, "has no readable config.json"),
+    ],
+)
+def test_own_checkpoint_of_engines_is_the_policy_in_fp8(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | changes))
+    inference = {"quantization": "fp8", "model": str(tmp_path)}
+    recipe = Recipe.model_validate(recipe_data(model={"path": "m"}, inference=inference))
+    problems = engine_checkpoint_problems(recipe, shape_of(QWEN))
+    assert [problem.field for problem in problems] == ["inference.model"] * bool(why)
+    assert not why or problems[0].why.startswith(why)
 
 
 def dense(number: int) -> list[str]:

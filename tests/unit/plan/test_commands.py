@@ -10,6 +10,7 @@ import pytest
 
 from primeslurm.plan.commands.command import Command, EngineRole, ReplicaEngines
 from primeslurm.plan.commands.engine import DataParallel
+from primeslurm.plan.commands.engine_defaults import OPTIONS
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import read_recipe
@@ -58,6 +59,7 @@ def test_aggregated_engine_on_cpu() -> None:
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": "3600",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -117,6 +119,45 @@ def test_start_timeout_of_engines_follows_the_recipe() -> None:
     assert command.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
 
 
+def test_low_latency_decode_engine_can_compute_a_preempted_request_again() -> None:
+    command = engine_command(recipe(expert_parallel=True, decode={"max_num_seqs": 300}), "cuda", "decode", "python")
+    assert option(command, "--max-num-batched-tokens") == "556"
+    assert command.env["NVSHMEM_QP_DEPTH"] == "2048"  # DeepEP needs 2 x 557
+    drafts = {"method": "ngram", "num_tokens": 3}
+    drafting = recipe(expert_parallel=True, decode={"max_num_seqs": 96}, speculative=drafts)
+    command = engine_command(drafting, "cuda", "decode", "python")
+    assert option(command, "--max-num-batched-tokens") == str(96 * 4 + 256)
+    default = engine_command(recipe(expert_parallel=True), "cuda", "decode", "python")
+    assert (option(default, "--max-num-seqs"), option(default, "--max-num-batched-tokens")) == ("256", "512")
+    given = recipe(expert_parallel=True, decode={"max_num_batched_tokens": 128})
+    assert option(engine_command(given, "cuda", "decode", "python"), "--max-num-batched-tokens") == "128"
+    plain = engine_command(recipe(), "cuda", "decode", "python")
+    assert "--max-num-batched-tokens" not in plain.argv and "NVSHMEM_QP_DEPTH" not in plain.env
+
+
+def test_ranks_of_a_group_wait_for_each_other_until_the_start_timeout() -> None:
+    for settings in ({"expert_parallel": True}, {"parallel": {"tp": 2}}):
+        command = engine_command(recipe(start_timeout_s=7200, **settings), "cuda", "engine", "python")
+        assert option(command, "--distributed-timeout-seconds") == "7200"
+        assert option(command, "--cpu-distributed-timeout-seconds") == "7200"
+    assert "--distributed-timeout-seconds" not in engine_command(recipe(), "cuda", "engine", "python").argv
+
+
+def test_recipe_overrides_variables_that_the_plan_chooses() -> None:
+    wide = {"expert_parallel": True, "decode": {"env": {"VLLM_DEEP_GEMM_WARMUP": "full"}}}
+    command = engine_command(recipe(**wide), "cuda", "decode", "python")
+    assert command.env["VLLM_DEEP_GEMM_WARMUP"] == "full" and command.env["VLLM_RANDOMIZE_DP_DUMMY_INPUTS"] == "1"
+    on_cpu = engine_command(recipe(**wide), "cpu", "prefill", "python").env
+    assert not {"VLLM_DEEP_GEMM_WARMUP", "VLLM_RANDOMIZE_DP_DUMMY_INPUTS", "NVSHMEM_SYMMETRIC_SIZE"} & on_cpu.keys()
+
+
+def test_kv_lease_outlasts_weight_updates_only_if_there_are_any() -> None:
+    served = recipe().model_copy(update={"task": "serve"})
+    assert "kv_lease_duration" not in option(
+        engine_command(served, "cuda", "prefill", "python"), "--kv-transfer-config"
+    )
+
+
 def test_compiled_code_of_gpu_engines_stays_on_the_node() -> None:
     assert engine_command(recipe(), "cuda", "engine", "python").env["PRIMESLURM_COMPILED_CODE"] == "/tmp"
     assert (
@@ -137,7 +178,7 @@ def test_tensor_parallel_engine_on_cpu_has_worker_processes() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_cannot_replace_an_option_that_the_plan_sets(path: Path) -> None:
-    free = {"compilation_config", "disable_uvicorn_access_log", "safetensors_load_strategy", "enable_ep_weight_filter"}
+    free = {"compilation_config", "disable_uvicorn_access_log", *(default.name for default in OPTIONS)}
     fixed = {*engine_options.PLANNED, *engine_options.RECIPE_FIELDS, *engine_options.ROLE_FIELDS, *free}
     it, roles = read_recipe(path, []).valid_value(), get_args(EngineRole)
     dp = DataParallel(size=2, rank=1, head="engine-0")
@@ -177,6 +218,12 @@ def test_extra_compilation_config_adds_to_the_plans() -> None:
     it = recipe(cuda_graphs="FULL", vllm_extra={"compilation_config": {"mode": 0}})
     command = engine_command(it, "cuda", "engine", "python")
     assert json.loads(option(command, "--compilation-config")) == {"cudagraph_mode": "FULL", "mode": 0}
+
+
+def test_engines_with_their_own_checkpoint_quantise_nothing() -> None:
+    command = engine_command(recipe(quantization="fp8", model="/models/fp8"), "cuda", "engine", "python")
+    assert option(command, "--model") == "/models/fp8" and "--quantization" not in command.argv
+    assert "--quantization" in engine_command(recipe(quantization="fp8"), "cuda", "engine", "python").argv
 
 
 def test_engines_use_the_scales_of_an_fp8_trainer() -> None:

@@ -66,9 +66,10 @@ def decode(**changes: Any) -> dict[str, Any]:
 
 # rule: (what breaks it, what keeps it), each (recipe changes, model, site changes)
 EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict[str, Any], str, dict[str, Any]]]] = {
-    "replay-disaggregated": ((on(REPLAY, PD), MOE, GPU), (REPLAY, MOE, GPU)),
-    "replay-offload": ((on(REPLAY, MOONCAKE), MOE, GPU), (MOONCAKE, MOE, GPU)),
-    "replay-llm-d": ((on(REPLAY, inference(router={"type": "llm-d"})), MOE, GPU), (REPLAY, MOE, GPU)),
+    "replay-llm-d": (
+        (on(REPLAY, inference(router={"type": "llm-d"})), MOE, GPU),
+        (on(REPLAY, PD, MOONCAKE), MOE, GPU),
+    ),
     "replay-dense": ((REPLAY, DENSE, GPU), (REPLAY, MOE, GPU)),
     "replay-workers": (
         (on(REPLAY, seq_len=32768), MOE, GPU),
@@ -98,7 +99,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(PD, EP, deployment={"inference": {"prefill": {"nodes_per_replica": 2}}}), GLM, GPU),
     ),
     "all2all-without-ep": ((inference(all2all="nixl_ep"), MOE, GPU), (on(EP, inference(all2all="nixl_ep")), MOE, GPU)),
-    "low-latency-tokens": ((decode(), MOE, GPU), (decode(max_num_batched_tokens=96), MOE, GPU)),
+    "low-latency-tokens": ((decode(max_num_batched_tokens=1024), MOE, GPU), (decode(max_num_seqs=96), MOE, GPU)),
     "low-latency-prefill": (
         (on(PD, EP, inference(prefill={"all2all": "deepep_low_latency"})), MOE, GPU),
         (on(PD, EP), MOE, GPU),
@@ -115,6 +116,15 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     ),
     "dbo-backend": ((inference(dbo=True), MOE, GPU), (on(PD, EP, inference(prefill={"dbo": True})), MOE, GPU)),
     "dbo-cpu": ((inference(dbo=True), MOE, CPU), ({}, MOE, CPU)),
+    "dbo-unfinished": ((on(PD, EP, inference(prefill={"dbo": True})), MOE, GPU), (on(PD, EP), MOE, GPU)),
+    "warmup-skipped": (
+        (decode(env={"VLLM_DEEP_GEMM_WARMUP": "skip"}), MOE, GPU),
+        (decode(env={"VLLM_DEEP_GEMM_WARMUP": "full"}), MOE, GPU),
+    ),
+    "decode-recompute": (
+        (on(decode(max_num_seqs=96, max_num_batched_tokens=96), seq_len=2**17), MOE, GPU),
+        (on(decode(max_num_seqs=96), seq_len=2**17), MOE, GPU),
+    ),
     "eplb-ep": ((inference(eplb=True), MOE, GPU), (on(EP, inference(eplb=True)), MOE, GPU)),
     "eplb-cpu": ((on(EP, inference(eplb=True)), MOE, CPU), (on(EP, inference(eplb=True)), MOE, GPU)),
     "eplb-updates": (
@@ -126,6 +136,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(quantization="fp8"), MOE, {"nodes": {"default": {"gpu": "h100"}}}),
     ),
     "quantised-twice": ((inference(quantization="fp8"), "FP8 blocks", GPU), (inference(quantization="fp8"), OSS, GPU)),
+    "engine-model": (
+        (inference(model="m/fp8"), MOE, GPU),
+        (inference(model="m/fp8", quantization="fp8"), MOE, GPU),
+    ),
     "deep-gemm-fp8": (
         (inference(deep_gemm=True), MOE, GPU),
         (inference(deep_gemm=True, quantization="fp8"), MOE, GPU),
@@ -323,8 +337,9 @@ def test_a_small_recipe_breaks_no_rule() -> None:
 
 
 def test_all_conflicts_are_reported_in_one_pass() -> None:
-    changes = on(REPLAY, PD, MOONCAKE, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
-    assert {"replay-disaggregated", "replay-offload", "lora-files"} <= broken(changes, MOE, GPU)
+    llmd = inference(router={"type": "llm-d"})
+    changes = on(REPLAY, PD, MOONCAKE, llmd, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
+    assert {"replay-llm-d", "replay-dense", "lora-files"} <= broken(changes, DENSE, GPU)
 
 
 def test_engine_rules_do_not_apply_to_sft() -> None:

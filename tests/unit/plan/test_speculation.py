@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from primeslurm.models.hf_config import shape_of
-from primeslurm.plan.checks.files import absent_draft_model, with_absolute_paths
+from primeslurm.plan.checks.files import absent_engine_models, with_absolute_paths
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
@@ -36,10 +36,9 @@ def test_draft_model_must_exist_when_the_job_runs(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     drafts = {"method": "eagle3", "model": "./drafts", "num_tokens": 3}
     recipe = Recipe.model_validate(recipe_data(inference={"speculative": drafts}))
-    finding = absent_draft_model(recipe)
-    assert finding is not None
+    (finding,) = absent_engine_models(recipe)
     assert (finding.level, finding.field, finding.value) == ("blocked", "inference.speculative.model", "./drafts")
     (tmp_path / "drafts").mkdir()
-    assert absent_draft_model(recipe) is None
+    assert not list(absent_engine_models(recipe))
     located = with_absolute_paths(recipe).inference.speculative
     assert located is not None and located.model == str(tmp_path.resolve() / "drafts")
