@@ -22,15 +22,15 @@ from tests.support.runs import Demo, check_learning, events_of, process, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
-STEPS = 18
-"""Fewer than in the recipes, but enough for a policy to learn."""
+STEPS = 24
+"""As in the recipes: with 18 steps the gain in reward was sometimes within its noise."""
 
 
 def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) -> None:
     """The loss keeps the policy near its start, and rewards make it learn."""
     teacher = f"teacher={{type: engines, path: {model}, dtype: float32, gpus_per_node: 1}}"
     loss = "trainer.loss={type: dppo, ref_kl: 0.01}"
-    settings = ("weights.transport=nccl", teacher, loss, f"max_steps={STEPS}")
+    settings = ("weights.transport=nccl", teacher, loss)
     run = demo.submit("reverse_text_replicas.yaml", *(word for setting in settings for word in ("--set", setting)))
     before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
     victim = process(before, "engine-r1-0")
@@ -56,7 +56,7 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     files = set(Path(tempfile.gettempdir()).iterdir())
     small = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
     evaluated = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {small}}}]}}"
-    run = demo.submit("reverse_text.yaml", "--set", evaluated, "--set", f"max_steps={STEPS}")
+    run = demo.submit("reverse_text.yaml", "--set", evaluated)
     status = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     pids = [p["pid"] for p in status["processes"] if p["pid"]]
     assert len(pids) == 7
@@ -80,7 +80,7 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
 
     records = evaluations(run.path)
-    evaluated_at = [5, 10, 15, STEPS]
+    evaluated_at = [5, 10, 15, 20, STEPS]
     assert (
         [record.step for record in records] == evaluated_at == [event.step for event in events_of(run, EvaluationDone)]
     )
