@@ -423,7 +423,9 @@ def test_limits_stay_in_bounds_for_any_metrics(seed: int, fullest: float) -> Non
         engines.now += source.choice([0.0, 5.0, 20.0])
         for sample in engines.samples.values():
             for name in GAUGES:
-                sample[name] = source.choice([0.0, 1.0, 0.5, 1000.0]) if name != "kv_usage" else fullest * source.random()
+                sample[name] = (
+                    source.choice([0.0, 1.0, 0.5, 1000.0]) if name != "kv_usage" else fullest * source.random()
+                )
             for name in COUNTERS:
                 sample[name] += source.choice([0.0, 1.0, 1e5])
         victim = source.choice(names)
