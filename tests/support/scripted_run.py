@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,12 @@ class Run:
     def kill(self, name: str) -> None:
         self.processes[name].kill()
         self.processes[name].wait()
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Poll until `condition()` is true. Fail with the logs if a process ends before."""
+        while not condition():
+            assert all(process.poll() is None for process in self.processes.values()), self.logs()
+            time.sleep(0.1)
 
     def link(self) -> TrainerLink:
         return TrainerLink(self.wire, timeout_s=90, retry_s=6)

@@ -137,7 +137,8 @@ class KvOccupancy:
         self._time = self._ended = self._requests = self._kv = 0.0
         self._total_ended: int | None = None
         self._first_ended = 0
-        self._elapsed = self._done = self._now = self._rise = 0.0
+        self._elapsed = self._done = self._rise = 0.0
+        self._now: float | None = None
         self._start = math.inf  # size of the youngest rollouts, the least seen
         self._started: deque[tuple[float, float]] = deque()  # rollouts in flight by start: time, number
 
@@ -152,7 +153,7 @@ class KvOccupancy:
         self._time = self._time * decay + inflight * seconds
         self._ended = self._ended * decay + new
         each = kv / running
-        self._now = _smooth(self._now or each, each, seconds / SMOOTHED_S)
+        self._now = _smooth(each if self._now is None else self._now, each, seconds / SMOOTHED_S)
         self._start = min(self._start, each)
         self._rise = AHEAD * self.lifetime * (self._now - self._start) / age
         start = min(other._start for other in self._replicas)
@@ -203,7 +204,7 @@ class KvOccupancy:
     def size(self, inflight: float) -> float:
         """Return the size to plan with: the mean, and until rollouts are of all ages, what they will hold soon."""
         settled = self.settled_fraction(inflight)
-        soon = fmean(each._now + each._rise for each in self._replicas if each._now)
+        soon = fmean(each._now + each._rise for each in self._replicas if each._now is not None)
         return self.mean * settled + max(self.mean, soon) * (1 - settled)
 
 

@@ -333,6 +333,12 @@ def test_new_prompts_do_not_lower_the_limit_of_an_empty_cache() -> None:
     assert engines.slots["router-0"] >= 40
 
 
+def test_limit_grows_while_no_cache_is_measurably_used() -> None:
+    engines = Engines("engine-r0-0", "engine-r1-0")
+    engines.run(60, kv_each=0.0)
+    assert all(load.places > 2 * START_PER_ENGINE and load.limit == "growing" for load in engines.report.values())
+
+
 def test_limit_of_a_lost_engine_is_removed_and_restored() -> None:
     engines = Engines("engine-r0-0", "engine-r0-1", "engine-r1-0")
     engines.run(300, kv_each=0.01)
@@ -408,7 +414,8 @@ def test_max_inflight_is_reported_as_the_limit() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_limits_stay_in_bounds_for_any_metrics(seed: int) -> None:
+@pytest.mark.parametrize("fullest", [0.0, 1.0])
+def test_limits_stay_in_bounds_for_any_metrics(seed: int, fullest: float) -> None:
     source = random.Random(seed)
     engines = Engines("engine-r0-0", "engine-r0-1", "prefill-r1-0", "decode-r1-0")
     names, most = list(engines.samples), 0
@@ -416,7 +423,9 @@ def test_limits_stay_in_bounds_for_any_metrics(seed: int) -> None:
         engines.now += source.choice([0.0, 5.0, 20.0])
         for sample in engines.samples.values():
             for name in GAUGES:
-                sample[name] = source.choice([0.0, 1.0, 0.5, 1000.0]) if name != "kv_usage" else source.random()
+                sample[name] = (
+                    source.choice([0.0, 1.0, 0.5, 1000.0]) if name != "kv_usage" else fullest * source.random()
+                )
             for name in COUNTERS:
                 sample[name] += source.choice([0.0, 1.0, 1e5])
         victim = source.choice(names)

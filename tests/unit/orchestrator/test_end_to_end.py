@@ -174,11 +174,9 @@ def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
         with run:
             link = run.begin()
             spool = run.run_dir / "rollouts"
-            while len(list(spool.glob("*.group"))) < 4:
-                time.sleep(0.1)
+            run.wait_until(lambda: len(list(spool.glob("*.group"))) >= 4)
             state = run.run_dir / "attempts/1/state/orchestrator.json"
-            while json.loads(state.read_text())["unscored_groups"] < 4:
-                time.sleep(0.1)
+            run.wait_until(lambda: json.loads(state.read_text())["unscored_groups"] >= 4)
             run.kill("orchestrator")
             run.teachers["teacher-0"] = teacher.url
             run.start("orchestrator")
@@ -267,12 +265,10 @@ def test_run_continues_without_a_lost_replica(tmp_path: Path) -> None:
         run.engines["engine-r1-0"] = bad.url
         with run:
             link = run.begin()
-            while not bad.requests:
-                time.sleep(0.1)
+            run.wait_until(lambda: bad.requests)
             urls = {"router-0": good.url, "router-1": bad.url} | run.engines
             publish_addresses(run.run_dir / "attempts" / "1", urls, lost=["router-1", "engine-r1-0"])
-            while not run.events("replica_lost"):  # three steps later its rollouts would be too old
-                time.sleep(0.1)
+            run.wait_until(lambda: run.events("replica_lost"))  # three steps later its rollouts would be too old
             for step in range(1, STEPS + 1):
                 run.train(link, step)
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
@@ -310,8 +306,7 @@ def test_two_environments_with_a_curriculum_survive_kills(tmp_path: Path) -> Non
             run.start("worker")
             run.start("pooled", "pooled")
             state = run.run_dir / "attempts/1/state/orchestrator.json"
-            while not state.exists() or len(json.loads(state.read_text())["environments"]) < 2:
-                time.sleep(0.1)
+            run.wait_until(lambda: state.exists() and len(json.loads(state.read_text())["environments"]) == 2)
             link = run.link()
             run.publish(link, 0)
             run.train(link, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -314,11 +313,9 @@ def test_killed_orchestrator_adopts_running_rollouts(tmp_path: Path) -> None:
 
         engine.held = True
         link = run.begin()
-        while not (counted("dispatched") and engine.requests):
-            time.sleep(0.1)
+        run.wait_until(lambda: counted("dispatched") and engine.requests)
         run.kill("orchestrator")
         run.start("orchestrator")
-        while not counted("claimed"):
-            time.sleep(0.1)
+        run.wait_until(lambda: counted("claimed"))
         engine.held = False
         finish(run, link, 1)
