@@ -64,11 +64,11 @@ def _teacher_kl(branches: Sequence[Rollout]) -> Row:
 def _tokens_without_replay(branches: Sequence[Rollout]) -> Row:
     """Return the fractions of tokens whose experts repeated and whose experts the engines did not return."""
     infos, tokens = [branch.info for branch in branches], sum(len(branch.token_ids) for branch in branches)
-    counts = {
-        "repeated": sum(info.repeated_experts for info in infos),
-        "unknown": sum(info.unknown_experts for info in infos),
+    row = {
+        "router_replay/repeated": sum(info.repeated_experts for info in infos) / tokens,
+        "router_replay/unknown": sum(info.unknown_experts for info in infos) / tokens,
     }
-    return {f"router_replay/{name}": count / tokens for name, count in counts.items() if count}
+    return {name: fraction for name, fraction in row.items() if fraction}
 
 
 def _length_penalties(groups: Sequence[RolloutGroup]) -> Row:

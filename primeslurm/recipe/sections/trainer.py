@@ -208,8 +208,8 @@ class Trainer(Section):
     debugging; this is slower and excludes compile and FP8."""
     router_replay: bool = False
     """Use the experts that the engines chose for each token instead of the trainer's own routing. Engines then return
-    the routed experts of every token. Only for models with experts. From Mooncake or a disk tier, engines load only KV of
-    earlier turns, because routed experts of other KV would be missing."""
+    the routed experts of every token. Only for models with experts. From Mooncake or a disk tier, engines load only KV
+    of earlier turns, because routed experts of other KV would be missing."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens that a rank computes at once. The trainer takes as many rows as fit, at least one. Ranks that share rows
     (`cp`) count together."""

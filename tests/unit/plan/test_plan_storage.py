@@ -68,7 +68,7 @@ def test_plan_with_any_text_survives_write_and_read(words: list[tuple[str, str, 
 def test_plan_of_a_thousand_nodes_is_compressed() -> None:
     plan = scaled(512, 32)
     content = to_file(plan)
-    assert len(plan.nodes) == 1029 and len(plan.processes()) == 8754
+    assert len(plan.nodes) == 1029 and len(plan.processes()) == 8770
     assert content.startswith(b"\x1f\x8b") and len(content) < 500_000
     assert to_file(plan) == content
     assert plain(content) == json.loads(plan.to_json())

@@ -17,6 +17,7 @@ UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"
 UNSAFE_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 SAFE = {
     "weights_only=True": " of tensors alone",
+    "allow_pickle=False": " without pickles",
     "Loader=getattr(yaml, 'CSafeLoader', yaml.SafeLoader)": " of data alone",
 }
 """Arguments that make an unsafe call safe."""
@@ -54,6 +55,7 @@ def test_checker_finds_violations() -> None:
     assert findings(ast.parse("torch.load(x, weights_only=False)")) == {"torch.load"}
     assert findings(ast.parse("torch.load(x, weights_only=True)")) == {"torch.load of tensors alone"}
     assert findings(ast.parse("yaml.load(x, Loader=yaml.UnsafeLoader)")) == {"yaml.load"}
+    assert findings(ast.parse("np.load(x, allow_pickle=True)")) == {"np.load"}
 
 
 def test_the_agents_pickle_is_in_the_run_directory() -> None:
