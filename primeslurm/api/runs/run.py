@@ -237,7 +237,8 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
             why = f"; {UNFINISHED}: remove it" if was_never_submitted(directory.path) else ""
             raise RunError(f"{directory.path} is damaged: it has no lock.json{why}")
     nearest = suggestion(str(name), [run.name for each in roots for run in all_runs(each)])
-    raise RunError(f"there is no run {name} in {root.absolute()}" + (f" ({nearest})" if nearest else ""))
+    where = " or ".join(dict.fromkeys(str(each.absolute()) for each in roots))
+    raise RunError(f"there is no run {name} in {where}" + (f" ({nearest})" if nearest else ""))
 
 
 def all_runs(runs: str | Path | None = None) -> list[Run]:

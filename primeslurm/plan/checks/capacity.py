@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from primeslurm.base.units import number
+import math
+
+from primeslurm.base.units import duration, number
 from primeslurm.plan.batch_job import node_memory
 from primeslurm.plan.forecast import Estimate, RoleMemory
 from primeslurm.plan.gpus import GIB
@@ -19,6 +21,7 @@ from primeslurm.recipe.sections.sandboxes import SUBPROCESS_DISK_GB, SUBPROCESS_
 
 # Error of the memory model. Within this share of the limit, the check warns instead of refusing.
 MARGIN = 0.1
+WRITE_GB_PER_S = 2.0  # per node, to a file system that many nodes share
 _ENVIRONMENTS = "deployment.environments"
 
 
@@ -28,7 +31,7 @@ def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate
     for role in estimate.roles:
         findings += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
     findings += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
-    return findings + _concurrency(recipe, estimate)
+    return findings + _last_checkpoint(recipe, requests, estimate) + _concurrency(recipe, estimate)
 
 
 def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
@@ -162,6 +165,23 @@ def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
         return []
     fix = "more train nodes, checkpoint.moments: bfloat16, or leave checkpoint.local out"
     return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {disk_gib:g} GiB", fix=fix)]
+
+
+def _last_checkpoint(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
+    """Warn if a checkpoint takes longer than the time between Slurm's signal and the end of the job."""
+    size = next((amount for amount in estimate.amounts if amount.name == "checkpoint"), None)
+    nodes = sum(request.nodes for request in requests if request.role == "train")
+    lead = recipe.slurm.checkpoint_signal_s
+    if size is None or size.value <= nodes * WRITE_GB_PER_S * lead:
+        return []
+    seconds = size.value / nodes / WRITE_GB_PER_S
+    text = f"{lead} s before the time limit may be too late to write a last checkpoint: {size.value:g} GB from "
+    text += (
+        f"{nodes} node{'s' * (nodes > 1)} take {duration(seconds)} at {WRITE_GB_PER_S:g} GB/s per node. Without it, "
+    )
+    text += "the next attempt repeats all steps since the checkpoint before"
+    fix = f"checkpoint_signal_s: {math.ceil(1.5 * seconds / 60) * 60}"
+    return [Finding(level="warning", field="slurm.checkpoint_signal_s", text=text, fix=fix)]
 
 
 def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:

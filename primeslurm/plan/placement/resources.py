@@ -66,6 +66,7 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
         requests = _on_one_node(recipe, role_requests, site, problems)
     else:
         requests = [request for each in role_requests if (request := _place(recipe, each, site, problems))]
+        problems += _spare_problems(recipe, role_requests)
     problems += (
         _engine_problems(recipe, requests) + _expert_problems(recipe, requests) + _router_problems(recipe, requests)
     )
@@ -218,6 +219,18 @@ def _spares(recipe: Recipe, role: NodeRole) -> int:
         environments = recipe.deployment.environments
         return int(any(value for _, value in spares) or (environments is not None and environments.nodes > 1))
     return int(getattr(spares, role))
+
+
+def _spare_problems(recipe: Recipe, role_requests: Sequence[_RoleRequest]) -> list[Violation]:
+    """Refuse spares of roles that have no nodes. A rule of the recipe does so for environments."""
+    roles = [each.role for each in role_requests if each.role != "control"]
+    return [
+        Violation(
+            f"deployment.spares.{role}", str(count), f"this recipe has no {role} nodes", f"one of {', '.join(roles)}"
+        )
+        for role, count in recipe.deployment.spares
+        if count and role not in (*roles, "environments")
+    ]
 
 
 def _engine_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:

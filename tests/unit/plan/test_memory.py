@@ -475,6 +475,17 @@ def test_local_copies_on_disk_must_fit_it() -> None:
     assert not [text for text in found(in_memory, "Qwen/Qwen3-30B-A3B", disk_gib=1) if "checkpoint.local" in text]
 
 
+@pytest.mark.parametrize(("lead", "nodes", "warned"), [(120, 1, True), (300, 1, False), (120, 2, False)])
+def test_last_checkpoint_must_be_written_before_the_time_limit(lead: int, nodes: int, warned: bool) -> None:
+    """366 GB at 2 GB/s per node take 3 min 3 s from one node."""
+    changes = {"deployment": {"train": {"nodes": nodes}}, "slurm": {"checkpoint_signal_s": lead}}
+    model = {"model": {"path": "Qwen/Qwen3-30B-A3B", "dtype": "bfloat16"}}
+    findings, _ = reviewed(Recipe.model_validate(recipe_data(**merge(model, changes))), site())
+    late = [f for f in findings if f.field == "slurm.checkpoint_signal_s"]
+    assert [f.fix for f in late] == (["checkpoint_signal_s: 300"] if warned else [])
+    assert all(f.level == "warning" and "366.4 GB from 1 node take 3 min 3 s at 2 GB/s" in f.text for f in late)
+
+
 def test_unknown_gpu_gives_a_note_and_no_estimate() -> None:
     assert found({}, gres="gpu") == ["note site: memory is not estimated: the GPU type of partition gpu is unknown"]
 

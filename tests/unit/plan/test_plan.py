@@ -212,6 +212,16 @@ BAD = [
 ]
 
 
+def test_spares_of_roles_without_nodes_are_refused() -> None:
+    split = {"type": "disaggregated", "prefill": {"nodes_per_replica": 1}, "decode": {"nodes_per_replica": 1}}
+    with pytest.raises(UsageError) as error:
+        plan_for(deployment={"inference": split, "spares": {"inference": 1, "prefill": 1, "teacher": 2}})
+    assert [str(violation) for violation in error.value.violations] == [
+        "deployment.spares.inference = 1: this recipe has no inference nodes (one of train, prefill, decode)",
+        "deployment.spares.teacher = 2: this recipe has no teacher nodes (one of train, prefill, decode)",
+    ]
+
+
 def test_all_conflicts_with_colocation_are_reported_in_one_pass() -> None:
     shape = {"layout": "single", "colocated": True, "train": {"gpus_per_node": 4}}
     wrong = {"deployment": {**shape, "inference": {"type": "single_node", "gpus_per_node": 2}}}
