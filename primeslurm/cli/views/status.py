@@ -293,10 +293,11 @@ def _events(status: RunStatus) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column()  # the only one that a narrow terminal cuts
     for event in status.events:
         clock = time.strftime("%H:%M:%S", time.localtime(event.time)) if event.time else "--:--:--"
-        table.add_row(Text(clock, style="dim"), event.who, Text(event.text, style=EVENT_COLOURS[event.level]))
+        text = Text(event.text, style=EVENT_COLOURS[event.level], no_wrap=True, overflow="ellipsis")
+        table.add_row(Text(clock, style="dim"), event.who, text)
     return table
 
 

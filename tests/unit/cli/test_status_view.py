@@ -160,6 +160,12 @@ def test_nothing_is_cut_at_80_columns() -> None:
     assert not any("…" in line for line in picture(status_of(replicas=128, ill=9), width=80))
 
 
+def test_a_long_event_cuts_neither_its_time_nor_its_process() -> None:
+    event = EventText(1.0, "environment-math-0", "a reason of many words " * 20, "warning")
+    lines = picture(msgspec.structs.replace(status_of(1, 0), events=[event]), width=80)
+    assert any(re.match(r"\d\d:\d\d:\d\d  environment-math-0  a reason .*…$", line) for line in lines), lines
+
+
 def test_sparkline_and_one_line_status() -> None:
     assert sparkline([0.0, 1.0, float("nan"), 2.0]) == "▁▄█" and sparkline([3.0]) == "▁" and sparkline([]) == ""
     assert len(sparkline(list(range(100)))) == 24
