@@ -174,8 +174,10 @@ def unbound_toolsets(env: vf.Env) -> Violation | None:
 def describe(error: BaseException, name: str) -> str:
     """Describe an exception in one line: type, message, and the innermost frame in the environment's own code."""
     message = (str(error).strip().splitlines() or [""])[0]
-    text = f"{type(error).__name__}: {message[:_MAX_TEXT]}" if message else type(error).__name__
     code = _code_of(name)
+    if message and isinstance(error, ValueError) and code is not None and Path(__file__).parent in code.parents:
+        return message[:_MAX_TEXT]  # a bundled environment says what is wrong with its arguments or files
+    text = f"{type(error).__name__}: {message[:_MAX_TEXT]}" if message else type(error).__name__
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if code is not None and (path == code or code in path.parents):

@@ -267,3 +267,9 @@ def test_evaluation_with_too_few_tasks_is_a_warning(examples: dict[str, int], wa
     result = primeslurm("check", "r.yaml", cwd=place)
     assert ("environments.0.examples = 256: the file has 20 tasks" in result.err) is warned, result.err
     assert result.code == 0
+
+
+def test_a_bundled_environment_needs_no_line_of_its_code(place: Path) -> None:
+    environment = {"id": "harbor-local", "args": {"path": str(place)}, "harness": {"id": "bash"}}
+    result = run(place, "check", [environment], "--local")
+    assert f"its first task cannot be read: there is no task (a directory with task.toml) in {place}\n" in result.err
