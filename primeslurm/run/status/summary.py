@@ -22,12 +22,12 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 from primeslurm.run.status.plan_outline import PlanOutline, read_outline
 
-# Steps averaged at the start and at the end of the run.
+# Steps averaged at the start and at the end of the run. Of a shorter run, each window is at most half.
 WINDOW = 5
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Results of one run. Rewards and losses are means over the first and the last five steps."""
+    """Results of one run. Rewards and losses are means over the first and the last five steps, or fewer."""
 
     run: str
     steps: int
@@ -72,6 +72,12 @@ class Summary(msgspec.Struct, frozen=True):
         return self.last_reward - self.first_reward
 
 
+def _ends(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Return the means over the first and the last steps. None without steps."""
+    window = max(1, min(WINDOW, len(values) // 2))
+    return (fmean(values[:window]), fmean(values[-window:])) if values else (None, None)
+
+
 def _failures(happened: Sequence[Event]) -> dict[str, FailedRollouts]:
     failed: dict[str, Counter[str]] = {}
     given_up = Counter[str]()
@@ -112,8 +118,8 @@ def summarise(run: RunDirectory) -> Summary:
         steps=len(steps),
         attempts=len(run.attempts()),
         seconds=(happened[-1].time - created) if happened else 0.0,
-        first_reward=fmean(rewards[:WINDOW]) if rewards else None,
-        last_reward=fmean(rewards[-WINDOW:]) if rewards else None,
+        first_reward=_ends(rewards)[0],
+        last_reward=_ends(rewards)[1],
         mixed_version_rollouts=round(sum(row.get("rollouts/mixed_version", 0) for row in steps)),
         staleness_max=max((row.get("staleness/max", 0.0) for row in steps), default=0.0),
         dropped_stale=round(sum(row.get("rollouts/dropped_stale", 0) for row in steps)),
@@ -122,8 +128,8 @@ def summarise(run: RunDirectory) -> Summary:
         tokens_per_s=fmean([row.get("throughput/tokens_per_s", 0.0) for row in steps] or [0.0]),
         failures=_failures(happened),
         task=recipe.task,
-        first_loss=fmean(losses[:WINDOW]) if losses else None,
-        last_loss=fmean(losses[-WINDOW:]) if losses else None,
+        first_loss=_ends(losses)[0],
+        last_loss=_ends(losses)[1],
         trained_tokens_per_s=fmean([row.get("trainer/tokens_per_s", 0.0) for row in steps] or [0.0]),
         evaluations=evaluated,
         best=best_of(evaluated, keep_best) if keep_best else None,

@@ -224,6 +224,17 @@ def test_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     assert (results.mixed_version_rollouts, results.engine_restarts, results.seconds) == (10, 1, 60)
 
 
+@pytest.mark.parametrize(("steps", "ends"), [(0, (None, None)), (1, (1.0, 1.0)), (3, (1.0, 3.0)), (4, (1.5, 3.5))])
+def test_summary_of_a_short_run_compares_its_halves(
+    run: RunDirectory, steps: int, ends: tuple[float | None, float | None]
+) -> None:
+    rows = [{"step": i, "reward/mean": float(i), "trainer/loss": i + 1.0} for i in range(1, steps + 1)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = summarise(run)
+    assert (results.first_reward, results.last_reward) == ends
+    assert results.first_loss == (None if ends[0] is None else ends[0] + 1)
+
+
 def test_summary_adds_up_gpu_hours_by_role(run: RunDirectory) -> None:
     rows = [
         {"step": 1, "trainer/gpu_hours": 1.0, "trainer/idle_fraction": 0.5, "throughput/first_step_seconds": 99.0},
@@ -289,7 +300,7 @@ def test_sft_run_has_loss_and_eta(run: RunDirectory) -> None:
     )
     assert current.history == {"trainer/loss": [3.5, 3.0, 2.5, 2.0]}
     achieved = summarise(run)
-    assert (achieved.task, achieved.steps, achieved.first_loss, achieved.last_loss) == ("sft", 4, 2.75, 2.75)
+    assert (achieved.task, achieved.steps, achieved.first_loss, achieved.last_loss) == ("sft", 4, 3.25, 2.25)
     assert achieved.trained_tokens_per_s == 50.0
 
 
