@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
@@ -20,7 +20,7 @@ from primeslurm.run.records import events, rows
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints
-from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium
+from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium, start_chromium
 from tests.support.slurm import require_slurm
 from tests.support.unmeasured import unmeasured
 
@@ -121,27 +121,28 @@ def test_local_run_in_an_allocation_uses_its_gpus(cluster: Cluster) -> None:
 
 
 @needs_chromium
-def test_dashboard_follows_a_run_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
+def test_dashboard_follows_a_run_to_its_end(cluster: Cluster) -> None:
     settings = [word for setting in ("max_steps=1000", *SMALL) for word in ("--set", setting)]
     recipe = RECIPES / "smollm2_arithmetic_one_gpu.yaml"
     where = ("--emulate", "--site", cluster.spec.site_file, "--name", "watched")
     done = primeslurm(cluster, "submit", recipe, *where, *settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    with dashboard(cluster.spec.runs) as address, contextlib.closing(Browser(tmp_path)) as browser:
+    with dashboard(cluster.spec.runs) as address, start_chromium() as chromium:
+        browser = Browser(chromium)
         browser.open(address)
         browser.open_run("watched")
-        browser.until("/step [3-9] of 1000/.test(document.body.innerText)")
+        expect(browser.page.locator("body")).to_contain_text(re.compile("step [3-9] of 1000"))
         _check_live_run(browser)
         assert primeslurm(cluster, "cancel", "watched", "--runs", cluster.spec.runs).returncode == 0
-        browser.until("document.querySelector('.title .badge').textContent === 'cancelled'")
+        expect(browser.page.locator(".title .badge").first).to_have_text("cancelled")
         _check_ended_run(browser)
         browser.check_privacy(address.partition("?")[0])
 
 
 def _check_live_run(browser: Browser) -> None:
     browser.until(DRAWN)
-    drawn = browser.run("document.querySelector('.chart .where').textContent")
-    browser.until(f"document.querySelector('.chart .where').textContent !== {json.dumps(drawn)}")
+    step = browser.page.locator(".chart .where").first
+    expect(step).not_to_have_text(step.inner_text())
     browser.screenshot(SCREENSHOTS / "live-curves.png")
     browser.open_tab("Logs")
     browser.click(".log-names button", "orchestrator")
@@ -158,17 +159,16 @@ def _check_ended_run(browser: Browser) -> None:
     steps = "[...new Set([...document.querySelectorAll('tbody td:first-child')].map(cell => cell.textContent))]"
     browser.until(f"{steps}.length > 1")
     browser.type("input[name=last_step]", "1")
-    browser.type("select[name=failed]", "false")
+    browser.page.get_by_label("Failed").select_option("false")
     browser.until(f"{steps}.join() === '1' && !document.querySelector('tbody').textContent.includes('failed')")
-    browser.run("document.querySelector('tbody td.name a').focus()")
-    browser.press("Enter")
+    browser.page.locator("tbody td.name a").first.press("Enter")
     browser.click(".colouring button", "policy version")
-    browser.until("document.querySelectorAll('.tokens .token[class*=ver]').length > 5")
+    expect(browser.page.locator(".tokens .token[class*=ver]").nth(5)).to_be_visible()
     browser.prefer("dark")
     browser.screenshot(SCREENSHOTS / "ended-rollout-dark.png")
-    browser.resize(390, 844, phone=True)
-    for tab in browser.run("[...document.querySelectorAll('.tabs a')].map(tab => tab.textContent)"):
+    browser.become_phone()
+    browser.shows("cancelled")
+    for tab in browser.texts(".tabs a"):
         browser.open_tab(tab)
-        assert not browser.run("document.documentElement.scrollWidth > innerWidth"), tab
-        assert browser.run("document.querySelector('#panel > .note.error')") is None, tab
+        browser.check_page()
     browser.screenshot(SCREENSHOTS / "ended-recipe-phone.png")

@@ -1,21 +1,18 @@
-"""Drives a headless Chromium through its DevTools protocol, over a pair of pipes."""
+"""A page in a headless Chromium, driven by Playwright."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
-import os
-import select
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from playwright.sync_api import Browser as Chromium
+from playwright.sync_api import ConsoleMessage, expect, sync_playwright
 
 from tests.support.cli import ROOT
 from tests.support.unmeasured import unmeasured
@@ -31,12 +28,8 @@ DRAWN = """(all => all.length >= 12 && all.every(chart => {
   copy.drawImage(chart, 0, 0);
   return copy.getImageData(0, 0, chart.width, chart.height).data.some(Boolean);
 }))([...document.querySelectorAll('.chart:not([hidden]) canvas')])"""
-TIMEOUT_S = 60.0
-# Without these it looks for updates and fails on a closed network.
-QUIET = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--disable-dev-shm-usage"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
-)
+TIMEOUT_MS = 60_000.0
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 @contextlib.contextmanager
@@ -54,164 +47,111 @@ def dashboard(runs: Path) -> Iterator[str]:
             process.terminate()
 
 
-class Browser:
-    """One Chromium with one page."""
+@contextlib.contextmanager
+def start_chromium() -> Iterator[Chromium]:
+    """Start a Chromium. Tests that use it must be plain functions: Playwright blocks the event loop of their thread."""
+    # Playwright adds --headless, --no-sandbox and what keeps Chromium from looking for updates.
+    quiet = ["--disable-gpu", "--disable-sync", "--disable-quic"]
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=CHROMIUM, args=quiet) as chromium,
+    ):
+        yield chromium
 
-    def __init__(self, directory: Path) -> None:
-        assert CHROMIUM is not None
-        directory.mkdir(parents=True, exist_ok=True)
-        theirs_in, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
-        # Chromium reads commands from descriptor 3 and writes answers to descriptor 4.
-        argv = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", CHROMIUM, *QUIET]
-        argv += [f"--user-data-dir={directory / 'profile'}", "about:blank"]
-        self._process = subprocess.Popen(
-            argv, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self._buffer, self._number, self._session = b"", 0, ""
+
+class Browser:
+    """A page with a new profile."""
+
+    def __init__(self, chromium: Chromium) -> None:
+        self._chromium = chromium
         self.requests: list[str] = []
         """Addresses that the page has asked for, without data: addresses."""
         self.messages: list[str] = []
         """Errors and warnings on the console, and exceptions of scripts."""
-        targets = self._call("Target.getTargets")["targetInfos"]
-        page = next(target["targetId"] for target in targets if target["type"] == "page")
-        self._session = self._call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self._call(f"{domain}.enable")
-        self.resize(1440, 900)
+        self._open_page()
+
+    def _open_page(self, **options: Any) -> None:
+        context = self._chromium.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
+        context.set_default_timeout(TIMEOUT_MS)
+        context.on("request", lambda request: self.requests.append(request.url))
+        context.on("console", self._note)
+        context.on("weberror", lambda error: self.messages.append(str(error.error)))
+        self.page = context.new_page()
+
+    def _note(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.messages.append(f"{message.text} {message.location['url']}")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError, AssertionError):
-            self._session = ""
-            self._call("Browser.close")
-        self._process.kill()
-        self._process.wait()
-        os.close(self._in)
-        os.close(self._out)
+        self.page.context.close()
 
-    def resize(self, width: int, height: int, *, phone: bool = False) -> None:
-        """Set the size of the page."""
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+    def become_phone(self) -> None:
+        """Open the address again on a phone, with the same cookies."""
+        url, state = self.page.url, self.page.context.storage_state()
+        self.close()
+        self._open_page(viewport={"width": 390, "height": 844}, is_mobile=True, storage_state=state)
+        self.open(url)
 
-    def prefer(self, scheme: str) -> None:
-        """Set the system's theme: light or dark."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._call("Emulation.setEmulatedMedia", features=features)
+    def prefer(self, scheme: Literal["light", "dark"]) -> None:
+        """Set the system's theme."""
+        self.page.emulate_media(color_scheme=scheme)
 
     def open(self, url: str) -> None:
-        self._call("Page.navigate", url=url)
+        self.page.goto(url)
 
     def run(self, script: str) -> Any:
         """Return the value of a JavaScript expression, which may be a promise."""
-        result = self._call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in result, result["exceptionDetails"]
-        return result["result"].get("value")
+        return self.page.evaluate(script)
 
     def until(self, script: str) -> Any:
         """Wait until an expression is true, and return its value."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            with contextlib.suppress(AssertionError):  # the page is being replaced
-                if value := self.run(script):
-                    return value
-            assert time.monotonic() < deadline, f"{script} stays false:\n{self.text()[:3000]}\n{self.messages}"
-            time.sleep(0.05)
-
-    def text(self) -> str:
-        """Return the text of the page as a reader sees it."""
-        return str(self.run("document.body.innerText"))
+        # The policy of the page lets Playwright compile a script once. It compiles a bare expression at each poll.
+        return self.page.wait_for_function(f"() => {script}").json_value()
 
     def shows(self, text: str) -> None:
         """Wait until the page shows a text."""
-        self.until(f"document.body.innerText.includes({json.dumps(text)})")
+        expect(self.page.locator("body")).to_contain_text(text, use_inner_text=True)
+
+    def texts(self, selector: str) -> list[str]:
+        """Return the texts of all elements."""
+        return self.page.locator(selector).all_text_contents()
 
     def open_run(self, name: str, tab: str = "") -> None:
         """Open a run of the list, and one of its tabs."""
         self.click("td.name a", name)
-        self.until(f"document.querySelector('h1')?.textContent === {json.dumps(name)}")
+        expect(self.page.locator("h1")).to_have_text(name)
         if tab:
             self.open_tab(tab)
 
     def open_tab(self, tab: str) -> None:
         """Open a tab of the run that is shown, and wait for its content."""
         self.click(".tabs a", tab)
-        self.until(f"document.querySelector('.tabs [aria-current]')?.textContent === {json.dumps(tab)}")
-        self.until("!document.getElementById('panel').textContent.includes('Loading')")
+        expect(self.page.locator(".tabs [aria-current]")).to_have_text(tab)
+        expect(self.page.locator("#panel")).not_to_contain_text("Loading")
+
+    def check_page(self) -> None:
+        """Check that the page fits the width of its window, and that the panel shows no error."""
+        # A phone zooms out until a wide page fits: its innerWidth is then the width of the page.
+        width = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert self.run(width) <= 0, self.page.url
+        expect(self.page.locator("#panel > .note.error")).to_have_count(0)
 
     def check_privacy(self, origin: str) -> None:
         """Check that the page asked only this server, and that no script failed or broke the policy of the page."""
-        assert self.requests and [url for url in self.requests if not url.startswith(origin)] == []
-        assert self.messages == []
+        self.page.title()  # everything that the page did before is recorded when Chromium answers
+        foreign = [url for url in self.requests if not url.startswith(origin)]
+        assert self.requests and not foreign and not self.messages, f"asked {foreign}, said {self.messages}"
 
     def click(self, selector: str, text: str = "") -> None:
-        """Wait for an element that contains a text, and click it."""
-        elements = f"[...document.querySelectorAll({json.dumps(selector)})]"
-        find = f"{elements}.find(e => e.textContent.includes({json.dumps(text)}))"
-        self.until(f"!!{find}")
-        self.run(f"{find}.click()")
+        """Click the first element that contains a text."""
+        self.page.locator(selector).filter(has_text=text).first.click()
 
     def type(self, selector: str, text: str) -> None:
-        """Replace the text of a field, as if typed."""
-        self.until(f"!!document.querySelector({json.dumps(selector)})")
-        self.run(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(text)};"
-            "e.dispatchEvent(new Event('input', {bubbles: true}));"
-            "e.dispatchEvent(new Event('change', {bubbles: true})); })()"
-        )
-
-    def press(self, key: str, *, shift: bool = False) -> None:
-        """Press and release a key, such as Tab or Enter."""
-        codes = {"Tab": 9, "Enter": 13, " ": 32}
-        more = {"text": "\r"} if key == "Enter" else {"text": " "} if key == " " else {}
-        values = {"key": key, "windowsVirtualKeyCode": codes[key], "modifiers": 8 if shift else 0}
-        self._call("Input.dispatchKeyEvent", type="keyDown", **values, **more)
-        self._call("Input.dispatchKeyEvent", type="keyUp", **values)
+        """Replace the text of a field, and leave it."""
+        field = self.page.locator(selector)
+        field.fill(text)
+        field.blur()
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write a PNG of what is visible, or of the whole page."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
-
-    def _call(self, method: str, **params: Any) -> dict[str, Any]:
-        self._number += 1
-        number = self._number
-        message = {"id": number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
-        data = json.dumps(message).encode() + b"\0"
-        while data:
-            data = data[os.write(self._out, data) :]
-        for answer in self._messages():
-            if answer.get("id") == number:
-                assert "error" not in answer, f"{method}: {answer['error']}"
-                return dict(answer["result"])
-        raise AssertionError(f"{method}: Chromium does not answer")
-
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            line, found, rest = self._buffer.partition(b"\0")
-            if found:
-                self._buffer = rest
-                message = json.loads(line)
-                self._note(message)
-                yield message
-            elif select.select([self._in], [], [], 1.0)[0]:
-                data = os.read(self._in, 1 << 20)
-                assert data, "Chromium has ended"
-                self._buffer += data
-
-    def _note(self, message: dict[str, Any]) -> None:
-        params = message.get("params", {})
-        match message.get("method"):
-            case "Network.requestWillBeSent" if not params["request"]["url"].startswith("data:"):
-                self.requests.append(params["request"]["url"])
-            case "Runtime.exceptionThrown":
-                self.messages.append(str(params["exceptionDetails"].get("exception", {}).get("description")))
-            case "Log.entryAdded":
-                self.messages.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
-            case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning"):
-                self.messages.append(str(params["args"]))
+        self.page.screenshot(path=path, full_page=whole)

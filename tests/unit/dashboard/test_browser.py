@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from playwright.sync_api import Browser as Chromium
+from playwright.sync_api import expect
 
 from primeslurm.base.files import write_json
 from primeslurm.dashboard.report import report
 from primeslurm.records.fleet import FleetView
 from primeslurm.run.directory import RunDirectory
-from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium
+from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium, start_chromium
 from tests.support.recorded_runs import (
     HOSTILE,
     PROCESSES,
@@ -55,52 +58,53 @@ def address(runs: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
+def chromium() -> Iterator[Chromium]:
+    with start_chromium() as chromium:
+        yield chromium
 
 
 @pytest.fixture
-def browser(chromium: Browser, address: str) -> Iterator[Browser]:
+def new_page(chromium: Chromium) -> Iterator[Browser]:
+    with contextlib.closing(Browser(chromium)) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(new_page: Browser, address: str) -> Iterator[Browser]:
     """The list of runs in a browser. After the test, nothing has failed and nothing was asked of other hosts."""
-    chromium.resize(1440, 900)
-    chromium.prefer("light")
-    chromium.requests.clear()
-    chromium.messages.clear()
-    chromium.open(address)
-    chromium.shows("tool-use-lr2")
-    yield chromium
-    chromium.check_privacy(address.partition("?")[0])
-    assert chromium.run("document.title").endswith("primeslurm")
+    new_page.open(address)
+    new_page.shows("tool-use-lr2")
+    yield new_page
+    new_page.check_privacy(address.partition("?")[0])
+    assert new_page.page.title().endswith("primeslurm")
 
 
 def test_runs_are_listed_filtered_and_sorted(browser: Browser) -> None:
-    rows = "[...document.querySelectorAll('tbody tr td.name')].map(e => e.textContent)"
-    assert len(browser.run(rows)) == 4
+    names = browser.page.locator("tbody tr td.name")
+    expect(names).to_have_count(4)
     browser.screenshot(SCREENSHOTS / "runs.png")
     browser.click(".chips button", "Active")
-    assert browser.run(rows) == ["active"]
+    expect(names).to_have_text(["active"])
     browser.click(".chips button", "All")
     browser.type("input[type=search]", "TOOL")
-    assert sorted(browser.run(rows)) == ["tool-use", "tool-use-lr2"]
+    expect(names).to_have_count(2)
+    assert sorted(names.all_text_contents()) == ["tool-use", "tool-use-lr2"]
     browser.type("input[type=search]", "")
     browser.click("button.sort", "Progress")
-    assert browser.run(rows)[0] == "tool-use"
-    assert browser.run("document.querySelector('[aria-sort=descending]').textContent") == "Progress"
+    expect(names.first).to_have_text("tool-use")
+    expect(browser.page.locator("[aria-sort=descending]")).to_have_text("Progress")
     browser.click("button.sort", "Progress")
-    assert browser.run(rows)[-1] == "tool-use"
+    expect(names.last).to_have_text("tool-use")
 
 
 def test_curves_are_drawn(browser: Browser) -> None:
     browser.open_run("tool-use")
     browser.until(DRAWN)
-    titles = browser.run("[...document.querySelectorAll('.chart figcaption span')].map(e => e.textContent)")
+    titles = browser.texts(".chart figcaption span")
     assert titles[:3] == ["Reward", "Reward per environment", "KL"] and "KV cache in use" in titles
     browser.screenshot(SCREENSHOTS / "curves.png")
     browser.type("input[type=search]", "entropy")
-    visible = "[...document.querySelectorAll('.chart')].filter(e => e.checkVisibility()).length"
-    assert browser.run(visible) == 1
+    expect(browser.page.locator(".chart").filter(visible=True)).to_have_count(1)
     browser.type("input[type=search]", "")
     browser.type("input[type=range]", "0.8")
     browser.click("summary", "more metrics")
@@ -112,10 +116,10 @@ def test_curves_are_drawn(browser: Browser) -> None:
 def test_a_chart_tells_its_values(browser: Browser) -> None:
     browser.open_run("tool-use")
     browser.until(DRAWN)
-    label = "document.querySelector('.chart .canvas').getAttribute('aria-label')"
-    browser.until(f"{label}.startsWith('Reward, step 30: mean 0.')")
+    canvas = browser.page.locator(".chart .canvas").first
+    expect(canvas).to_have_attribute("aria-label", re.compile(r"^Reward, step 30: mean 0\."))
     browser.click(".chart .legend button", "std. deviation")
-    assert browser.run("document.querySelector('.legend [aria-pressed=false]').textContent").startswith("std. dev")
+    expect(browser.page.locator(".legend [aria-pressed=false]").first).to_contain_text("std. dev")
 
 
 def test_curves_grow_with_the_run(browser: Browser, runs: Path) -> None:
@@ -124,8 +128,8 @@ def test_curves_grow_with_the_run(browser: Browser, runs: Path) -> None:
     browser.until(DRAWN)
     browser.shows("step 12")
     write_metrics(RunDirectory(runs / "active"), range(13, 15), "a")
-    browser.until("document.querySelector('.chart .where').textContent === 'step 14'")
-    assert browser.run("document.getElementById('connection').textContent") == "live"
+    expect(browser.page.locator(".chart .where").first).to_have_text("step 14")
+    expect(browser.page.locator("#connection")).to_have_text("live")
 
 
 def test_a_log_is_followed(browser: Browser, runs: Path) -> None:
@@ -140,8 +144,7 @@ def test_a_log_is_followed(browser: Browser, runs: Path) -> None:
     assert browser.run("(e => e.scrollHeight - e.scrollTop - e.clientHeight)(document.querySelector('.log'))") < 40
     browser.screenshot(SCREENSHOTS / "logs.png")
     browser.type(".log-pane input[type=search]", "newest")
-    lines = "[...document.querySelectorAll('.log > div')].filter(e => !e.hidden).map(e => e.textContent)"
-    assert browser.run(lines) == ["the newest line"]
+    expect(browser.page.locator(".log > div").filter(visible=True)).to_have_text(["the newest line"])
 
 
 def test_every_tab_shows_hostile_texts_as_they_are(browser: Browser) -> None:
@@ -151,7 +154,7 @@ def test_every_tab_shows_hostile_texts_as_they_are(browser: Browser) -> None:
     browser.click(".tabs a", "Evaluations")
     browser.shows("0.75 ± 0.063")
     browser.click("button", "Samples")
-    browser.until("document.querySelectorAll('.chip.bad').length === 16")
+    expect(browser.page.locator(".chip.bad")).to_have_count(16)
     browser.screenshot(SCREENSHOTS / "evaluations.png")
     browser.click(".tabs a", "Fleet")
     browser.shows("n002")
@@ -162,10 +165,10 @@ def test_every_tab_shows_hostile_texts_as_they_are(browser: Browser) -> None:
     browser.screenshot(SCREENSHOTS / "plan.png")
     browser.click(".tabs a", "Recipe")
     browser.shows(HOSTILE)
-    browser.type(".toolbar select", "tool-use-lr2")
+    browser.page.locator(".toolbar select").select_option("tool-use-lr2")
     browser.shows("The recipes ask for the same.")
     browser.screenshot(SCREENSHOTS / "recipe.png")
-    assert browser.run("document.querySelectorAll('#main img, #main script, #main i i').length") == 0
+    expect(browser.page.locator("#main").locator("img, script, i i")).to_have_count(0)
 
 
 def test_a_hostile_name_is_a_name(browser: Browser) -> None:
@@ -173,33 +176,30 @@ def test_a_hostile_name_is_a_name(browser: Browser) -> None:
     browser.until(DRAWN)
     for tab in TABS[1:]:
         browser.open_tab(tab)
-        assert browser.run("document.querySelector('#panel > .note.error')") is None
+        browser.check_page()
 
 
 def test_a_rollout_is_found_and_read(browser: Browser) -> None:
     browser.open_run("tool-use", "Rollouts")
     browser.shows("1 to 12 of 12 rollouts")
     browser.screenshot(SCREENSHOTS / "rollouts.png")
-    browser.type("input[type=number]", "2")
+    browser.type("input[name=first_step]", "2")
     browser.shows("1 to 8 of 8 rollouts")
-    browser.click(".filters label", "Truncated")
-    browser.run(
-        "(e => { e.value = 'true'; e.dispatchEvent(new Event('change')); })"
-        "([...document.querySelectorAll('.filters label')].find(l => l.textContent.startsWith('Truncated')).lastChild)"
-    )
+    browser.page.get_by_label("Truncated").select_option("true")
     browser.shows("1 to 2 of 2 rollouts")
-    assert "first_step" in browser.run("location.hash") and "truncated" in browser.run("location.hash")
+    assert "first_step" in browser.page.url and "truncated" in browser.page.url
     browser.click("td.name a", "0002-1")
     browser.shows("The capital of France is Paris")
     browser.shows(HOSTILE)
-    assert "U+202E" in browser.text() and "\u202e" not in browser.text(), "direction marks are visible"
-    assert browser.run("document.querySelectorAll('#main img, #main script').length") == 0
+    text = browser.page.inner_text("body")
+    assert "U+202E" in text and "\u202e" not in text, "direction marks are visible"
+    expect(browser.page.locator("#main").locator("img, script")).to_have_count(0)
     browser.screenshot(SCREENSHOTS / "rollout.png", whole=True)
     for name, token in (("log-probability", "rare"), ("advantage", "pos"), ("policy version", "ver")):
         browser.click(".colouring button", name)
-        browser.until(f"document.querySelectorAll('.tokens .token[class*={token}]').length > 5")
+        expect(browser.page.locator(f".tokens .token[class*={token}]").nth(5)).to_be_visible()
         browser.screenshot(SCREENSHOTS / f"rollout-{token}.png", whole=True)
-    browser.run("document.querySelector('.tokens .ver0').dispatchEvent(new Event('pointerover', {bubbles: true}))")
+    browser.page.locator(".tokens .ver0").first.hover()
     browser.shows("log-prob")
     browser.click(".colouring button", "text")
     browser.click("a", "Rollouts")
@@ -210,67 +210,81 @@ def test_runs_are_compared(browser: Browser) -> None:
         browser.click(f"input[aria-label='compare {name}']")
     browser.click("button", "Compare 2 runs")
     browser.until(DRAWN)
-    labels = browser.run(
-        "[...document.querySelector('.chart .legend').querySelectorAll('span')].map(e => e.textContent)"
-    )
-    assert set(labels) >= {"tool-use", "tool-use-lr2"}
+    legend = browser.page.locator(".chart .legend").first
+    assert set(legend.locator("span").all_text_contents()) >= {"tool-use", "tool-use-lr2"}
     browser.screenshot(SCREENSHOTS / "compare.png")
 
 
 def test_the_keyboard_opens_a_run(browser: Browser) -> None:
+    link = browser.page.locator("td.name a:focus")
     for _ in range(40):
-        browser.press("Tab")
-        if browser.run("document.activeElement.closest('td.name') !== null"):
+        browser.page.keyboard.press("Tab")
+        if link.count():
             break
-    name = browser.run("document.activeElement.textContent")
-    assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    browser.press("Enter")
-    browser.until(f"document.querySelector('h1').textContent === {json.dumps(name)}")
+    expect(link).to_have_css("outline-style", "solid")
+    name = link.inner_text()
+    browser.page.keyboard.press("Enter")
+    expect(browser.page.locator("h1")).to_have_text(name)
 
 
 def test_dark_mode_follows_the_system_and_the_switch(browser: Browser) -> None:
-    back = "getComputedStyle(document.body).backgroundColor"
-    assert browser.run(back) == "rgb(255, 255, 255)"
+    body, theme = browser.page.locator("body"), browser.page.locator("#theme")
+    light, dark = "rgb(255, 255, 255)", "rgb(16, 20, 24)"
+    expect(body).to_have_css("background-color", light)
     browser.prefer("dark")
-    assert browser.run(back) == "rgb(16, 20, 24)"
+    expect(body).to_have_css("background-color", dark)
     browser.open_run("tool-use")
     browser.until(DRAWN)
     browser.screenshot(SCREENSHOTS / "curves-dark.png")
-    browser.click("#theme")
-    browser.until(f"{back} === 'rgb(255, 255, 255)'")
-    browser.click("#theme")
-    browser.until(f"{back} === 'rgb(16, 20, 24)'")
-    browser.click("#theme")
-    assert browser.run("document.getElementById('theme').getAttribute('aria-label')") == "Theme: System"
+    for color in (light, dark):
+        theme.click()
+        expect(body).to_have_css("background-color", color)
+    theme.click()
+    expect(theme).to_have_attribute("aria-label", "Theme: System")
 
 
 def test_every_page_fits_a_phone(browser: Browser) -> None:
-    browser.resize(390, 844, phone=True)
-    wide = "document.documentElement.scrollWidth > innerWidth"
-    assert not browser.run(wide)
+    browser.become_phone()
+    browser.shows("tool-use-lr2")
+    browser.check_page()
     browser.screenshot(SCREENSHOTS / "phone-runs.png")
     browser.open_run("tool-use")
     browser.until(DRAWN)
     browser.screenshot(SCREENSHOTS / "phone-curves.png")
     for tab in TABS:
         browser.open_tab(tab)
-        assert not browser.run(wide), tab
+        browser.check_page()
 
 
-def test_a_report_needs_no_server(chromium: Browser, runs: Path, tmp_path: Path) -> None:
+def test_a_report_needs_no_server(new_page: Browser, runs: Path, tmp_path: Path) -> None:
     html = tmp_path / "report.html"
     html.write_text(report(RunDirectory(runs / "tool-use"), lambda job: None, T0 + 8000))
-    chromium.resize(1440, 900)
-    chromium.requests.clear()
-    chromium.messages.clear()
-    chromium.open(f"file://{html}")
-    chromium.until(DRAWN)
-    chromium.screenshot(SCREENSHOTS / "report.png")
-    tabs = chromium.run("[...document.querySelectorAll('.tabs a')].map(e => e.textContent)")
+    new_page.open(f"file://{html}")
+    new_page.until(DRAWN)
+    new_page.screenshot(SCREENSHOTS / "report.png")
+    tabs = new_page.texts(".tabs a")
     assert tabs == ["Curves", "Rollouts", "Evaluations", "Fleet", "Events", "Plan", "Recipe"]
     for tab in tabs:
-        chromium.open_tab(tab)
-        assert chromium.run("document.querySelector('#panel > .note.error')") is None
-    chromium.click(".tabs a", "Events")
-    chromium.shows(HOSTILE)
-    assert chromium.messages == [] and set(chromium.requests) == {f"file://{html}"}
+        new_page.open_tab(tab)
+        new_page.check_page()
+    new_page.open_tab("Events")
+    new_page.shows(HOSTILE)
+    new_page.check_privacy(f"file://{html}")
+
+
+@pytest.mark.parametrize(
+    ("html", "said"),
+    [
+        ("<img src=http://127.0.0.2:1/x.png>", r"asked \['http://127.0.0.2:1/x.png'\]"),
+        ("<meta http-equiv=Content-Security-Policy content=script-src><script>1</script>", "script-src"),
+        ("<script>throw new Error('this failed')</script>", "this failed"),
+        ("<script>console.warn('a warning')</script>", "a warning"),
+    ],
+    ids=["another host", "policy", "exception", "warning"],
+)
+def test_check_of_privacy_fails(new_page: Browser, tmp_path: Path, html: str, said: str) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(html)
+    new_page.open(f"file://{page}")
+    with pytest.raises(AssertionError, match=said):
+        new_page.check_privacy(f"file://{page}")
