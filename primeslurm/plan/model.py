@@ -52,6 +52,8 @@ class Process(Section):
     """Log file, relative to the attempt directory."""
     ports: dict[str, int] = {}
     """Preferred number of each port, by name. The agent probes it and publishes the number in use."""
+    fixed_ports: tuple[str, ...] = ()
+    """Names of ports that must have exactly these numbers."""
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
     restart: Restart = "in_place"

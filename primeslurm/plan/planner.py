@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,7 @@ from primeslurm.plan.commands.processes import environment_command, orchestrator
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.model import Finding, Plan, Replica, Totals
+from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
@@ -95,7 +96,10 @@ def try_plan(
     located, limits = _with_limits(site, requests, files)
     located = with_kv_cache_size(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
-    plan = place(located, site, run_dir, requests, local=local)
+    try:
+        plan = place(located, site, run_dir, requests, local=local)
+    except UsageError as error:
+        return list(error.violations), [*findings, *about_files], None
     findings += [*check_plan(located, plan), *about_files]
     plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
     return [], findings, Planned(plan, located)
@@ -166,7 +170,11 @@ def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Resour
 
 
 def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
-    """Return a Plan with all processes of a run on the nodes of `requests`. `local` is as in `derive`."""
+    """Return a Plan with all processes of a run on the nodes of `requests`. `local` is as in `derive`.
+
+    Raises:
+        UsageError: processes cannot have the ports that the recipe fixes.
+    """
     builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
@@ -177,6 +185,9 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     if recipe.samples:
         _control(recipe, builders[0], replicas, teachers)
         _environments(recipe, site, builders)
+    nodes = finish(builders)
+    if problems := port_problems(recipe, nodes, local=local):
+        raise UsageError(problems)
     return Plan(
         schema=1,
         run=recipe.name,
@@ -188,7 +199,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         python=site.python or "python3",
         job=batch_job.job_options(recipe, site, run_dir),
         groups=batch_job.groups(recipe, requests),
-        nodes=finish(builders),
+        nodes=nodes,
         replicas=tuple(replicas),
         totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
         env=batch_job.environment(recipe, site),
@@ -209,7 +220,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
 def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
     layout = recipe.deployment.layout
     shared = layout == "one_node"
-    ports_of_node_0 = count(site.port_base)
+    ports_of_node_0, engine_ports_of_node_0 = count(site.port_base), _engine_ports(recipe)
     taken = 0
     builders: list[NodeBuilder] = []
     for group, request in enumerate(requests):
@@ -225,10 +236,16 @@ def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local
                     first_gpu=taken if (local or shared) and not request.colocated else 0,
                     port_base=site.port_base,
                     free_ports=ports_of_node_0 if shared else count(site.port_base),
+                    engine_ports=engine_ports_of_node_0 if shared else _engine_ports(recipe),
                 )
             )
             taken += 0 if request.colocated else request.gpus
     return builders
+
+
+def _engine_ports(recipe: Recipe) -> Iterator[int]:
+    first = recipe.deployment.inference.backend_port
+    return iter(()) if first is None else count(first)
 
 
 def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int, engines: list[str]) -> int:

@@ -57,7 +57,7 @@ def show_verdict(plan: Plan, recipe: Recipe) -> None:
     """Print verdict, resources, a row for each role, and durations on stdout."""
     rows = role_rows(plan)
     out.print(Text.assemble((f"{plan.run}: {verdict(plan, rows)}", "bold")))
-    out.print(_lines({**resources(plan, rows), **_least(plan, recipe)}))
+    out.print(_lines({**resources(plan, rows), **_fixed_ports(recipe), **_least(plan, recipe)}))
     if rows:
         out.print(_table(rows, on_gpus=plan.device == "cuda"))
     out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_start(plan), **_saving(plan, recipe)}))
@@ -106,6 +106,14 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
     limit = minutes(plan.job.time)
     hours = f"at most {count(math.ceil(gpus * limit / 60), 'GPU-hour')}, " if plan.device == "cuda" else ""
     return {"nodes": ", ".join(parts), "time": f"{hours}time limit {duration(limit * 60)}"}
+
+
+def _fixed_ports(recipe: Recipe) -> dict[str, str]:
+    """Return the ports that the recipe fixes."""
+    inference = recipe.deployment.inference
+    ports = {"routers on": inference.router_port, "engines of each node from": inference.backend_port}
+    text = ", ".join(f"{who} {port}" for who, port in ports.items() if port is not None)
+    return {"ports": text} if text and recipe.task != "sft" else {}
 
 
 def role_rows(plan: Plan) -> list[RoleRow]:
