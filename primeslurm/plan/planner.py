@@ -14,7 +14,7 @@ from typing import Literal
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
-from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size, with_limits
+from primeslurm.plan.auto_fields import choose_transport, resolve_auto_fields, with_kv_cache_size, with_limits
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
@@ -87,6 +87,7 @@ def try_plan(
         The reasons why the recipe cannot be placed on this site, all findings, and the plan if there are no such
         reasons.
     """
+    transport = choose_transport(recipe, site.device)
     recipe = resolve_auto_fields(recipe, files.model.model_type, site.device)
     requests, problems = requests_of(recipe, site, local=local)
     findings, estimate = check_run(recipe, site, requests, files.model, files.teacher)
@@ -101,12 +102,12 @@ def try_plan(
     except UsageError as error:
         return list(error.violations), [*findings, *about_files], None
     findings += [*check_plan(located, plan), *about_files]
-    plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
+    plan = plan.model_copy(update={"weight_transport": transport, "findings": tuple(findings), "estimate": estimate})
     return [], findings, Planned(plan, located)
 
 
 def _with_limits(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
-    """Return the recipe with time limits and `trainer.compile` filled in, and the time limits as quantities."""
+    """Return the recipe with time limits and `resolve_auto_fields` filled in, and the time limits as quantities."""
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
     return resolve_auto_fields(recipe, files.model.model_type, site.device), limits
@@ -118,14 +119,16 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
     Raises:
         UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
-    recipe = resolve_auto_fields(recipe, None, site.device)  # emulated trainers compile nothing
+    # Emulated trainers and engines use no GPUs and compile nothing.
+    transport = choose_transport(recipe, "cpu")
+    recipe = resolve_auto_fields(recipe, None, "cpu")
     requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # the real run may have conflicts that the emulated one has not
     findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *check_plan(recipe, plan))
-    return Planned(plan.model_copy(update={"findings": findings}), recipe)
+    return Planned(plan.model_copy(update={"weight_transport": transport, "findings": findings}), recipe)
 
 
 def refuse(plan: Plan, *levels: str) -> None:
@@ -150,6 +153,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     Raises:
         UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
+    recipe = resolve_auto_fields(recipe, None, site.device)
     requests, problems = requests_of(recipe, site, local=local)
     if problems:
         raise UsageError(problems)

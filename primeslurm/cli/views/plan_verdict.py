@@ -207,14 +207,18 @@ def _start(plan: Plan) -> dict[str, str]:
 
 
 def _saving(plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """Return size and interval of checkpoints, and the duration of a weight update."""
+    """Return size and interval of checkpoints, and transport and duration of a weight update."""
     if plan.task not in ("rl", "sft"):
         return {}
     saved, update = _amount(plan, "checkpoint"), _amount(plan, "weight update")
     each = f"{size(saved.value * 1e9)} " if saved and saved.value else ""
     interval = count(min(recipe.checkpoint.interval, recipe.max_steps), "step")
     lines = {"checkpoint": f"{each}every {interval}, the newest {recipe.checkpoint.keep} are kept"}
-    return {**lines, "weights": f"an update of the engines takes {duration(update.value)}"} if update else lines
+    if plan.task == "rl" and (transport := plan.weight_transport):
+        how = {"nccl": "over NCCL", "filesystem": "through files"}[transport.transport]
+        takes = f"; an update takes {duration(update.value)}" if update else ""
+        lines["weights"] = f"{how} ({transport.reason}){takes}"
+    return lines
 
 
 def _amount(plan: Plan, name: str) -> Quantity | None:
