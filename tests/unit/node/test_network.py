@@ -201,7 +201,19 @@ def test_a_fixed_port_is_claimed_or_refused_but_never_replaced() -> None:
         assert others.claim(FIRST, fixed=True) == FIRST, "another node of an emulated cluster has the port, too"
         with pytest.raises(NetworkError, match=f"port {FIRST} of {ADDRESS} is in use, and the recipe fixes it"):
             Ports(ADDRESS).claim(FIRST, fixed=True)
-    with pytest.raises(NetworkError, match="is in use"):
-        ports.claim(FIRST, fixed=True)
     ports.release()
     others.release()
+
+
+def test_an_agent_starts_no_process_whose_fixed_port_is_in_use(tmp_path: Path) -> None:
+    ports = {"http": FIRST, "metrics": FIRST}
+    server = Process(name="s", role="engine", node=0, argv=("x",), ports=ports, fixed_ports=("http",), log="logs/s.log")
+    plan = plan_of(tmp_path / "run", (server,))
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    arguments = (plan, plan.nodes[0], attempt, ADDRESS, {"key": "k"}, Journal(attempt.path, "agent-0"))
+    with socket.create_server((ADDRESS, FIRST)), pytest.raises(NetworkError, match=f"port {FIRST} of .* is in use"):
+        ProcessManager(*arguments)
+    manager = ProcessManager(*arguments)
+    assert manager.ports["s"] == {"http": FIRST, "metrics": FIRST + 1}
+    manager.close()
