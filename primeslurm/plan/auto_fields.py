@@ -1,4 +1,4 @@
-"""Fields that a recipe may leave open and the planner fills in: compilation, KV cache sizes, and time limits.
+"""Fields that a recipe may leave open and the planner fills in: compilation, weight transport, sizes, time limits.
 
 The start of engines and the loading of trainer ranks get limits that depend on the bytes to read. Limits that the
 recipe sets are kept.
@@ -19,6 +19,7 @@ from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.memory.estimate import STORED_BYTES
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import STATE_BYTES
+from primeslurm.plan.model import WeightTransport
 from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
@@ -29,16 +30,35 @@ SLOW = 0.1
 
 
 def resolve_auto_fields(recipe: Recipe, model_type: str | None, device: str) -> Recipe:
-    """Return the recipe with `trainer.compile` set to true or false if it is open.
+    """Return the recipe with `trainer.compile` and `weights.transport` filled in if they are open.
 
     Args:
         model_type: `model_type` of the model's config.json; None if it is unknown.
-        device: device of the trainer ranks, "cuda" or "cpu".
+        device: device of the trainer ranks and engines, "cuda" or "cpu".
     """
-    if recipe.trainer.compile is not None:
-        return recipe
-    compiles = _compiles(recipe, model_type, device)
-    return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"compile": compiles})})
+    transport = choose_transport(recipe, device).transport
+    trainer = recipe.trainer
+    if trainer.compile is None:
+        trainer = trainer.model_copy(update={"compile": _compiles(recipe, model_type, device)})
+    weights = recipe.weights.model_copy(update={"transport": transport})
+    return recipe.model_copy(update={"trainer": trainer, "weights": weights})
+
+
+def choose_transport(recipe: Recipe, device: str) -> WeightTransport:
+    """Return the transport of new weights, and the reason. `device` is as in `resolve_auto_fields`."""
+    if recipe.weights.transport != "auto":
+        return WeightTransport(transport=recipe.weights.transport, reason="set by the recipe")
+    reasons_for_files = {
+        f"task {recipe.task} updates no engines": recipe.task != "rl",
+        "trainer and engines use no GPUs": device != "cuda",
+        "trainer and engines share GPUs": recipe.colocated,
+        "the run trains LoRA adapters": recipe.trainer.lora is not None,
+        "batch-invariant engines use other NCCL settings": recipe.inference.batch_invariant,
+    }
+    reason = next((reason for reason, applies in reasons_for_files.items() if applies), None)
+    if reason is not None:
+        return WeightTransport(transport="filesystem", reason=reason)
+    return WeightTransport(transport="nccl", reason="trainer and engines have separate GPUs")
 
 
 def _compiles(recipe: Recipe, model_type: str | None, device: str) -> bool:

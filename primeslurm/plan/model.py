@@ -52,6 +52,8 @@ class Process(Section):
     """Log file, relative to the attempt directory."""
     ports: dict[str, int] = {}
     """Preferred number of each port, by name. The agent probes it and publishes the number in use."""
+    fixed_ports: tuple[str, ...] = ()
+    """Names of ports that must have exactly these numbers."""
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
     restart: Restart = "in_place"
@@ -177,6 +179,13 @@ class Totals(Section):
     """0: environments run on the head node."""
 
 
+class WeightTransport(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["filesystem", "nccl"]
+    reason: str
+
+
 class Finding(Section):
     """A result of a check of the Plan."""
 
@@ -232,6 +241,8 @@ class Plan(Section):
     """Hours for which later jobs avoid a failed node."""
     prometheus: Literal["token", "open", "off"] = "token"
     """Access to the metrics that the head serves."""
+    weight_transport: WeightTransport | None = None
+    """None if it was not recorded."""
     findings: tuple[Finding, ...] = ()
     estimate: Estimate | None = None
     """None if the model's shape is unknown."""

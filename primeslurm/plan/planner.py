@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Literal
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
-from primeslurm.plan.auto_fields import resolve_auto_fields, with_kv_cache_size, with_limits
+from primeslurm.plan.auto_fields import choose_transport, resolve_auto_fields, with_kv_cache_size, with_limits
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
@@ -23,6 +23,7 @@ from primeslurm.plan.commands.processes import environment_command, orchestrator
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.model import Finding, Plan, Replica, Totals
+from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
@@ -86,6 +87,7 @@ def try_plan(
         The reasons why the recipe cannot be placed on this site, all findings, and the plan if there are no such
         reasons.
     """
+    transport = choose_transport(recipe, site.device)
     recipe = resolve_auto_fields(recipe, files.model.model_type, site.device)
     requests, problems = requests_of(recipe, site, local=local)
     findings, estimate = check_run(recipe, site, requests, files.model, files.teacher)
@@ -95,14 +97,17 @@ def try_plan(
     located, limits = _with_limits(site, requests, files)
     located = with_kv_cache_size(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
-    plan = place(located, site, run_dir, requests, local=local)
+    try:
+        plan = place(located, site, run_dir, requests, local=local)
+    except UsageError as error:
+        return list(error.violations), [*findings, *about_files], None
     findings += [*check_plan(located, plan), *about_files]
-    plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
+    plan = plan.model_copy(update={"weight_transport": transport, "findings": tuple(findings), "estimate": estimate})
     return [], findings, Planned(plan, located)
 
 
 def _with_limits(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
-    """Return the recipe with time limits and `trainer.compile` filled in, and the time limits as quantities."""
+    """Return the recipe with time limits and `resolve_auto_fields` filled in, and the time limits as quantities."""
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
     return resolve_auto_fields(recipe, files.model.model_type, site.device), limits
@@ -114,14 +119,16 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
     Raises:
         UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
-    recipe = resolve_auto_fields(recipe, None, site.device)  # emulated trainers compile nothing
+    # Emulated trainers and engines use no GPUs and compile nothing.
+    transport = choose_transport(recipe, "cpu")
+    recipe = resolve_auto_fields(recipe, None, "cpu")
     requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # the real run may have conflicts that the emulated one has not
     findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *check_plan(recipe, plan))
-    return Planned(plan.model_copy(update={"findings": findings}), recipe)
+    return Planned(plan.model_copy(update={"weight_transport": transport, "findings": findings}), recipe)
 
 
 def refuse(plan: Plan, *levels: str) -> None:
@@ -146,6 +153,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     Raises:
         UsageError: the recipe cannot be placed on this site. Lists every reason.
     """
+    recipe = resolve_auto_fields(recipe, None, site.device)
     requests, problems = requests_of(recipe, site, local=local)
     if problems:
         raise UsageError(problems)
@@ -166,7 +174,11 @@ def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Resour
 
 
 def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
-    """Return a Plan with all processes of a run on the nodes of `requests`. `local` is as in `derive`."""
+    """Return a Plan with all processes of a run on the nodes of `requests`. `local` is as in `derive`.
+
+    Raises:
+        UsageError: processes cannot have the ports that the recipe fixes.
+    """
     builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
@@ -177,6 +189,9 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     if recipe.samples:
         _control(recipe, builders[0], replicas, teachers)
         _environments(recipe, site, builders)
+    nodes = finish(builders)
+    if problems := port_problems(recipe, nodes, local=local):
+        raise UsageError(problems)
     return Plan(
         schema=1,
         run=recipe.name,
@@ -188,7 +203,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         python=site.python or "python3",
         job=batch_job.job_options(recipe, site, run_dir),
         groups=batch_job.groups(recipe, requests),
-        nodes=finish(builders),
+        nodes=nodes,
         replicas=tuple(replicas),
         totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
         env=batch_job.environment(recipe, site),
@@ -209,7 +224,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
 def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
     layout = recipe.deployment.layout
     shared = layout == "one_node"
-    ports_of_node_0 = count(site.port_base)
+    ports_of_node_0, engine_ports_of_node_0 = count(site.port_base), _engine_ports(recipe)
     taken = 0
     builders: list[NodeBuilder] = []
     for group, request in enumerate(requests):
@@ -225,10 +240,16 @@ def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local
                     first_gpu=taken if (local or shared) and not request.colocated else 0,
                     port_base=site.port_base,
                     free_ports=ports_of_node_0 if shared else count(site.port_base),
+                    engine_ports=engine_ports_of_node_0 if shared else _engine_ports(recipe),
                 )
             )
             taken += 0 if request.colocated else request.gpus
     return builders
+
+
+def _engine_ports(recipe: Recipe) -> Iterator[int]:
+    first = recipe.deployment.inference.backend_port
+    return iter(()) if first is None else count(first)
 
 
 def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int, engines: list[str]) -> int:

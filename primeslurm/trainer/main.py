@@ -89,7 +89,7 @@ def _task(
         if link is None:
             raise ValueError("task rl needs --orchestrator")
         transfer: WeightTransfer
-        if recipe.weights.transport == "filesystem":
+        if recipe.weights.transport != "nccl":
             transfer = FilesystemTransfer(publisher, run_dir, recipe.model.path, link, world)
         else:
             sender = Sender(policy, encoding, link, world, recipe.weights.timeout_s)

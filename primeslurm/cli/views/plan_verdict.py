@@ -57,7 +57,7 @@ def show_verdict(plan: Plan, recipe: Recipe) -> None:
     """Print verdict, resources, a row for each role, and durations on stdout."""
     rows = role_rows(plan)
     out.print(Text.assemble((f"{plan.run}: {verdict(plan, rows)}", "bold")))
-    out.print(_lines({**resources(plan, rows), **_least(plan, recipe)}))
+    out.print(_lines({**resources(plan, rows), **_fixed_ports(recipe), **_least(plan, recipe)}))
     if rows:
         out.print(_table(rows, on_gpus=plan.device == "cuda"))
     out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_start(plan), **_saving(plan, recipe)}))
@@ -106,6 +106,14 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
     limit = minutes(plan.job.time)
     hours = f"at most {count(math.ceil(gpus * limit / 60), 'GPU-hour')}, " if plan.device == "cuda" else ""
     return {"nodes": ", ".join(parts), "time": f"{hours}time limit {duration(limit * 60)}"}
+
+
+def _fixed_ports(recipe: Recipe) -> dict[str, str]:
+    """Return the ports that the recipe fixes."""
+    inference = recipe.deployment.inference
+    ports = {"routers on": inference.router_port, "engines of each node from": inference.backend_port}
+    text = ", ".join(f"{who} {port}" for who, port in ports.items() if port is not None)
+    return {"ports": text} if text and recipe.task != "sft" else {}
 
 
 def role_rows(plan: Plan) -> list[RoleRow]:
@@ -199,14 +207,18 @@ def _start(plan: Plan) -> dict[str, str]:
 
 
 def _saving(plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """Return size and interval of checkpoints, and the duration of a weight update."""
+    """Return size and interval of checkpoints, and transport and duration of a weight update."""
     if plan.task not in ("rl", "sft"):
         return {}
     saved, update = _amount(plan, "checkpoint"), _amount(plan, "weight update")
     each = f"{size(saved.value * 1e9)} " if saved and saved.value else ""
     interval = count(min(recipe.checkpoint.interval, recipe.max_steps), "step")
     lines = {"checkpoint": f"{each}every {interval}, the newest {recipe.checkpoint.keep} are kept"}
-    return {**lines, "weights": f"an update of the engines takes {duration(update.value)}"} if update else lines
+    if plan.task == "rl" and (transport := plan.weight_transport):
+        how = {"nccl": "over NCCL", "filesystem": "through files"}[transport.transport]
+        takes = f"; an update takes {duration(update.value)}" if update else ""
+        lines["weights"] = f"{how} ({transport.reason}){takes}"
+    return lines
 
 
 def _amount(plan: Plan, name: str) -> Quantity | None:

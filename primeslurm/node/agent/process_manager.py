@@ -98,7 +98,8 @@ class ProcessManager:
             if process.name not in self.supervised:
                 self.supervised[process.name] = Supervision(process)
                 self.ports[process.name] = {
-                    name: self._claims.claim(preferred) for name, preferred in process.ports.items()
+                    name: self._claims.claim(preferred, fixed=name in process.fixed_ports)
+                    for name, preferred in process.ports.items()
                 }
 
     def has_published(self, addresses: Addresses) -> bool:
@@ -305,7 +306,8 @@ class ProcessManager:
     def _replace_taken_ports(self, process: Process) -> bool:
         """Claim other ports for those where another user listens. The process starts once they are published."""
         ports = self.ports[process.name]
-        taken = [name for name, port in ports.items() if self._claims.is_lost(port)]
+        movable = {name: port for name, port in ports.items() if name not in process.fixed_ports}
+        taken = [name for name, port in movable.items() if self._claims.is_lost(port)]
         for name in taken:
             instead = self._claims.claim(ports[name] + 1)
             self._journal.write(PortTaken(process.name, ports[name], instead))

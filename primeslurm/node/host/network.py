@@ -19,6 +19,7 @@ _LISTENS = "0A"  # state of a socket in /proc/net/tcp
 _TRIES = 200
 _ELSEWHERE = range(10000, 32768)
 _REMEDY = "give the nodes' addresses in network.addresses of the site file, or an interface in network.interface"
+FIXED = "the recipe fixes it (router_port or backend_port of deployment.inference)"
 
 
 class NetworkError(RuntimeError):
@@ -89,12 +90,17 @@ class Ports:
         self._address = address
         self._claims: dict[int, socket.socket | None] = {}
 
-    def claim(self, preferred: int) -> int:
-        """Claim the first port from `preferred` on that is free on all addresses.
+    def claim(self, preferred: int, *, fixed: bool = False) -> int:
+        """Claim the first port from `preferred` on that is free on all addresses. `fixed`: only `preferred` will do.
 
         Raises:
-            NetworkError: the next ports and some random ones are all taken.
+            NetworkError: the next ports and some random ones are all taken, or the fixed port is.
         """
+        if fixed:
+            # Nodes of an emulated cluster differ in their addresses only, so others may have the same fixed port.
+            if not can_bind(self._address, preferred) or not self._claim(preferred):
+                raise NetworkError(f"port {preferred} of {self._address} is in use, and {FIXED}")
+            return preferred
         for port in range(preferred, preferred + _TRIES):
             if self._is_free(port) and self._claim(port):
                 return port

@@ -9,14 +9,14 @@ import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from primeslurm.base import files
 from primeslurm.base.durable import MIN_FREE_BYTES, may_recover
 from primeslurm.base.files import read_json, write_atomic
 from primeslurm.base.units import duration, gib
-from primeslurm.node.host.network import can_bind
+from primeslurm.node.host.network import FIXED, can_bind
 from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
 from primeslurm.plan.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
@@ -157,9 +157,11 @@ def _driver_text(path: Path) -> str:
         return ""
 
 
-def port_check(address: str, ports: Iterable[int]) -> PreflightCheck:
-    """Check that the preferred ports are free. The agent uses others where they are not."""
+def port_check(address: str, ports: Iterable[int], fixed: Collection[int] = ()) -> PreflightCheck:
+    """Check that ports are free. The agent uses others where they are not, except for fixed ones."""
     busy = [str(port) for port in ports if not can_bind(address, port)]
+    if taken := [port for port in busy if int(port) in fixed]:
+        return PreflightCheck("ports", "failed", f"in use: {', '.join(taken)}; {FIXED}", "end the program that has it")
     if busy:
         return PreflightCheck("ports", "warning", f"in use: {', '.join(busy)}", "others are chosen")
     return PreflightCheck("ports", "ok", f"free on {address}")

@@ -148,8 +148,10 @@ class Preflight:
             address = own_address(self._name, plan.interface, plan.addresses, plan.allocated == 1)
         except NetworkError as error:
             return [PreflightCheck("address", "failed", str(error))]
-        ports = {port for node in self._candidates for process in node.processes for port in process.ports.values()}
-        return [checks.port_check(address, sorted(ports))]
+        processes = [process for node in self._candidates for process in node.processes]
+        ports = {port for process in processes for port in process.ports.values()}
+        fixed = {process.ports[name] for process in processes for name in process.fixed_ports}
+        return [checks.port_check(address, sorted(ports), fixed)]
 
     def _gpu(self) -> list[PreflightCheck]:
         if self._plan.device == "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -156,8 +156,12 @@ class GenerateEndpoint:
         self._routed = routed
         self._http = Clients(lambda: internal_client(timeout_s))
 
-    async def generate(self, body: dict[str, Any], headers: dict[str, str], path: str = GENERATE) -> Completion:
+    async def generate(
+        self, body: dict[str, Any], headers: dict[str, str], path: str = GENERATE, extra: Mapping[str, str] = {}
+    ) -> Completion:
         """Sample one completion of `body["token_ids"]`.
+
+        `extra`: headers that replace or add to `headers`. The tally still counts by the session in `headers`.
 
         Raises:
             RefusedError: The request is wrong (4xx).
@@ -168,7 +172,7 @@ class GenerateEndpoint:
         request = self._request(body)
         try:
             retrying = retry_with_backoff(_RETRIED, self._timeout_s)
-            completion: Completion = await retrying(self._try, path, request, headers, routed_from)
+            completion: Completion = await retrying(self._try, path, request, headers, routed_from, extra)
             return completion
         except _RETRIED as error:
             text = str(error) if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
@@ -194,11 +198,17 @@ class GenerateEndpoint:
         return {**body, "model": None, "sampling_params": sampling, "stream": False}
 
     async def _try(
-        self, path: str, request: dict[str, Any], headers: dict[str, str], routed_from: int | None
+        self,
+        path: str,
+        request: dict[str, Any],
+        headers: dict[str, str],
+        routed_from: int | None,
+        extra: Mapping[str, str],
     ) -> Completion:
-        where = self._where()
+        where, replaced = self._where(), {name.lower() for name in extra}
+        sent = {name: value for name, value in headers.items() if name.lower() not in replaced} | dict(extra)
         with self._http.one() as client:
-            answer = await post_while(client, where + path, lambda: self._where() == where, request, headers)
+            answer = await post_while(client, where + path, lambda: self._where() == where, request, sent)
         named = answer.headers.get(ENGINE_HEADER, "")
         engine, session = named or where.partition("//")[2], headers.get(SESSION_HEADER, "")
         if answer.is_success:

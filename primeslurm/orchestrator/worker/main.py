@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 from primeslurm.base import files, logs
 from primeslurm.base.imports import uncollected
@@ -37,7 +38,7 @@ from primeslurm.orchestrator.worker.trace_transcripts import TranscriptWriter, n
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import ENV_KEY
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
-from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment, StateField
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire.batches.rollout import Rollout
@@ -133,6 +134,7 @@ class Worker:
         def begin(trace: vf.Trace) -> None:
             traces.append(trace.id)
             self._tally.begin(trace.id, job.task_key)
+            client.endpoint.begin(trace.id, _extra_headers(self._recipe, job, trace.id))
 
         try:
             episode = await self._env.run_episode(task, context, on_trace=begin)
@@ -153,6 +155,19 @@ class Worker:
         if not rollouts:
             raise RolloutError("nothing that was sampled can be trained")
         return tuple(self._validator.checked(stored(rollout, self._images)) for rollout in rollouts)
+
+
+def _extra_headers(recipe: Recipe, job: Job, trajectory: str) -> dict[str, str]:
+    """Return the headers of `extra_headers_from_state`. Characters that a header cannot hold are percent-encoded."""
+    state: dict[StateField, str] = {
+        "trajectory_id": trajectory,
+        "rollout_id": job.id,
+        "group_id": job.group,
+        "example_id": job.task_key,
+        "environment": job.environment,
+    }
+    names = recipe.orchestrator.extra_headers_from_state
+    return {name: quote(state[field], safe="@:+") for name, field in names.items()}
 
 
 def _is_shuffled(environment: AnyEnvironment) -> bool:

@@ -88,6 +88,7 @@ class RendererEndpoint:
         self._endpoint = endpoint
         self._model = model
         self._completions: dict[str, list[Completion]] = {}
+        self._extra_headers: dict[str, Mapping[str, str]] = {}
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
         return model_cards(self._model, self._endpoint.max_len)
@@ -101,7 +102,8 @@ class RendererEndpoint:
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)
         try:
-            completion = await self._endpoint.generate(body, headers, url.removeprefix(self.base_url))
+            extra = self._extra_headers.get(headers[SESSION_HEADER], {})
+            completion = await self._endpoint.generate(body, headers, url.removeprefix(self.base_url), extra)
         except RefusedError as error:
             text, response = str(error), httpx.Response(error.status, request=request)
             if error.status == httpx.codes.BAD_REQUEST and ENGINE_OVERFLOW in text:
@@ -116,7 +118,12 @@ class RendererEndpoint:
         self._completions.setdefault(headers[SESSION_HEADER], []).append(small)
         return _reply(completion)
 
+    def begin(self, session: str, extra_headers: Mapping[str, str]) -> None:
+        """Send these headers with the requests of a session, until `take`."""
+        self._extra_headers[session] = extra_headers
+
     def take(self, session: str) -> list[Completion]:
+        self._extra_headers.pop(session, None)
         return self._completions.pop(session, [])
 
     async def close(self) -> None:

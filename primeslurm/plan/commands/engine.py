@@ -124,7 +124,8 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
         "disable_uvicorn_access_log": True,
     }
     if recipe.samples:
-        options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[recipe.weights.transport]}
+        transport = "nccl" if recipe.weights.transport == "nccl" else "filesystem"  # auto is resolved in a whole plan
+        options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[transport]}
     options["middleware"] = GATE if recipe.samples else CORE_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)

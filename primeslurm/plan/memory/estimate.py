@@ -265,7 +265,7 @@ def _update(
     size = experts + common
     form = "FP8" if fp8 else recipe.model.dtype
     quantities = [Quantity(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
-    if recipe.weights.transport == "filesystem":
+    if recipe.weights.transport != "nccl":
         speed = site.network.storage_gbytes_per_s * train.nodes
         how = (
             f"{train.nodes} nodes write it and engines read it, at {site.network.storage_gbytes_per_s:g} GB/s per node"

@@ -78,7 +78,15 @@ def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[NodeBuild
     workers = ReplicaEngines(tuple(names["engine"]), tuple(names["prefill"]), tuple(names["decode"]))
     for front in fronts(recipe, index, workers):
         builder = next((builder for builder in nodes if builder.holds(front.beside)), nodes[0])
-        builder.add(front.name, "router", front.command, replica=index, health=front.health, after=front.after)
+        builder.add(
+            front.name,
+            "router",
+            front.command,
+            replica=index,
+            health=front.health,
+            after=front.after,
+            http_port=recipe.deployment.inference.router_port if front.name == router_name(index) else None,
+        )
     return Replica(
         index=index,
         router=router_name(index),
@@ -125,6 +133,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
                 hang_timeout_s=recipe.inference.hang_timeout_s,
             ),
             after=_stores(recipe, builder),
+            http_port=next(builder.engine_ports, None),
         )
 
 

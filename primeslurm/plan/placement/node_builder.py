@@ -31,6 +31,8 @@ class NodeBuilder:
     port_base: int
     free_ports: Iterator[int]
     """Preferred ports that no process of the node has yet."""
+    engine_ports: Iterator[int] = field(default_factory=lambda: iter(()))
+    """Fixed ports for the next engines of the node. Empty: engines get preferred ports."""
     processes: list[Process] = field(default_factory=list)
 
     def add(
@@ -46,8 +48,15 @@ class NodeBuilder:
         health: Health | None = None,
         heartbeats: HeartbeatLimits | None = None,
         after: Iterable[str] = (),
+        http_port: int | None = None,
     ) -> None:
-        """Add a process. `gpus` counts from the builder's first GPU. Other arguments are as in `Process`."""
+        """Add a process. Arguments without an entry are as in `Process`.
+
+        Args:
+            gpus: indices that count from the builder's first GPU.
+            http_port: number that the port `http` must have. None: any number.
+        """
+        fixed = {} if http_port is None else {"http": http_port}
         self.processes.append(
             Process(
                 name=name,
@@ -57,7 +66,8 @@ class NodeBuilder:
                 argv=command.argv,
                 env=command.env,
                 log=f"logs/{role}/{name}.log",
-                ports={port: self._port(port) for port in command.ports},
+                ports={port: fixed[port] if port in fixed else self._port(port) for port in command.ports},
+                fixed_ports=tuple(fixed),
                 gpus=tuple(self.first_gpu + gpu for gpu in gpus),
                 restart=restart,
                 restart_group=restart_group,

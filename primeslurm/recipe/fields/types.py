@@ -33,6 +33,15 @@ _JOB = re.compile(r"\d+(?:_\d+)?(?:\+\d+)?")
 _OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(?:=.*)?")
 _MOUNT = re.compile(r"(/[^:,]*)(?::(/[^:,]*))?(?::[\w+-]+)?")
 _DEPENDENCIES = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok")
+_HEADER = re.compile(r"[\w!#$%&'*+.^`|~-]{1,100}", re.ASCII)
+# Headers that HTTP, the run's authentication, vLLM or our own processes use.
+_RESERVED_HEADERS = re.compile(
+    "(proxy-|accept|content-|x-primeslurm-).*|authorization|cookie|host|connection|keep-alive|expect|te|trailer|upgrade"
+    "|transfer-encoding|x-request-id|x-data-parallel-rank",
+    re.IGNORECASE,
+)
+# Port numbers that users may listen on.
+FIRST_PORT, LAST_PORT = 1024, 65535
 
 # Options of sbatch that the plan sets, and the field to use instead; empty if there is none.
 _RESERVED = {
@@ -192,6 +201,24 @@ def _option(value: str) -> str:
     return value
 
 
+def _header(value: str) -> str:
+    if not _HEADER.fullmatch(value):
+        raise syntax_error(
+            "must be the name of an HTTP header: at most 100 letters, digits and -", "for example X-Group-ID"
+        )
+    if _RESERVED_HEADERS.fullmatch(value):
+        raise syntax_error("is set by HTTP, the run or the engine", "use another name, for example X-Group-ID")
+    return value
+
+
+def _port(value: int) -> int:
+    if value < FIRST_PORT:
+        raise syntax_error("only root may listen on ports below 1024", f"nearest: {FIRST_PORT}")
+    if value > LAST_PORT:
+        raise syntax_error("is not a port number", f"nearest: {LAST_PORT}")
+    return value
+
+
 def _mount(value: str) -> str:
     if not _MOUNT.fullmatch(value):
         raise syntax_error("must be /source, /source:/target or /source:/target:flags", "paths must not contain : or ,")
@@ -200,6 +227,7 @@ def _mount(value: str) -> str:
 
 SlurmTime = Annotated[str, BeforeValidator(_time)]
 Memory = Annotated[str, AfterValidator(_memory)]
+Port = Annotated[int, AfterValidator(_port)]
 Name = Annotated[str, Field(max_length=200), _matching(_NAME, "must be one name of letters, digits and . _ - @ + :")]
 Names = Annotated[
     str, _matching(re.compile(rf"{_NAME.pattern}(,{_NAME.pattern})*"), "must be names, separated by commas")
@@ -220,6 +248,7 @@ SearchPath = Annotated[str, _matching(re.compile(r"/[^:]*"), "must be one absolu
 EnvironmentName = Annotated[
     str, _matching(re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), "is not a valid name of an environment variable")
 ]
+HeaderName = Annotated[str, AfterValidator(_header)]
 OptionName = Annotated[
     str, _matching(re.compile(r"[A-Za-z][\w-]*"), "must be the long name of an option, with underscores")
 ]

@@ -55,6 +55,9 @@ def _rl(recipe: Recipe) -> list[Violation]:
     if max_tokens is not None and max_tokens >= recipe.seq_len:
         why = f"leaves no room for a prompt in seq_len = {recipe.seq_len}"
         problems.append(Violation("orchestrator.sampling.max_tokens", str(max_tokens), why))
+    for name in environments.repeated([name.lower() for name in orchestrator.extra_headers_from_state]):
+        why = "the same header twice: upper and lower case do not count"
+        problems.append(Violation("orchestrator.extra_headers_from_state", name, why, "leave one out"))
     return problems
 
 

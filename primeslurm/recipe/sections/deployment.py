@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.types import Memory
+from primeslurm.recipe.fields.types import Memory, Port
 
 
 class TrainNodes(Section):
@@ -40,7 +40,18 @@ class RoleGroup(Section):
         return self.nodes_per_replica * self.num_replicas
 
 
-class SingleNode(Section):
+class FixedPorts(Section):
+    """Ports that routers and engines must use, for sites whose firewall or tools expect certain ports."""
+
+    router_port: Port | None = None
+    """Port of each replica's router, for example `8000`. If another program of the node has it, the run does not start
+    there. Default: a free port."""
+    backend_port: Port | None = None
+    """Port of the first engine of each node, for example `8100`. Other engines of the node use the ports after it, and
+    with `layout: one_node` decode engines those after prefill engines. Default: free ports."""
+
+
+class SingleNode(FixedPorts):
     """All engines on one node, behind one router."""
 
     type: Literal["single_node"] = "single_node"
@@ -58,7 +69,7 @@ class SingleNode(Section):
         return 1
 
 
-class MultiNode(Section):
+class MultiNode(FixedPorts):
     """Engines that both prefill and decode, on one or several nodes.
 
     Without expert parallelism the engines are independent. With it, the engines of a replica share the experts (wide
@@ -74,7 +85,7 @@ class MultiNode(Section):
     """GPUs that the engines use on each node. Default: all GPUs of the node."""
 
 
-class Disaggregated(Section):
+class Disaggregated(FixedPorts):
     """Separate prefill and decode engines (P/D). NIXL moves the KV cache from prefill to decode engines."""
 
     type: Literal["disaggregated"] = "disaggregated"

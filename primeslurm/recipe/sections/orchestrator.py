@@ -8,13 +8,15 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.types import EnvironmentId, ImportPath, Json, Label
+from primeslurm.recipe.fields.types import EnvironmentId, HeaderName, ImportPath, Json, Label
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.length_penalties import LengthPenalty
 from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 from primeslurm.recipe.sections.staleness import Staleness
 
+# What a rollout knows of itself, for headers of its requests.
+StateField = Literal["trajectory_id", "rollout_id", "group_id", "example_id", "environment"]
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
 # Range of temperatures. vLLM raises lower ones to 0.01, while the trainer would divide by the recipe's value.
 COLDEST, HOTTEST = 0.01, 2.0
@@ -172,6 +174,10 @@ class Orchestrator(Section):
     """Sampling parameters of training rollouts."""
     request_timeout_s: PositiveInt = 1800
     """Seconds that one generation request may take. After that it is retried."""
+    extra_headers_from_state: dict[HeaderName, StateField] = {}
+    """Further HTTP headers of generation requests, for routers and proxies, for example `{X-Group-ID: group_id}`. Each
+    gets a value of its rollout: trajectory_id (one agent's conversation), rollout_id, group_id, example_id or
+    environment. `consistent_hash` hashes X-Session-ID, which is trajectory_id unless you set it here."""
     hang_timeout_s: PositiveInt = 120
     """Seconds for which the orchestrator's event loop may be blocked. After that it is restarted."""
     worker_hang_timeout_s: PositiveInt = 300

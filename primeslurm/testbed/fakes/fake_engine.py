@@ -78,6 +78,8 @@ class FakeEngine:
         self.busy = self.busiest = 0
         """Current and largest number of concurrent teacher requests."""
         self.sessions: list[str] = []
+        self.headers: list[Any] = []
+        """Headers of each generate request."""
         self.sampled: list[int] = []
         """Number of tokens of each completion."""
         self._incarnation = uuid.uuid4().hex
@@ -124,6 +126,7 @@ class FakeEngine:
             return web.json_response({"error": "broken"}, status=500)
         first = self.version
         self.requests.append(body)
+        self.headers.append(request.headers)
         self.sessions.append(request.headers.get("X-Session-ID", ""))
         number = len(self.requests)
         await asyncio.sleep(self._delay_s)

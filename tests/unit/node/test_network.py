@@ -192,3 +192,28 @@ def test_the_loopback_interface_is_refused() -> None:
     with pytest.raises(NetworkError, match=r"interface lo has the address 127\.0\.0\.1, which no other node can reach"):
         network.own_address("node1", "lo", {})
     assert network.own_address("node1", "lo", {}, True) == "127.0.0.1"
+
+
+def test_a_fixed_port_is_claimed_or_refused_but_never_replaced() -> None:
+    ports, others = Ports(ADDRESS), Ports("127.0.3.8")
+    assert ports.claim(FIRST, fixed=True) == FIRST
+    with socket.create_server((ADDRESS, FIRST)):
+        assert others.claim(FIRST, fixed=True) == FIRST, "another node of an emulated cluster has the port, too"
+        with pytest.raises(NetworkError, match=f"port {FIRST} of {ADDRESS} is in use, and the recipe fixes it"):
+            Ports(ADDRESS).claim(FIRST, fixed=True)
+    ports.release()
+    others.release()
+
+
+def test_an_agent_starts_no_process_whose_fixed_port_is_in_use(tmp_path: Path) -> None:
+    ports = {"http": FIRST, "metrics": FIRST}
+    server = Process(name="s", role="engine", node=0, argv=("x",), ports=ports, fixed_ports=("http",), log="logs/s.log")
+    plan = plan_of(tmp_path / "run", (server,))
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    arguments = (plan, plan.nodes[0], attempt, ADDRESS, {"key": "k"}, Journal(attempt.path, "agent-0"))
+    with socket.create_server((ADDRESS, FIRST)), pytest.raises(NetworkError, match=f"port {FIRST} of .* is in use"):
+        ProcessManager(*arguments)
+    manager = ProcessManager(*arguments)
+    assert manager.ports["s"] == {"http": FIRST, "metrics": FIRST + 1}
+    manager.close()

@@ -143,13 +143,14 @@ def test_missing_driver_support_for_rdma_is_a_warning(tmp_path: Path) -> None:
     assert rdma_checks(True, tmp_path) == []
 
 
-def test_busy_ports_are_a_warning() -> None:
+def test_busy_ports_are_a_warning_unless_the_recipe_fixes_them() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        check = checks.port_check("127.0.0.1", [port])
+        check, fixed = checks.port_check("127.0.0.1", [port]), checks.port_check("127.0.0.1", [port], {port})
     assert (check.level, check.text) == ("warning", f"in use: {port}")
+    assert fixed.level == "failed" and fixed.text.startswith(f"in use: {port}; the recipe fixes it")
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,27 @@ def test_recipe_without_shuffle_keeps_its_order(tokenizer: Path) -> None:
     assert orders[0] == tasks and orders[1] != tasks and sorted(orders[1]) == sorted(tasks)
     path = Path(__file__).resolve().parents[2] / "data" / "run_of_0_1_0" / "recipe.resolved.json"
     assert "shuffle" not in Recipe.model_validate_json(path.read_bytes()).environments[0].model_fields_set
+
+
+@pytest.mark.parametrize("session_header", [{}, {"x-session-id": "group_id"}], ids=["default", "replaced"])
+async def test_requests_have_the_headers_that_the_recipe_fills_from_the_rollout(
+    tokenizer: Path, session_header: dict[str, str]
+) -> None:
+    names = {
+        "X-Group": "group_id",
+        "X-Rollout": "rollout_id",
+        "X-Example": "example_id",
+        "X-Environment": "environment",
+    }
+    headers = {**names, "X-Trace": "trajectory_id", **session_header}
+    options = {"batch_size": 8, "group_size": 4, "extra_headers_from_state": headers}
+    made = small_recipe(tokenizer, environments=[{"id": "reverse-text", "name": "größe"}], orchestrator=options)
+    with FakeEngine(tokenizer, broken=1) as engine:
+        engine.version = 3
+        found = await rollouts(engine, made, with_words(TwoTurns))
+    assert found and len(engine.headers) == 2
+    for sent in engine.headers:
+        assert (sent["x-group"], sent["x-rollout"], sent["x-environment"]) == ("g", "j", "gr%C3%B6%C3%9Fe")
+        assert sent["x-example"] == "gr%C3%B6%C3%9Fe-00000000" and len(sent["x-trace"]) == 32
+        assert sent.getall("x-session-id") == ["g" if session_header else sent["x-trace"]]
+        assert sent["content-type"] == "application/json"

@@ -1,0 +1,49 @@
+"""Checks of the ports that a recipe fixes (`router_port` and `backend_port` of `deployment.inference`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from primeslurm.base.errors import Violation
+from primeslurm.plan.model import Node, Process
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.fields.types import LAST_PORT
+
+
+def port_problems(recipe: Recipe, nodes: Sequence[Node], *, local: bool) -> list[Violation]:
+    """Return why processes cannot have the ports that the recipe fixes, at most one reason per field.
+
+    Args:
+        local: all nodes are this machine.
+    """
+    machines: dict[int, list[Process]] = {}
+    for node in nodes:
+        machines.setdefault(0 if local else node.index, []).extend(node.processes)
+    problems: dict[str, Violation] = {}
+    for processes in machines.values():
+        users: dict[int, list[Process]] = {}
+        for process in processes:
+            for number in process.ports.values():
+                users.setdefault(number, []).append(process)
+        for number, sharing in users.items():
+            owner = next((each for each in sharing if number in (each.ports[name] for name in each.fixed_ports)), None)
+            if owner is None:
+                continue
+            name = "router_port" if owner.role == "router" else "backend_port"
+            value = recipe.deployment.inference.router_port if owner.role == "router" else _first(recipe)
+            if number > LAST_PORT:
+                why = f"{owner.name} would need port {number}, and the last port is {LAST_PORT}"
+                fix = f"use at most {_first(recipe) + LAST_PORT - max(users)}, or leave it out"
+            elif len(sharing) > 1:
+                where = "this machine, which stands for all nodes" if local else f"node {owner.node}"
+                other = next(process for process in sharing if process is not owner)
+                why = f"{owner.name} and {other.name} would both listen on port {number} of {where}"
+                fix = "leave it out, or submit to Slurm" if local else "use another port, or leave it out"
+            else:
+                continue
+            problems.setdefault(name, Violation(f"deployment.inference.{name}", str(value), why, fix))
+    return list(problems.values())
+
+
+def _first(recipe: Recipe) -> int:
+    return recipe.deployment.inference.backend_port or 0
