@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from primeslurm.plan.batch_job import component_of, is_exclusive
 from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.commands import kv_events
 from primeslurm.plan.gpus import EXPANDABLE, GIB, alloc_conf
 from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
@@ -90,6 +92,26 @@ def _hybrid_offload(context: RuleContext) -> str:
     return "a hit needs the Mamba state, too, which has not been tested" if untested else ""
 
 
+def _kv_aware_layout(context: RuleContext) -> str:
+    if not kv_events.are_read(context.recipe):
+        return ""
+    if context.mamba:
+        return "vLLM chooses the block size of models with Mamba layers itself"
+    mla = context.shape is not None and context.shape.mla is not None
+    return "it rejects the events of prefill engines whose model has MLA" if mla and context.disaggregated else ""
+
+
+def _kv_aware_offload(context: RuleContext) -> str:
+    untested = kv_events.are_read(context.recipe) and context.recipe.inference.kv_offload
+    return "offloaded blocks have events of their own, which have not been tested" if untested else ""
+
+
+def _kv_aware_readers(context: RuleContext) -> str:
+    roles = [request for request, _ in context.engines() if kv_events.are_read(context.recipe)]
+    shared = any(not is_exclusive(component_of(context.recipe, request.role), request) for request in roles)
+    return "other users of a router's node could read the token ids of prompts and answers" if shared else ""
+
+
 def _teacher_temperature(context: RuleContext) -> str:
     recipe = context.recipe
     differs = any(recipe.sampling(environment).temperature != 1 for environment in recipe.environments)
@@ -108,6 +130,7 @@ def _teacher_room(context: RuleContext) -> str:
 
 _REPLAY = "trainer.router_replay"
 _OFFLOAD = "inference.kv_offload"
+_POLICY = "inference.router.policy"
 JOINT_RULES = (
     Rule("replay-llm-d", "error", _REPLAY, "Router replay does not work with the llm-d router", _replay_router,
          "set inference.router.type: vllm-router", "llm-d-router#1473"),
@@ -133,6 +156,12 @@ JOINT_RULES = (
          "to be safe, set type: multi_node", "not tried"),
     Rule("hybrid-offload", "warning", _OFFLOAD, "KV offload is untested for models with Mamba layers", _hybrid_offload,
          "to be safe, remove it", "not tried"),
+    Rule("kv-aware-layout", "error", _POLICY, "Policy kv_aware needs KV events that vllm-router can use",
+         _kv_aware_layout, "set policy: consistent_hash", "vllm-router 0.1.17 kv_index/admit.rs"),
+    Rule("kv-aware-offload", "warning", _POLICY, "Policy kv_aware is untested with KV offload", _kv_aware_offload,
+         "to be safe, set policy: consistent_hash", "not tried"),
+    Rule("kv-aware-readers", "warning", _POLICY, "Policy kv_aware publishes KV events without encryption",
+         _kv_aware_readers, "set slurm.inference.exclusive: true", "vLLM 0.32 distributed/kv_events.py"),
     Rule("colocated-nccl", "error", "weights.transport", "NCCL cannot connect two processes on one GPU",
          _colocated_nccl, "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher always answers at temperature 1",

@@ -199,6 +199,53 @@ def test_dynamo_workers_and_frontend_of_a_replica_find_one_another() -> None:
             assert not {"--port", "--middleware", "--weight-transfer-config"} & set(worker.argv)
 
 
+KV_AWARE = {"type": "vllm-router", "policy": "kv_aware"}
+
+
+@pytest.mark.parametrize(("changes", "readers"), [([WIDE], 8), ([disaggregated(2)], 16)])
+def test_the_router_reads_the_kv_events_of_each_engine_that_prefills(
+    changes: list[dict[str, Any]], readers: int
+) -> None:
+    plan = serve(KV_AWARE, *changes)
+    published = 0
+    for replica in plan.replicas:
+        router = plan.process(replica.router)
+        words = filled(router, plan, " ".join(router.argv))
+        for engine in map(plan.process, replica.engines):
+            assert option(engine, "--block-size") == "64"
+            if engine.role == "decode":
+                assert "--kv-events-config" not in engine.argv and "kv_events" not in engine.ports
+                continue
+            published += 1
+            config = json.loads(filled(engine, plan, option(engine, "--kv-events-config") or ""))
+            at = f"tcp://10.0.0.{engine.node}"
+            assert config["endpoint"] == f"{at}:{engine.ports['kv_events']}"
+            assert config["replay_endpoint"] == f"{at}:{engine.ports['kv_replay']}"
+            assert filled(engine, plan, engine.env["PRIMESLURM_KV_EVENTS_READER"]) == f"10.0.0.{router.node}"
+            if engine.role == "engine":  # the router asks prefill engines
+                url = f"http://10.0.0.{engine.node}:{engine.ports['http']}"
+                assert f"--kv-event-source {url}={config['endpoint']} " in words
+                assert f"--kv-event-replay-source {url}={config['replay_endpoint']} " in f"{words} "
+                assert option(router, "--kv-event-block-size") == "64"
+    assert published == readers
+
+
+@pytest.mark.parametrize("router", [KV_AWARE | {"policy": "consistent_hash"}, {"type": "llm-d"}])
+def test_engines_publish_kv_events_only_for_a_router_that_reads_them(router: dict[str, Any]) -> None:
+    for process in serve(router).processes():
+        assert not {"--kv-events-config", "--kv-event-source", "--block-size"} & set(process.argv)
+        assert "kv_events" not in process.ports and "PRIMESLURM_KV_EVENTS_READER" not in process.env
+
+
+def test_kv_events_are_refused_for_rollouts_and_with_options_that_the_router_must_know() -> None:
+    rl = Recipe.model_validate(recipe_data(inference={"router": KV_AWARE}))
+    assert [(each.field, "cache salt" in each.why) for each in violations(rl)] == [("inference.router.policy", True)]
+    served = recipe_data(
+        task="serve", environments=[], inference={"router": KV_AWARE, "vllm_extra": {"block_size": 16}}
+    )
+    assert [each.field for each in violations(Recipe.model_validate(served))] == ["inference.vllm_extra.block_size"]
+
+
 def test_dynamo_cannot_train() -> None:
     recipe = Recipe.model_validate(recipe_data(inference={"router": {"type": "dynamo"}}))
     assert [violation.field for violation in violations(recipe)] == ["inference.router.type"]
