@@ -12,20 +12,21 @@ import zmq
 
 from primeslurm.inference import patches
 
+LOOPBACK = "127.0.0.1"
+
 
 def use(reader: str) -> None:
     """Make vLLM publish KV events to the address `reader` only. Raise RuntimeError if vLLM's code has changed."""
     from vllm.distributed import kv_events
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    original = kv_events.ZmqEventPublisher
-    patches.expect(original, "__init__", ["data_parallel_rank", "endpoint", "replay_endpoint"])
-    patches.expect(original, "_is_bind_endpoint", ["endpoint"])
-    patches.expect(original, "_bind", ["sock", "endpoint"])
+    patches.expect(kv_events.ZmqEventPublisher, "__init__", ["data_parallel_rank", "endpoint", "replay_endpoint"])
+    patches.expect(kv_events.ZmqEventPublisher, "_is_bind_endpoint", ["endpoint"])
+    patches.expect(kv_events.ZmqEventPublisher, "_bind", ["sock", "endpoint"])
     sources = patches.expect(AsyncLLM, "get_kv_event_sources", ["self"])
 
     # vllm-router expects data-parallel rank 0 from every engine with an address of its own.
-    class RunPublisher(original):  # type: ignore[misc]
+    class RunPublisher(kv_events.ZmqEventPublisher):
         def __init__(self, data_parallel_rank: int, **config: Any) -> None:
             # vLLM would add the rank to the ports.
             super().__init__(0, **config)
@@ -36,7 +37,9 @@ def use(reader: str) -> None:
 
         @staticmethod
         def _bind(sock: Any, endpoint: str) -> str:
-            sock.setsockopt(zmq.TCP_ACCEPT_FILTER, reader.encode())
+            # To any loopback address, the kernel connects from 127.0.0.1.
+            for address in (reader, LOOPBACK) if reader.startswith("127.") else (reader,):
+                sock.setsockopt(zmq.TCP_ACCEPT_FILTER, address.encode())
             sock.bind(endpoint)
             return endpoint
 

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import httpx
@@ -52,10 +53,9 @@ class Replica:
             "model": {"path": str(model), "dtype": "float32"},
             "inference": {"kv_cache_bytes": 2**25, "router": {"type": "vllm-router", "policy": "kv_aware"}},
         }
-        self._recipe, self._directory, self._routers = Recipe.model_validate(values), directory, list[Router]()
-        self._values: dict[str, str] = {}
+        self._recipe, self._directory = Recipe.model_validate(values), directory
+        self._routers, self.servers, self._values = list[Router](), list[Server](), dict[str, str]()
         names: dict[EngineRole, list[str]] = {"engine": [], "prefill": [], "decode": []}
-        self.servers: list[Server] = []
         for number, role in enumerate(roles):
             command = engine_command(self._recipe, "cpu", role, sys.executable)
             ports = {name: free_port() for name in command.ports}
@@ -155,12 +155,16 @@ def test_a_prompt_goes_to_the_prefill_engine_that_has_cached_its_prefix(start_re
     wait_for_events(replica.start_router(), replica.servers[:2])
 
 
-def test_only_the_address_of_the_router_can_read_events() -> None:
-    pytest.importorskip("vllm")
+def test_only_the_address_of_the_router_can_read_events(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config.kv_events import KVEventsConfig
     from vllm.distributed.kv_events import AllBlocksCleared, EventPublisherFactory, KVEventBatch
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    inference_kv_events.use(HOST)
+    monkeypatch.setattr(EventPublisherFactory, "_registry", dict(EventPublisherFactory._registry))
+    monkeypatch.setattr(AsyncLLM, "get_kv_event_sources", AsyncLLM.get_kv_event_sources)
+    inference_kv_events.use("127.77.0.1")  # a node of an emulated cluster, whose connections come from HOST
+    rank_3 = SimpleNamespace(engine_core=SimpleNamespace(get_kv_event_sources=lambda: {3: "its config"}))
+    assert AsyncLLM.get_kv_event_sources(rank_3) == {0: "its config"}
     ports = {kv_events.EVENTS: free_port(), kv_events.REPLAY: free_port()}
     endpoints = [f"tcp://{HOST}:{port}" for port in ports.values()]
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoints[0], replay_endpoint=endpoints[1])

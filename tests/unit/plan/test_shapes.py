@@ -202,32 +202,23 @@ def test_dynamo_workers_and_frontend_of_a_replica_find_one_another() -> None:
 KV_AWARE = {"type": "vllm-router", "policy": "kv_aware"}
 
 
-@pytest.mark.parametrize(("changes", "readers"), [([WIDE], 8), ([disaggregated(2)], 16)])
-def test_the_router_reads_the_kv_events_of_each_engine_that_prefills(
-    changes: list[dict[str, Any]], readers: int
-) -> None:
-    plan = serve(KV_AWARE, *changes)
-    published = 0
-    for replica in plan.replicas:
-        router = plan.process(replica.router)
-        words = filled(router, plan, " ".join(router.argv))
-        for engine in map(plan.process, replica.engines):
-            assert option(engine, "--block-size") == "64"
-            if engine.role == "decode":
-                assert "--kv-events-config" not in engine.argv and "kv_events" not in engine.ports
-                continue
-            published += 1
-            config = json.loads(filled(engine, plan, option(engine, "--kv-events-config") or ""))
-            at = f"tcp://10.0.0.{engine.node}"
-            assert config["endpoint"] == f"{at}:{engine.ports['kv_events']}"
-            assert config["replay_endpoint"] == f"{at}:{engine.ports['kv_replay']}"
-            assert filled(engine, plan, engine.env["PRIMESLURM_KV_EVENTS_READER"]) == f"10.0.0.{router.node}"
-            if engine.role == "engine":  # the router asks prefill engines
-                url = f"http://10.0.0.{engine.node}:{engine.ports['http']}"
-                assert f"--kv-event-source {url}={config['endpoint']} " in words
-                assert f"--kv-event-replay-source {url}={config['replay_endpoint']} " in f"{words} "
-                assert option(router, "--kv-event-block-size") == "64"
-    assert published == readers
+@pytest.mark.parametrize(("shape", "publishers"), [(WIDE, 8), (disaggregated(2), 16)])
+def test_the_router_reads_the_kv_events_of_each_engine_that_prefills(shape: dict[str, Any], publishers: int) -> None:
+    plan = serve(KV_AWARE, shape)
+    publishing = [engine for engine in engines(plan) if option(engine, "--kv-events-config")]
+    assert {engine.role for engine in publishing} <= {"engine", "prefill"} and len(publishing) == publishers
+    assert {option(engine, "--block-size") for engine in engines(plan)} == {"64"}
+    for engine in publishing:
+        router = plan.process(f"router-{engine.replica}")
+        config = json.loads(filled(engine, plan, option(engine, "--kv-events-config") or ""))
+        url = f"10.0.0.{engine.node}:{{}}".format
+        assert config["endpoint"] == f"tcp://{url(engine.ports['kv_events'])}"
+        assert config["replay_endpoint"] == f"tcp://{url(engine.ports['kv_replay'])}"
+        assert filled(engine, plan, engine.env["PRIMESLURM_KV_EVENTS_READER"]) == f"10.0.0.{router.node}"
+        words = [filled(router, plan, word) for word in router.argv]
+        sources = {f"http://{url(engine.ports['http'])}={config[each]}" for each in ("endpoint", "replay_endpoint")}
+        # The router asks prefill engines for their endpoints.
+        assert sources & set(words) == (sources if engine.role == "engine" else set())
 
 
 @pytest.mark.parametrize("router", [KV_AWARE | {"policy": "consistent_hash"}, {"type": "llm-d"}])
