@@ -92,24 +92,13 @@ def _hybrid_offload(context: RuleContext) -> str:
     return "a hit needs the Mamba state, too, which has not been tested" if untested else ""
 
 
-def _kv_aware_layout(context: RuleContext) -> str:
-    if not kv_events.are_read(context.recipe):
-        return ""
-    if context.mamba:
-        return "vLLM chooses the block size of models with Mamba layers itself"
-    mla = context.shape is not None and context.shape.mla is not None
-    return "it rejects the events of prefill engines whose model has MLA" if mla and context.disaggregated else ""
+def _kv_aware(context: RuleContext, applies: object, finding: str) -> str:
+    return finding if applies and kv_events.are_read(context.recipe) else ""
 
 
-def _kv_aware_offload(context: RuleContext) -> str:
-    untested = kv_events.are_read(context.recipe) and context.recipe.inference.kv_offload
-    return "offloaded blocks have events of their own, which have not been tested" if untested else ""
-
-
-def _kv_aware_readers(context: RuleContext) -> str:
-    roles = [request for request, _ in context.engines() if kv_events.are_read(context.recipe)]
-    shared = any(not is_exclusive(component_of(context.recipe, request.role), request) for request in roles)
-    return "other users of a router's node could read the token ids of prompts and answers" if shared else ""
+def _shared_engine_nodes(context: RuleContext) -> bool:
+    requests = [request for request, _ in context.engines()]
+    return not all(is_exclusive(component_of(context.recipe, request.role), request) for request in requests)
 
 
 def _teacher_temperature(context: RuleContext) -> str:
@@ -156,12 +145,18 @@ JOINT_RULES = (
          "to be safe, set type: multi_node", "not tried"),
     Rule("hybrid-offload", "warning", _OFFLOAD, "KV offload is untested for models with Mamba layers", _hybrid_offload,
          "to be safe, remove it", "not tried"),
-    Rule("kv-aware-layout", "error", _POLICY, "Policy kv_aware needs KV events that vllm-router can use",
-         _kv_aware_layout, "set policy: consistent_hash", "vllm-router 0.1.17 kv_index/admit.rs"),
-    Rule("kv-aware-offload", "warning", _POLICY, "Policy kv_aware is untested with KV offload", _kv_aware_offload,
+    Rule("kv-aware-mamba", "error", _POLICY, "Policy kv_aware does not work for models with Mamba layers",
+         lambda c: _kv_aware(c, c.mamba, "vLLM chooses their block size itself, and the router must know it"),
+         "set policy: consistent_hash", "vLLM 0.32 platforms/interface.py"),
+    Rule("kv-aware-mla", "error", _POLICY, "Policy kv_aware with prefill engines does not work for models with MLA",
+         lambda c: _kv_aware(c, c.disaggregated and c.shape and c.shape.mla, "vllm-router rejects their KV events"),
+         "set policy: consistent_hash", "vllm-router 0.1.17 kv_index/admit.rs"),
+    Rule("kv-aware-offload", "warning", _POLICY, "Policy kv_aware is untested with KV offload",
+         lambda c: _kv_aware(c, c.recipe.inference.kv_offload, "offloaded blocks have events of their own"),
          "to be safe, set policy: consistent_hash", "not tried"),
     Rule("kv-aware-readers", "warning", _POLICY, "Policy kv_aware publishes KV events without encryption",
-         _kv_aware_readers, "set slurm.inference.exclusive: true", "vLLM 0.32 distributed/kv_events.py"),
+         lambda c: _kv_aware(c, _shared_engine_nodes(c), "other users of a router's node could read prompts"),
+         "set slurm.inference.exclusive: true", "vLLM 0.32 distributed/kv_events.py"),
     Rule("colocated-nccl", "error", "weights.transport", "NCCL cannot connect two processes on one GPU",
          _colocated_nccl, "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher always answers at temperature 1",

@@ -91,7 +91,8 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     ),
     "hybrid-disaggregated": ((PD, HYBRID, GPU), (PD, MOE, GPU)),
     "hybrid-offload": ((MOONCAKE, HYBRID, GPU), (MOONCAKE, MOE, GPU)),
-    "kv-aware-layout": ((on(KV_AWARE, PD), GLM, GPU), (KV_AWARE, GLM, GPU)),
+    "kv-aware-mamba": ((KV_AWARE, HYBRID, GPU), (KV_AWARE, GLM, GPU)),
+    "kv-aware-mla": ((on(KV_AWARE, PD), GLM, GPU), (KV_AWARE, GLM, GPU)),
     "kv-aware-offload": ((on(KV_AWARE, MOONCAKE), MOE, GPU), (KV_AWARE, MOE, GPU)),
     "kv-aware-readers": (
         (KV_AWARE, MOE, GPU),
