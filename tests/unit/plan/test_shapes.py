@@ -202,7 +202,10 @@ def test_dynamo_workers_and_frontend_of_a_replica_find_one_another() -> None:
 KV_AWARE = {"type": "vllm-router", "policy": "kv_aware"}
 
 
-@pytest.mark.parametrize(("shape", "publishers"), [(WIDE, 8), (disaggregated(2), 16)])
+TWO_NODES = {"deployment": {"inference": {"type": "multi_node", "nodes_per_replica": 2}}}
+
+
+@pytest.mark.parametrize(("shape", "publishers"), [(merge(WIDE, TWO_NODES), 16), (disaggregated(2), 16)])
 def test_the_router_reads_the_kv_events_of_each_engine_that_prefills(shape: dict[str, Any], publishers: int) -> None:
     plan = serve(KV_AWARE, shape)
     publishing = [engine for engine in engines(plan) if option(engine, "--kv-events-config")]
