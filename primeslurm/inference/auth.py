@@ -20,8 +20,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # Clients of these routes do not have the secret: routers read /health, monitoring reads /metrics, and the node agent
 # reads the status. None of them reveals prompts or weights.
 _OPEN = ("/health", "/metrics", STATUS_PATH)
-# Routes that also accept a router's token (`wire.transport.secret.generate_token`).
-_GENERATE = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models")
+# Routes that also accept a router's token (`wire.transport.secret.generate_token`): for generation, and for what a
+# router that reads KV events asks prefill engines.
+_ROUTER = (
+    *("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *("/v1/completions/render", "/v1/chat/completions/render", "/kv_event_sources", "/server_info"),
+)
 
 
 class SecretGate:
@@ -52,7 +56,7 @@ class SecretGate:
         if path in _OPEN and scope["method"] == "GET":
             return True
         token = dict(scope["headers"]).get(b"authorization", b"")
-        if path in _GENERATE and hmac.compare_digest(token, self._generate_token):
+        if path in _ROUTER and hmac.compare_digest(token, self._generate_token):
             return True
         return hmac.compare_digest(token, self._secret)
 

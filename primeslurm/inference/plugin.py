@@ -6,9 +6,11 @@ vLLM loads it through the entry point `vllm.general_plugins` in its API server, 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from primeslurm.base import compiled_code
+from primeslurm.wire.names import KV_EVENTS_READER
 from primeslurm.wire.transport import secret
 
 # Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
@@ -34,7 +36,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import authenticated_store, encrypted_sockets, patches, routed_experts
+    from primeslurm.inference import authenticated_store, encrypted_sockets, kv_events, patches, routed_experts
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
@@ -44,6 +46,8 @@ def register() -> None:
     patches.pause_with_kept_blocks()
     if routed_experts.REPLAY_OPTION in sys.argv:
         routed_experts.apply()
+    if reader := os.environ.get(KV_EVENTS_READER):
+        kv_events.use(reader)
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one
         authenticated_store.use()
         encrypted_sockets.use()

@@ -67,7 +67,7 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
         return (_group(0, "all", nodes, spares, widest, recipe.slurm.train),)
     return _with_uniform_memory(
         tuple(
-            _group(index, request.role, request.nodes, request.spares, request, _component(recipe, request.role))
+            _group(index, request.role, request.nodes, request.spares, request, component_of(recipe, request.role))
             for index, request in enumerate(requests)
         )
     )
@@ -91,7 +91,7 @@ def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
     if train is None or not train.gpus:
         return 1
     on_node = combined_request(requests).gpus if recipe.deployment.layout == "one_node" else train.gpus
-    return max(1, (_component(recipe, "train").cpus_per_task or train.kind.cpus) // on_node)
+    return max(1, (component_of(recipe, "train").cpus_per_task or train.kind.cpus) // on_node)
 
 
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
@@ -144,7 +144,7 @@ def environment(recipe: Recipe, site: Site) -> dict[str, str]:
     return env | site.env | {secret.VARIABLE: "${secret}"}
 
 
-def _component(recipe: Recipe, role: NodeRole) -> Component:
+def component_of(recipe: Recipe, role: NodeRole) -> Component:
     """Return the Slurm options of a role. `deployment.environments` may set the size of its nodes."""
     component: Component = getattr(recipe.slurm, role)
     nodes = recipe.deployment.environments
@@ -174,11 +174,12 @@ def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequ
         constraint=component.constraint or kind.constraint,
         nodelist=component.nodelist or kind.nodelist,
         switches=component.switches or kind.switches,
-        exclusive=_exclusive(component, request),
+        exclusive=is_exclusive(component, request),
     )
 
 
-def _exclusive(component: Component, request: ResourceRequest) -> bool:
+def is_exclusive(component: Component, request: ResourceRequest) -> bool:
+    """Return whether a job takes whole nodes for a role."""
     # If Slurm does not count GPUs, only exclusive nodes keep jobs apart.
     exclusive = request.kind.exclusive if component.exclusive is None else component.exclusive
     return request.kind.request_gpus == "none" and request.gpus > 0 if exclusive is None else exclusive
@@ -186,7 +187,7 @@ def _exclusive(component: Component, request: ResourceRequest) -> bool:
 
 def node_memory(recipe: Recipe, request: ResourceRequest) -> int | None:
     """Return the memory of a role's node that the job may use [bytes]; None if neither recipe nor site says."""
-    memory = _memory(_component(recipe, request.role), request)
+    memory = _memory(component_of(recipe, request.role), request)
     if memory is not None and (size := bytes_of(memory)):  # 0 requests all memory
         return size
     return None if request.kind.memory_gib is None else int(request.kind.memory_gib * 2**30)

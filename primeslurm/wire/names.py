@@ -9,3 +9,5 @@ ENGINE_HEADER = "X-Primeslurm-Engine"
 # URL of an engine's EngineStatus. It answers as soon as the HTTP server is up, while `/health` waits for the current
 # policy. Only engines of trained policies have it.
 STATUS_PATH = "/primeslurm/status"
+# Variable with the only address from which an engine's KV events can be read
+KV_EVENTS_READER = "PRIMESLURM_KV_EVENTS_READER"

@@ -19,6 +19,7 @@ def generate(
     session: str | None = None,
     timeout_s: float = 300,
     transfer: dict[str, Any] | None = None,
+    model: str | None = None,
     **sampling: Any,
 ) -> dict[str, Any]:
     """Generate tokens, and return the whole response. Raise httpx.HTTPStatusError for an error status.
@@ -29,6 +30,7 @@ def generate(
         "token_ids": prompt,
         "cache_salt": salt,
         "kv_transfer_params": transfer,
+        "model": model,
         "sampling_params": {
             "max_tokens": max_tokens,
             "temperature": 0.0,

@@ -29,6 +29,9 @@ def main(order: RouterOrder) -> None:
         os.environ.pop(name.upper(), None)
     arguments = parse_router_args(order.argv)
     arguments.api_key_validation_urls = [order.token_url]  # vllm-router has this setting, but no option for it
+    if arguments.prefill_policy == "kv_aware":
+        # It asks prefill engines for their KV events and for the tokens of chats.
+        arguments.api_key = order.token
     launch_router(arguments)
 
 

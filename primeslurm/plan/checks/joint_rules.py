@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from primeslurm.plan.batch_job import component_of, is_exclusive
 from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.commands import kv_events
 from primeslurm.plan.gpus import EXPANDABLE, GIB, alloc_conf
 from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
@@ -90,6 +92,15 @@ def _hybrid_offload(context: RuleContext) -> str:
     return "a hit needs the Mamba state, too, which has not been tested" if untested else ""
 
 
+def _kv_aware(context: RuleContext, applies: object, finding: str) -> str:
+    return finding if applies and kv_events.are_read(context.recipe) else ""
+
+
+def _shared_engine_nodes(context: RuleContext) -> bool:
+    requests = [request for request, _ in context.engines()]
+    return not all(is_exclusive(component_of(context.recipe, request.role), request) for request in requests)
+
+
 def _teacher_temperature(context: RuleContext) -> str:
     recipe = context.recipe
     differs = any(recipe.sampling(environment).temperature != 1 for environment in recipe.environments)
@@ -108,6 +119,7 @@ def _teacher_room(context: RuleContext) -> str:
 
 _REPLAY = "trainer.router_replay"
 _OFFLOAD = "inference.kv_offload"
+_POLICY = "inference.router.policy"
 JOINT_RULES = (
     Rule("replay-llm-d", "error", _REPLAY, "Router replay does not work with the llm-d router", _replay_router,
          "set inference.router.type: vllm-router", "llm-d-router#1473"),
@@ -133,6 +145,18 @@ JOINT_RULES = (
          "to be safe, set type: multi_node", "not tried"),
     Rule("hybrid-offload", "warning", _OFFLOAD, "KV offload is untested for models with Mamba layers", _hybrid_offload,
          "to be safe, remove it", "not tried"),
+    Rule("kv-aware-mamba", "error", _POLICY, "Policy kv_aware does not work for models with Mamba layers",
+         lambda c: _kv_aware(c, c.mamba, "vLLM chooses their block size itself, and the router must know it"),
+         "set policy: consistent_hash", "vLLM 0.32 platforms/interface.py"),
+    Rule("kv-aware-mla", "error", _POLICY, "Policy kv_aware with prefill engines does not work for models with MLA",
+         lambda c: _kv_aware(c, c.disaggregated and c.shape and c.shape.mla, "vllm-router rejects their KV events"),
+         "set policy: consistent_hash", "vllm-router 0.1.17 kv_index/admit.rs"),
+    Rule("kv-aware-offload", "warning", _POLICY, "Policy kv_aware is untested with KV offload",
+         lambda c: _kv_aware(c, c.recipe.inference.kv_offload, "offloaded blocks have events of their own"),
+         "to be safe, set policy: consistent_hash", "not tried"),
+    Rule("kv-aware-readers", "warning", _POLICY, "Policy kv_aware publishes KV events without encryption",
+         lambda c: _kv_aware(c, _shared_engine_nodes(c), "other users of a router's node could read prompts"),
+         "set slurm.inference.exclusive: true", "vLLM 0.32 distributed/kv_events.py"),
     Rule("colocated-nccl", "error", "weights.transport", "NCCL cannot connect two processes on one GPU",
          _colocated_nccl, "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher always answers at temperature 1",

@@ -8,17 +8,16 @@ from typing import NamedTuple
 
 from primeslurm.base import logs
 from primeslurm.models import Parsers, parsers_of
-from primeslurm.plan.commands import dynamo, kv
-from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
+from primeslurm.plan.commands import dynamo, kv, kv_events
+from primeslurm.plan.commands.command import COMPILED_CODE, SERVED_MODEL, Command, Device, EngineRole, long_options
 from primeslurm.plan.commands.engine_defaults import ENVIRONMENT, OPTIONS, EngineFacts, batch_limits, chosen
+from primeslurm.plan.commands.routers import router_name
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 from primeslurm.recipe.sections.speculation import Speculation
 
-# Model name in requests to engines and routers
-SERVED_MODEL = "policy"
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
 # The only all2all backend without GPUs. vLLM does not start on CPUs with another one.
@@ -101,7 +100,9 @@ class Engines:
             ports.append("nixl")
         if dp.size > 1 and dp.rank == 0:
             ports.append("dp_rpc")
+        ports += kv_events.ports(self._recipe, self._role)
         env = _engine_env(self._recipe, self._settings, self._device, self._role, dp)
+        env |= kv_events.engine_env(self._recipe, self._role, router_name(replica))
         if self._in_dynamo:
             env |= dynamo.worker_env(replica)
         argv = (*self._argv, *long_options(_rank_options(dp)))
@@ -135,6 +136,8 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
         options["speculative_config"] = _speculative_config(speculation)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
+    if (events := kv_events.publisher(recipe, role)) is not None:
+        options["kv_events_config"] = events
     return options | _extra_options(settings, options)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from primeslurm.plan.commands import kv_events
 from primeslurm.plan.commands.command import Device, EngineRole
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.inference import EngineSettings
@@ -115,6 +116,11 @@ OPTIONS = (
         "safetensors_load_strategy", "lazy with `expert_parallel`", "None",
         "vLLM would read the whole checkpoint into the page cache of each node, if there is room.",
         lambda it: "lazy" if it.recipe.inference.expert_parallel and not it.settings.eplb else None,
+    ),
+    EngineDefault(
+        "block_size", f"{kv_events.BLOCK_SIZE} with `policy: kv_aware`", "None (by attention backend)",
+        "vllm-router finds cached blocks only if it knows how many tokens they have.",
+        lambda it: kv_events.BLOCK_SIZE if kv_events.are_read(it.recipe) else None,
     ),
 )  # fmt: skip
 BATCHES = (

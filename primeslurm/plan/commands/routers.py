@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from primeslurm.plan.commands import dynamo, llmd
+from primeslurm.plan.commands import dynamo, kv_events, llmd
 from primeslurm.plan.commands.command import Command, ReplicaEngines, long_options, url_of
 from primeslurm.plan.supervision import Health
 from primeslurm.recipe import Recipe
@@ -66,6 +66,8 @@ def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, 
         argv += [part for name in workers.decode for part in ("--decode", url_of(name))]
     else:
         argv += ["--worker-urls", *map(url_of, workers.engines)]
+    if router.policy == "kv_aware":
+        argv += kv_events.router_options(workers)
     # Below RUST_LOG=warn, it logs three lines per request.
     level = {"debug": "debug", "error": "error"}.get(recipe.logging.level, "warn")
     return Command(tuple(argv), {"RUST_LOG": level}, ("http", "metrics", "health"))

@@ -94,6 +94,9 @@ IN_RL: dict[str, str] = {
     **dict.fromkeys(("hf_overrides", "hf_config_path"), _CHECKPOINT),
 }
 """Options of engines that must not be set with `task: rl`, and why."""
+_EVENTS = "with inference.router.policy: kv_aware, the router must know it"
+WITH_KV_EVENTS = dict.fromkeys(("block_size", "kv_events_config"), _EVENTS)
+"""Options of engines whose KV events a router reads, and why no recipe may set them."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -161,6 +164,8 @@ def violations(recipe: Recipe) -> list[Violation]:
     """Return everything in `vllm_extra` that vLLM would refuse or ignore, or that contradicts the plan."""
     refused, extras = PLANNED | (IN_RL if recipe.task == "rl" else {}), list[_Extra]()
     inference = recipe.inference
+    if inference.router.type == "vllm-router" and inference.router.policy == "kv_aware":
+        refused |= WITH_KV_EVENTS
     roles = {"inference": inference, "inference.prefill": inference.prefill, "inference.decode": inference.decode}
     for section, settings in roles.items():
         fields = RECIPE_FIELDS | {option: f"{section}.{name}" for option, name in ROLE_FIELDS.items()}

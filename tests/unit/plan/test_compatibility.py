@@ -29,6 +29,9 @@ TEACHER: dict[str, Any] = {
     "teacher": {"type": "engines", "path": "/models/teacher"}, "orchestrator": {"advantages": "opd"}
 }  # fmt: skip
 HINTED: dict[str, Any] = {"teacher": {"type": "policy", "hint": "answer"}, "orchestrator": {"advantages": "opd"}}
+KV_AWARE: dict[str, Any] = {
+    "task": "serve", "environments": [], "inference": {"router": {"type": "vllm-router", "policy": "kv_aware"}}
+}  # fmt: skip
 EP: dict[str, Any] = {"inference": {"expert_parallel": True}}
 COLOCATED: dict[str, Any] = {
     "deployment": {"layout": "one_node", "colocated": True}, "inference": {"gpu_memory_utilization": 0.4}
@@ -88,6 +91,13 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     ),
     "hybrid-disaggregated": ((PD, HYBRID, GPU), (PD, MOE, GPU)),
     "hybrid-offload": ((MOONCAKE, HYBRID, GPU), (MOONCAKE, MOE, GPU)),
+    "kv-aware-mamba": ((KV_AWARE, HYBRID, GPU), (KV_AWARE, GLM, GPU)),
+    "kv-aware-mla": ((on(KV_AWARE, PD), GLM, GPU), (KV_AWARE, GLM, GPU)),
+    "kv-aware-offload": ((on(KV_AWARE, MOONCAKE), MOE, GPU), (KV_AWARE, MOE, GPU)),
+    "kv-aware-readers": (
+        (KV_AWARE, MOE, GPU),
+        (on(KV_AWARE, slurm={"inference": {"exclusive": True}}), MOE, GPU),
+    ),
     "ep-dense": ((EP, DENSE, GPU), (EP, MOE, GPU)),
     "ep-alone": ((on(EP, inference(parallel={"dp": 1})), MOE, GPU), (on(EP, inference(parallel={"dp": 2})), MOE, GPU)),
     "ep-divides": (

@@ -199,6 +199,47 @@ def test_dynamo_workers_and_frontend_of_a_replica_find_one_another() -> None:
             assert not {"--port", "--middleware", "--weight-transfer-config"} & set(worker.argv)
 
 
+KV_AWARE = {"type": "vllm-router", "policy": "kv_aware"}
+
+
+TWO_NODES = {"deployment": {"inference": {"type": "multi_node", "nodes_per_replica": 2}}}
+
+
+@pytest.mark.parametrize(("shape", "publishers"), [(merge(WIDE, TWO_NODES), 16), (disaggregated(2), 16)])
+def test_the_router_reads_the_kv_events_of_each_engine_that_prefills(shape: dict[str, Any], publishers: int) -> None:
+    plan = serve(KV_AWARE, shape)
+    publishing = [engine for engine in engines(plan) if option(engine, "--kv-events-config")]
+    assert {engine.role for engine in publishing} <= {"engine", "prefill"} and len(publishing) == publishers
+    assert {option(engine, "--block-size") for engine in engines(plan)} == {"64"}
+    for engine in publishing:
+        router = plan.process(f"router-{engine.replica}")
+        config = json.loads(filled(engine, plan, option(engine, "--kv-events-config") or ""))
+        url = f"10.0.0.{engine.node}:{{}}".format
+        assert config["endpoint"] == f"tcp://{url(engine.ports['kv_events'])}"
+        assert config["replay_endpoint"] == f"tcp://{url(engine.ports['kv_replay'])}"
+        assert filled(engine, plan, engine.env["PRIMESLURM_KV_EVENTS_READER"]) == f"10.0.0.{router.node}"
+        words = [filled(router, plan, word) for word in router.argv]
+        sources = {f"http://{url(engine.ports['http'])}={config[each]}" for each in ("endpoint", "replay_endpoint")}
+        # The router asks prefill engines for their endpoints.
+        assert sources & set(words) == (sources if engine.role == "engine" else set())
+
+
+@pytest.mark.parametrize("router", [KV_AWARE | {"policy": "consistent_hash"}, {"type": "llm-d"}])
+def test_engines_publish_kv_events_only_for_a_router_that_reads_them(router: dict[str, Any]) -> None:
+    for process in serve(router).processes():
+        assert not {"--kv-events-config", "--kv-event-source", "--block-size"} & set(process.argv)
+        assert "kv_events" not in process.ports and "PRIMESLURM_KV_EVENTS_READER" not in process.env
+
+
+def test_kv_events_are_refused_for_rollouts_and_with_options_that_the_router_must_know() -> None:
+    rl = Recipe.model_validate(recipe_data(inference={"router": KV_AWARE}))
+    assert [(each.field, "cache salt" in each.why) for each in violations(rl)] == [("inference.router.policy", True)]
+    served = recipe_data(
+        task="serve", environments=[], inference={"router": KV_AWARE, "vllm_extra": {"block_size": 16}}
+    )
+    assert [each.field for each in violations(Recipe.model_validate(served))] == ["inference.vllm_extra.block_size"]
+
+
 def test_dynamo_cannot_train() -> None:
     recipe = Recipe.model_validate(recipe_data(inference={"router": {"type": "dynamo"}}))
     assert [violation.field for violation in violations(recipe)] == ["inference.router.type"]
