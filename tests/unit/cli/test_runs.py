@@ -169,7 +169,7 @@ def test_unknown_log_gets_a_suggestion(place: Path) -> None:
 def test_summary_shows_the_reward_gain(place: Path) -> None:
     result = primeslurm("summary", "older", cwd=place)
     assert "older: 4 steps" in result.out
-    assert json.loads(primeslurm("summary", "older", "--json", cwd=place).out)["last_reward"] == 0.625
+    assert json.loads(primeslurm("summary", "older", "--json", cwd=place).out)["last_reward"] == 0.875
 
 
 @pytest.mark.parametrize(
