@@ -16,8 +16,11 @@ from primeslurm.recipe.reading.recipe_files import file_or_ready, load_recipe
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.wire.weight_transfer import filesystem
 
-# Overrides that turn any recipe into an evaluation: no training, no teacher.
-TASK = ("task=eval", "teacher=null")
+# Overrides that turn any recipe into an evaluation: no training, no teacher, and no other model in the engines.
+TASK = (
+    *("task=eval", "teacher=null", "inference.model=null"),
+    *("deployment.spares.train=0", "deployment.spares.teacher=0"),
+)
 
 
 def load_evaluation(

@@ -260,7 +260,8 @@ class Fleet:
         kind = used & self._same_kind(rank)
         match whose_fault(rank, self.agents, kind, used):
             case Fault.NODE:
-                return self._lose(rank, agent.unfit_because, now)
+                # A program that has a fixed port ends some time, and other runs may use the node.
+                return self._lose(rank, agent.unfit_because, now, blame=set(agent.failed) != {"ports"})
             case Fault.FILE_SYSTEM:
                 reason = f"the shared file system, seen from {agent.name}: {agent.unfit_because}"
                 return Ending(Outcome.FAILED, reason, FILE_SYSTEM)

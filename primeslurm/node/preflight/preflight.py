@@ -42,7 +42,7 @@ class PreflightTimings:
     limit_s: float = 60.0  # for all checks of the node alone, and again for the checks against the head
     clock_wait_s: float = 10.0
     full_poll_s: float = 5.0  # period of looking at a full file system
-    gpu_free_wait_s: float = 15.0
+    free_wait_s: float = 15.0  # for GPU memory and fixed ports that processes of the job before may still have
 
 
 class Preflight:
@@ -151,7 +151,12 @@ class Preflight:
         processes = [process for node in self._candidates for process in node.processes]
         ports = {port for process in processes for port in process.ports.values()}
         fixed = {process.ports[name] for process in processes for name in process.fixed_ports}
-        return [checks.port_check(address, sorted(ports), fixed)]
+        deadline = time.monotonic() + self._timings.free_wait_s
+        while True:
+            found = checks.port_check(address, sorted(ports), fixed)
+            if found.level != "failed" or time.monotonic() > deadline:
+                return [found]
+            time.sleep(1.0)
 
     def _gpu(self) -> list[PreflightCheck]:
         if self._plan.device == "cpu":
@@ -172,7 +177,7 @@ class Preflight:
 
     def _free_gpus(self) -> list[PreflightCheck]:
         # The memory of the job before may take a while to be freed.
-        deadline = time.monotonic() + self._timings.gpu_free_wait_s
+        deadline = time.monotonic() + self._timings.free_wait_s
         while True:
             findings = checks.gpu_checks(self._gpus)
             only_memory = {check.name for check in findings if check.level == "failed"} == {"gpu memory"}

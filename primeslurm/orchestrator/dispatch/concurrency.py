@@ -76,6 +76,7 @@ BASELINE_UP_PER_S = 0.00005  # the least seen rises slowly, because the work cha
 # Time to compute the prompt tokens of a full cache [s]: 400,000 tokens at 20,000 tokens/s, an 8B model on an H100
 REFILL_S, TURNS_S = 20.0, 300.0
 
+SOME_TOKENS = 1e-100  # per second: without new tokens, a smoothed rate shrinks but does not become zero
 SLOW_EACH, SLOW_TOTAL = 0.5, 0.8  # a slow replica is below these shares of the median rate, per rollout and in total
 FEW_EVALUATING = 0.05  # with more evaluation rollouts per training rollout, nothing is learned
 BOUND_SHARE = 0.95  # from this share of `max_inflight_rollouts` on, that bound is reported as the limit
@@ -496,7 +497,8 @@ class Concurrency:
 
     def _compare_speeds(self) -> None:
         """Scale down the limit of a replica that is slower than the others under the same load."""
-        busy = {name: limit for name, limit in self._limits.items() if limit.generated_per_s and self._inflight[name]}
+        generating = {name: limit for name, limit in self._limits.items() if limit.generated_per_s > SOME_TOKENS}
+        busy = {name: limit for name, limit in generating.items() if self._inflight[name]}
         if len(busy) < 2:
             return
         total = median_high(limit.generated_per_s for limit in busy.values())

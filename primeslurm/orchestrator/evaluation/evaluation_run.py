@@ -23,7 +23,7 @@ from primeslurm.orchestrator.rollouts.cache_salt import cache_salt, evaluation_p
 from primeslurm.orchestrator.rollouts.groups import traces_of
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
-from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.batches.rollout import LARGEST_REWARD, Rollout
 
 # Label, example, sample.
 SampleKey = tuple[str, int, int]
@@ -225,7 +225,7 @@ def _sample(key: SampleKey, sequences: tuple[Rollout, ...]) -> Sample:
         return _failed_sample(key, f"its reward is {reward}")
     metrics: dict[str, list[float]] = {}
     for name, value in chain.from_iterable(info.metrics.items() for info in infos):
-        if math.isfinite(value):
+        if abs(value) <= LARGEST_REWARD:  # larger values would overflow in means
             metrics.setdefault(name, []).append(value)
     versions = np.concatenate([sequence.versions[sequence.mask] for sequence in sequences])
     return Sample(

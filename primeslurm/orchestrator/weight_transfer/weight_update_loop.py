@@ -330,5 +330,5 @@ def weight_update_loop(
         before_update=before_update,
         after_update=after_update,
         sends=sessions.sends if sessions else lambda version: False,
-        urls={name: url(name) for name in arguments.engines},
+        urls=arguments.engine_urls(),
     )

@@ -9,7 +9,6 @@ others.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -123,11 +122,11 @@ def _reward(trace: vf.Trace) -> float:
 
 
 def _metrics(trace: vf.Trace) -> dict[str, float]:
-    """Return the finite metrics, because they are averaged later."""
+    """Return the metrics that can be averaged later: neither infinite nor close to it."""
     values = {name[:LONGEST_NAME]: float(value) for name, value in trace.metrics.items() if value is not None}
     if len(values) > MAX_METRICS:
         raise RolloutError(f"it has {len(values)} metrics, more than {MAX_METRICS}")
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    return {name: value for name, value in values.items() if abs(value) <= LARGEST_REWARD}
 
 
 def _sequence(

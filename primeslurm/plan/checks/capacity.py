@@ -13,7 +13,7 @@ from primeslurm.plan.memory.orchestrator_memory import BUFFERED
 from primeslurm.plan.memory.trainer import LOCAL_COPIES, in_memory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
-from primeslurm.recipe import Recipe
+from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.recipe.sections.deployment import EnvironmentNodes
@@ -21,17 +21,16 @@ from primeslurm.recipe.sections.sandboxes import SUBPROCESS_DISK_GB, SUBPROCESS_
 
 # Error of the memory model. Within this share of the limit, the check warns instead of refusing.
 MARGIN = 0.1
-WRITE_GB_PER_S = 2.0  # per node, to a file system that many nodes share
 _ENVIRONMENTS = "deployment.environments"
 
 
-def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
+def capacity(recipe: Recipe, site: Site, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     """Return findings for roles that do not, or may not, fit their GPUs, hosts or disks."""
     findings: list[Finding] = []
     for role in estimate.roles:
         findings += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
     findings += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
-    return findings + _last_checkpoint(recipe, requests, estimate) + _concurrency(recipe, estimate)
+    return findings + _last_checkpoint(recipe, site, requests, estimate) + _concurrency(recipe, estimate)
 
 
 def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
@@ -167,19 +166,20 @@ def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -
     return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {disk_gib:g} GiB", fix=fix)]
 
 
-def _last_checkpoint(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """Warn if a checkpoint takes longer than the time between Slurm's signal and the end of the job."""
+def _last_checkpoint(recipe: Recipe, site: Site, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
+    """Warn if a checkpoint takes longer than the time between Slurm's signal and the end of the job.
+
+    A job that has written a checkpoint knows how long that takes, and stops earlier.
+    """
     size = next((amount for amount in estimate.amounts if amount.name == "checkpoint"), None)
     nodes = sum(request.nodes for request in requests if request.role == "train")
-    lead = recipe.slurm.checkpoint_signal_s
-    if size is None or size.value <= nodes * WRITE_GB_PER_S * lead:
+    lead, speed = recipe.slurm.checkpoint_signal_s, site.network.storage_gbytes_per_s
+    if size is None or size.value <= nodes * speed * lead:
         return []
-    seconds = size.value / nodes / WRITE_GB_PER_S
-    text = f"{lead} s before the time limit may be too late to write a last checkpoint: {size.value:g} GB from "
-    text += (
-        f"{nodes} node{'s' * (nodes > 1)} take {duration(seconds)} at {WRITE_GB_PER_S:g} GB/s per node. Without it, "
-    )
-    text += "the next attempt repeats all steps since the checkpoint before"
+    seconds = size.value / nodes / speed
+    text = f"{lead} s before the time limit is too late for the first checkpoint of a job: {size.value:g} GB from "
+    text += f"{nodes} node{'s' * (nodes > 1)} take {duration(seconds)} at {speed:g} GB/s per node "
+    text += "(the site's network.storage_gbytes_per_s)"
     fix = f"checkpoint_signal_s: {math.ceil(1.5 * seconds / 60) * 60}"
     return [Finding(level="warning", field="slurm.checkpoint_signal_s", text=text, fix=fix)]
 

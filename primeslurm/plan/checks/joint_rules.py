@@ -97,8 +97,9 @@ def _kv_aware(context: RuleContext, applies: object, finding: str) -> str:
 
 
 def _shared_engine_nodes(context: RuleContext) -> bool:
-    requests = [request for request, _ in context.engines()]
-    return not all(is_exclusive(component_of(context.recipe, request.role), request) for request in requests)
+    recipe, requests = context.recipe, [request for request, _ in context.engines()]
+    separate = recipe.deployment.layout == "het"
+    return not all(is_exclusive(component_of(recipe, each.role if separate else "train"), each) for each in requests)
 
 
 def _teacher_temperature(context: RuleContext) -> str:
@@ -156,7 +157,7 @@ JOINT_RULES = (
          "to be safe, set policy: consistent_hash", "not tried"),
     Rule("kv-aware-readers", "warning", _POLICY, "Policy kv_aware publishes KV events without encryption",
          lambda c: _kv_aware(c, _shared_engine_nodes(c), "other users of a router's node could read prompts"),
-         "set slurm.inference.exclusive: true", "vLLM 0.32 distributed/kv_events.py"),
+         "set exclusive: true for the nodes of engines, in slurm", "vLLM 0.32 distributed/kv_events.py"),
     Rule("colocated-nccl", "error", "weights.transport", "NCCL cannot connect two processes on one GPU",
          _colocated_nccl, "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher always answers at temperature 1",

@@ -39,7 +39,7 @@ def check_run(
         return findings + _no_estimate(recipe, site, model), None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
     findings += (
-        capacity(recipe, requests, worked_out)
+        capacity(recipe, site, requests, worked_out)
         + _unknown_gpus(site, requests)
         + _vision_not_estimated(recipe, model.shape)
     )

@@ -49,7 +49,7 @@ def teacher_findings(
         memory = engine_role(serving, engine_requests[0], model.shape, gpu, prompt_logprobs=True)
         findings += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
-            for finding in capacity(serving, engine_requests, Estimate(source=model.source, roles=(memory,)))
+            for finding in capacity(serving, site, engine_requests, Estimate(source=model.source, roles=(memory,)))
         ]
         memory = memory.model_copy(update={"role": "teacher"})
     return [finding.model_copy(update={"field": _here(finding.field)}) for finding in findings], memory

@@ -226,7 +226,10 @@ def _spare_problems(recipe: Recipe, role_requests: Sequence[_RoleRequest]) -> li
     roles = [each.role for each in role_requests if each.role != "control"]
     return [
         Violation(
-            f"deployment.spares.{role}", str(count), f"this recipe has no {role} nodes", f"one of {', '.join(roles)}"
+            f"deployment.spares.{role}",
+            str(count),
+            f"this recipe has no {role} nodes",
+            f"leave it out, or use {', '.join(roles)}",
         )
         for role, count in recipe.deployment.spares
         if count and role not in (*roles, "environments")

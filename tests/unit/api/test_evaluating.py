@@ -57,6 +57,15 @@ def test_model_of_a_recipe_is_evaluated_without_a_trainer(recipe: Path) -> None:
     assert plan.totals.trainer_gpus == 0 and loaded.recipe.max_evaluation_inflight == loaded.recipe.max_inflight
 
 
+def test_settings_of_training_do_not_change_the_evaluated_model(recipe: Path, tmp_path: Path) -> None:
+    """Engines load the evaluated model, and spares of trainer and teacher are left out."""
+    training = {"inference": {"model": "/models/base-fp8"}, "deployment": {"spares": {"train": 1, "teacher": 1}}}
+    model = load_evaluation(str(recipe), local=True).recipe.model.path
+    changed = write_recipe(tmp_path / "t.yaml", model={"path": model}, evaluation=EVALUATION, **training)
+    engines = [p for p in load_evaluation(str(changed), local=True).plan().processes() if p.role == "engine"]
+    assert {engine.argv[engine.argv.index("--model") + 1] for engine in engines} == {model}
+
+
 @pytest.mark.parametrize(("step", "published"), [(None, 20), (20, 20), (10, 10)])
 def test_published_policy_of_a_run_is_evaluated(run: Path, step: int | None, published: int) -> None:
     loaded = load_evaluation(str(run), step=step, local=True)

@@ -403,6 +403,17 @@ def test_replica_without_tokens_for_minutes_is_tried_again(restarted: bool) -> N
         assert engines.slots["router-1"] >= 0.9 * before["router-1"]
 
 
+def test_replicas_that_were_idle_for_hours_are_not_compared() -> None:
+    engines = Engines("engine-r0-0", "engine-r1-0")
+    engines.run(60)
+    for _ in range(6000):
+        engines.now += 5
+        engines.inflight = {}
+        engines.observe()
+    engines.run(5, generated=0)
+    assert all(load.limit != "slow" for load in engines.report.values())
+
+
 def test_max_inflight_is_reported_as_the_limit() -> None:
     engines = Engines("engine-r0-0", bound=START_PER_ENGINE)
     engines.run(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def dispatch_all(run: EvaluationRun, available: tuple[str, ...] = ("words", "sum
 
 
 def rollout(job: Job, reward: float = 1.0, versions: tuple[int, ...] = (12, 13)) -> tuple[Rollout, ...]:
-    metrics = {"own": 2.0, "odd": float("nan")}
+    metrics = {"own": 2.0, "odd": float("nan"), "no limit": sys.float_info.max}
     info = RolloutInfo(job.id, job.group, job.environment, job.opened_version, reward, metrics)
     tokens = np.arange(1 + len(versions), dtype=np.int32)
     mask = np.array([False, *[True] * len(versions)])

@@ -216,9 +216,10 @@ def test_spares_of_roles_without_nodes_are_refused() -> None:
     split = {"type": "disaggregated", "prefill": {"nodes_per_replica": 1}, "decode": {"nodes_per_replica": 1}}
     with pytest.raises(UsageError) as error:
         plan_for(deployment={"inference": split, "spares": {"inference": 1, "prefill": 1, "teacher": 2}})
+    fix = "(leave it out, or use train, prefill, decode)"
     assert [str(violation) for violation in error.value.violations] == [
-        "deployment.spares.inference = 1: this recipe has no inference nodes (one of train, prefill, decode)",
-        "deployment.spares.teacher = 2: this recipe has no teacher nodes (one of train, prefill, decode)",
+        f"deployment.spares.inference = 1: this recipe has no inference nodes {fix}",
+        f"deployment.spares.teacher = 2: this recipe has no teacher nodes {fix}",
     ]
 
 

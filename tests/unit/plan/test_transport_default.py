@@ -31,6 +31,7 @@ def recipe(**changes: Any) -> Recipe:
         (colocated(4, 4), "cuda", "filesystem", "share GPUs"),
         ({"trainer": {"lora": {"save_adapter": True}}}, "cuda", "filesystem", "LoRA"),
         ({"inference": {"batch_invariant": True}}, "cuda", "filesystem", "batch-invariant"),
+        ({"weights": {"keep": 20}}, "cuda", "filesystem", "weights.keep"),
         ({"weights": {"transport": "filesystem"}}, "cuda", "filesystem", "set by the recipe"),
         ({"weights": {"transport": "nccl"}}, "cpu", "nccl", "set by the recipe"),
     ],
