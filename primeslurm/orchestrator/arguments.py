@@ -35,8 +35,7 @@ class OrchestratorArguments:
 
     def engine_urls(self) -> dict[str, str]:
         """Return the URL of every engine that the head has not given up."""
-        lost = self.addresses.lost
-        return {name: self.addresses.url(name) for name in self.engines if name not in lost}
+        return {name: self.addresses.url(name) for name in self.engines if name not in self.addresses.lost}
 
     def teacher_urls(self) -> list[str]:
         """Return the URLs of the teacher's engines that are assigned to a node."""
