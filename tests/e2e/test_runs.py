@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from primeslurm.node.host.shared_memory import mapped_by, names_of
 from primeslurm.records.evaluation import evaluations
@@ -18,12 +19,16 @@ from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import rows
 from primeslurm.wire.stored import checkpoints
+from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium, start_chromium
 from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 24
 """As in the recipes: with 18 steps the gain in reward was sometimes within its noise."""
+
+SMALL = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
+EVALUATION = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {SMALL}}}]}}"
 
 
 def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) -> None:
@@ -54,9 +59,7 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
 
 def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     files = set(Path(tempfile.gettempdir()).iterdir())
-    small = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
-    evaluated = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {small}}}]}}"
-    run = demo.submit("reverse_text.yaml", "--set", evaluated)
+    run = demo.submit("reverse_text.yaml", "--set", EVALUATION)
     status = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     pids = [p["pid"] for p in status["processes"] if p["pid"]]
     assert len(pids) == 7
@@ -97,3 +100,33 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     result = record.result("held-out")
     assert result and (result.examples, result.samples, result.failed) == (8, 2, 0), "the policy that the run has made"
     assert {process["role"] for process in demo.status(again)["processes"]}.isdisjoint({"trainer", "teacher"})
+
+
+@needs_chromium
+def test_dashboard_shows_a_finished_run(demo: Demo) -> None:
+    demo.finish(demo.submit("reverse_text.yaml", "--name", "shown", "--set", "max_steps=6", "--set", EVALUATION))
+    with dashboard(demo.runs) as address, start_chromium() as chromium:
+        browser = Browser(chromium)
+        browser.open(address)
+        browser.open_run("shown")
+        expect(browser.page.locator(".title .badge").first).to_have_text("completed")
+        browser.shows("step 6 of 6")
+        browser.until(DRAWN)
+        browser.screenshot(SCREENSHOTS / "finished-curves.png")
+        browser.open_tab("Rollouts")
+        browser.type("input[name=last_step]", "1")
+        steps = "[...new Set([...document.querySelectorAll('tbody td:first-child')].map(cell => cell.textContent))]"
+        browser.until(f"{steps}.join() === '1'")
+        browser.page.locator("tbody td.name a").first.press("Enter")
+        browser.click(".colouring button", "log-probability")
+        browser.shows("Reverse:")
+        browser.screenshot(SCREENSHOTS / "finished-rollout.png")
+        browser.open_tab("Logs")
+        browser.click(".log-names button", "orchestrator")
+        browser.until("document.querySelectorAll('.log > div').length")
+        browser.open_tab("Evaluations")
+        browser.shows("held-out")
+        browser.prefer("dark")
+        browser.screenshot(SCREENSHOTS / "finished-evaluations-dark.png")
+        browser.check_page()
+        browser.check_privacy(address.partition("?")[0])
