@@ -116,8 +116,16 @@ class JobRunner:
             for job in running:
                 job.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection. Only needed without `serve`, which does so at its end."""
+        # The monitor ends first: an event that nobody can receive would block ZMQ's I/O thread forever, and with it all
+        # sockets of this process.
+        if not self._socket.closed:
             self._socket.disable_monitor()
             self._socket.close()
+            self._handshakes.close()
 
     async def _listen(self) -> None:
         while True:

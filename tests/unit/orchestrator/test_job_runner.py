@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+import zmq.asyncio
 
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_runner
@@ -41,6 +42,23 @@ def address() -> Iterator[str]:
         server.linger = 0
         curve.secure_server(server)
         yield f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+Rollouts = Callable[[Job], Awaitable[tuple[Rollout, ...]]]
+
+
+@pytest.fixture
+async def make_worker(address: str) -> AsyncIterator[Callable[[Rollouts], JobRunner]]:
+    """A function that makes a worker of the server at `address`. The workers are closed before the server."""
+    made = []
+
+    def make(rollout: Rollouts) -> JobRunner:
+        made.append(JobRunner("e", 0, address, rollout))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
 
 
 async def rollout(job: Job) -> tuple[Rollout, ...]:
@@ -87,14 +105,16 @@ def cancel_this_task() -> None:
     ],
     ids=["cancelled", "exit", "interrupt", "panic", "group", "cancels its task", "half a pair", "bytes", "unspeakable"],
 )
-async def test_any_exception_of_a_rollout_becomes_a_failure(error: Any, words: str, address: str) -> None:
+async def test_any_exception_of_a_rollout_becomes_a_failure(
+    error: Any, words: str, make_worker: Callable[[Rollouts], JobRunner]
+) -> None:
     async def raising(job: Job) -> tuple[Rollout, ...]:
         if callable(error):
             error()
             await asyncio.sleep(60)
         raise error
 
-    worker, said = JobRunner("e", 0, address, raising), list[Result]()
+    worker, said = make_worker(raising), list[Result]()
 
     async def say(message: Any) -> None:
         said.append(msgspec.msgpack.decode(message[0], type=Result))
@@ -106,12 +126,12 @@ async def test_any_exception_of_a_rollout_becomes_a_failure(error: Any, words: s
     assert [each.job for each in said] == ["j"] and (said[0].error or "").startswith(words)
 
 
-async def test_cancelled_job_has_no_result(address: str) -> None:
+async def test_cancelled_job_has_no_result(make_worker: Callable[[Rollouts], JobRunner]) -> None:
     async def waiting(job: Job) -> tuple[Rollout, ...]:
         await asyncio.sleep(60)
         return ()
 
-    worker, said = JobRunner("e", 0, address, waiting), list[Any]()
+    worker, said = make_worker(waiting), list[Any]()
 
     async def say(message: Any) -> None:
         said.append(message)
@@ -130,7 +150,9 @@ async def test_worker_serves_until_it_is_cancelled(address: str) -> None:
         await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 0.5)
 
 
-async def test_result_is_held_until_it_is_cancelled(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_result_is_held_until_it_is_cancelled(
+    make_worker: Callable[[Rollouts], JobRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = group([3], [0.5]).rollouts[0]
 
     async def finished(job: Job) -> tuple[Rollout, ...]:
@@ -139,7 +161,7 @@ async def test_result_is_held_until_it_is_cancelled(address: str, monkeypatch: p
         return made
 
     monkeypatch.setattr(job_runner, "HELD_BYTES", 2 * sum(len(bytes(part)) for part in encode_result("j", made)))
-    worker = JobRunner("e", 0, address, finished)
+    worker = make_worker(finished)
     for name in ("a", "b", "c", "bad"):
         worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
         await asyncio.wait(list(worker._running.values()), timeout=60)
@@ -156,6 +178,22 @@ async def test_result_is_held_until_it_is_cancelled(address: str, monkeypatch: p
     await asyncio.wait(list(worker._running.values()), timeout=20)
     worker.handle(Cancel(["unasked"]))
     assert not worker._unsent and not worker._jobs and worker._held_bytes == 0
+
+
+async def test_closed_worker_does_not_block_other_sockets() -> None:
+    """Its connection ends within the handshake, after it was closed."""
+    context = zmq.asyncio.Context.instance()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        worker = JobRunner("e", 0, f"tcp://127.0.0.1:{server.getsockname()[1]}", rollout)
+        connection, _ = await asyncio.to_thread(server.accept)
+        worker.close()
+        connection.close()
+    await asyncio.sleep(0.2)  # ZMQ notices it
+    with context.socket(zmq.PUSH) as sending, context.socket(zmq.PULL) as receiving:
+        sending.linger = 0
+        sending.connect(f"tcp://127.0.0.1:{receiving.bind_to_random_port('tcp://127.0.0.1')}")
+        await asyncio.wait_for(sending.send(b"x"), 30)
+        assert await asyncio.wait_for(receiving.recv(), 30) == b"x"
 
 
 async def test_worker_on_the_same_node_uses_a_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
