@@ -242,7 +242,7 @@ class Plan(Section):
     prometheus: Literal["token", "open", "off"] = "token"
     """Access to the metrics that the head serves."""
     weight_transport: WeightTransport | None = None
-    """None if it was not recorded."""
+    """None in plans of older versions."""
     findings: tuple[Finding, ...] = ()
     estimate: Estimate | None = None
     """None if the model's shape is unknown."""

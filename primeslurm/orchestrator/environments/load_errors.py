@@ -176,7 +176,7 @@ def describe(error: BaseException, name: str) -> str:
     message = (str(error).strip().splitlines() or [""])[0]
     code = _code_of(name)
     if message and isinstance(error, ValueError) and code is not None and Path(__file__).parent in code.parents:
-        return message[:_MAX_TEXT]  # a bundled environment says what is wrong with its arguments or files
+        return message[:_MAX_TEXT]  # written for users, so they need no line of our code
     text = f"{type(error).__name__}: {message[:_MAX_TEXT]}" if message else type(error).__name__
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

@@ -27,7 +27,7 @@ QUEUE_DEPTH = 1024
 
 
 class EngineFacts(NamedTuple):
-    """What the defaults of an engine depend on."""
+    """Facts about an engine that decide its defaults."""
 
     recipe: Recipe
     settings: EngineSettings

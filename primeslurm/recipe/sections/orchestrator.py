@@ -15,7 +15,7 @@ from primeslurm.recipe.sections.length_penalties import LengthPenalty
 from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 from primeslurm.recipe.sections.staleness import Staleness
 
-# What a rollout knows of itself, for headers of its requests.
+# Properties of a rollout that headers of its requests can have.
 StateField = Literal["trajectory_id", "rollout_id", "group_id", "example_id", "environment"]
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
 # Range of temperatures. vLLM raises lower ones to 0.01, while the trainer would divide by the recipe's value.

@@ -181,7 +181,7 @@ async def test_result_is_held_until_it_is_cancelled(
 
 
 async def test_closed_worker_does_not_block_other_sockets() -> None:
-    """Its connection ends within the handshake, after it was closed."""
+    """The server ends the connection of the closed worker, whose handshake has not ended."""
     context = zmq.asyncio.Context.instance()
     with socket.create_server(("127.0.0.1", 0)) as server:
         worker = JobRunner("e", 0, f"tcp://127.0.0.1:{server.getsockname()[1]}", rollout)
