@@ -1,9 +1,10 @@
 """The whole RL loop on GPUs: mismatch of trainer and engines, and the seconds of a policy update, in a few cells.
 
 Needs two GPUs, or three for cells with separate prefill and decode engines. A cell takes one to two minutes. Without
-names, all cells run for which the GPUs suffice. With --shared-gpu trainer and engine share one, and policies are
-transferred as files. Each cell is a separate run (`primeslurm submit --local`) from the same random Qwen3-MoE, whose
-sizes are multiples of an FP8 block. Results come from the records of the run.
+names, all cells run for which the GPUs suffice. `--gpus 0 1 1` lets prefill and decode share the second of two GPUs,
+and `--gpus 0 0` lets trainer and engine share one; policies are then transferred as files. Each cell is a separate run
+(`primeslurm submit --local`) from the same random Qwen3-MoE, whose sizes are
+multiples of an FP8 block. Results come from the records of the run.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ FP8 = {
     # Compiling DeepGEMM's kernels for all possible sizes takes minutes. These runs need few.
     "inference.env.VLLM_DEEP_GEMM_WARMUP": "skip",
 }
+FP8_KV = {"inference.kv_cache_dtype": "fp8"}
 COMPILED = {"trainer.compile": "true"}
 # First updates, which connect and compile.
 SKIPPED = 2
@@ -77,7 +79,10 @@ CELLS = {
     "bf16-compiled": Cell("rl_on_two_gpus.yaml", 2, COMPILED),
     "fp8-compiled": Cell("rl_on_two_gpus.yaml", 2, FP8 | COMPILED),
     "bf16-disaggregated": Cell("rl_on_gpus.yaml", 3, {}),
+    "bf16-disaggregated-replay": Cell("rl_on_gpus.yaml", 3, REPLAY),
+    "bf16-fp8-kv": Cell("rl_on_two_gpus.yaml", 2, FP8_KV),
     "fp8-disaggregated": Cell("rl_on_gpus.yaml", 3, FP8),
+    "fp8-disaggregated-replay": Cell("rl_on_gpus.yaml", 3, FP8 | REPLAY),
 }
 
 
@@ -95,14 +100,16 @@ def make_model(directory: Path) -> None:
     GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(directory)
 
 
-def run(name: str, cell: Cell, model: Path, shared: bool = False) -> dict[str, Any]:
-    """Run a cell, and return its results."""
+def run(name: str, cell: Cell, model: Path, gpus: Sequence[int] = ()) -> dict[str, Any]:
+    """Run a cell, on the given GPUs if any are given, and return its results."""
     run_name = f"{name}-{time.strftime('%H%M%S')}"
+    shared = len(set(gpus)) < len(gpus)
     settings = {**cell.settings, **(shared_gpu.shared_settings() if shared else {})}
     options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     env = dict(os.environ)
-    if shared:
-        found = shared_gpu.shared_gpus(model.parent / "shared-gpu", Path("runs").resolve(), [0] * cell.gpus)
+    if gpus:
+        directory = model.parent / "shared-gpu" / run_name
+        found = shared_gpu.shared_gpus(directory, Path("runs").resolve(), gpus[: cell.gpus])
         options += ["--site", str(found.site)]
         env |= found.env
     recipe = [
@@ -165,22 +172,22 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks rl_on_gpus", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}")
-    parser.add_argument("--shared-gpu", action="store_true", help="trainer and engine share one GPU")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[], help="in this order, repeated if shared")
     options = parser.parse_args(words)
-    gpus = torch.cuda.device_count()
+    gpus = len(options.gpus) or torch.cuda.device_count()
     names = options.cells or [name for name, cell in CELLS.items() if cell.gpus <= gpus]
-    shared = ", shared by trainer and engine" if options.shared_gpu else ""
+    shared = f", as {options.gpus}" if options.gpus else ""
     model = Path(".primeslurm/rl-on-gpus").resolve()
     make_model(model)
     result: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks rl_on_gpus", *words]),
-        "machine": f"{gpus} x {torch.cuda.get_device_name()}, one host, local executor{shared}",
+        "machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, one host, local executor{shared}",
         "versions": {name: version(name) for name in ("torch", "torchtitan", "vllm")},
         "model": CONFIG,
         "bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),
         "cells": {},
     }
     for name in names:
-        result["cells"][name] = run(name, CELLS[name], model, options.shared_gpu)
+        result["cells"][name] = run(name, CELLS[name], model, options.gpus)
         options.out.write_text(json.dumps(result, indent=2) + "\n")
         print(name, json.dumps(result["cells"][name]), flush=True)
