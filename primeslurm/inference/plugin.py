@@ -36,7 +36,14 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import authenticated_store, encrypted_sockets, kv_events, patches, routed_experts
+    from primeslurm.inference import (
+        authenticated_store,
+        encrypted_sockets,
+        kv_events,
+        patches,
+        prefill_version,
+        routed_experts,
+    )
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
@@ -44,6 +51,7 @@ def register() -> None:
         importlib.import_module("primeslurm.testbed.cpu_engine.patches").apply()
     layerwise.load_selection_bias()
     patches.pause_with_kept_blocks()
+    prefill_version.apply()
     if routed_experts.REPLAY_OPTION in sys.argv:
         routed_experts.apply()
     if reader := os.environ.get(KV_EVENTS_READER):

@@ -80,7 +80,7 @@ async def test_prefill_and_decode_engines_answer_as_one(
     path = publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2)
     policy = PolicyVersion(2, str(path))
     completion = await update_while_kv_is_kept([prefill], [decode], router, client, policy, prompts[0][::-1])
-    assert spans(completion) == [(2, 0, 8)] and kv_given_up([prefill]) == 0
+    assert spans(completion) == [(1, 0, 0), (2, 0, 8)] and kv_given_up([prefill]) == 0
 
     port = int(decode.url.rpartition(":")[2])
     decode.kill()

@@ -131,7 +131,7 @@ async def test_prefill_ranks_transfer_kv_to_any_decode_rank(
         assert all(metric(server.url, "vllm:nixl_bytes_transferred_count") > 0 for server in decode)
         policy = PolicyVersion(1, str(publish(make_model(tmp_path / "newer", seed=2), tmp_path, 1)))
         completion = await update_while_kv_is_kept(prefill, decode, router, client, policy, prompt[::-1])
-        assert spans(completion) == [(1, 0, 8)] and kv_given_up(prefill) == 0
+        assert spans(completion) == [(0, 0, 0), (1, 0, 8)] and kv_given_up(prefill) == 0
     finally:
         for server in (*prefill, *decode):
             server.stop()

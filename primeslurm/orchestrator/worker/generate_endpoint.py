@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import httpx
@@ -46,6 +46,10 @@ class _VersionSpan(msgspec.Struct):
     version: Annotated[str, msgspec.Meta(pattern=rf"^({LOADED_VERSION}|[0-9]{{1,9}})$")]
     start: Count
     end: Count
+
+    @property
+    def number(self) -> int:
+        return 0 if self.version == LOADED_VERSION else int(self.version)
 
 
 class _Logprob(msgspec.Struct):
@@ -119,6 +123,8 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]  # policy version that sampled each token
+    # Policy version of the prefill engine; None if there was none.
+    prefill_version: int | None = field(default=None, kw_only=True)
     finish_reason: str | None = None
     # [tokens, layers, top_k] of prompt and sampled tokens, from position `routed_from` on.
     routed_experts: RoutedExperts | None = None
@@ -268,6 +274,7 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
         logprobs,
         _versions(choice),
         choice.finish_reason,
+        prefill_version=_prefill_version(choice),
         prompt_ids=prompt_ids,
         placeholders=placeholders,
     )
@@ -277,6 +284,12 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
     return replace(completion, routed_experts=experts, routed_from=routed_from)
 
 
+def _prefill_version(choice: _Choice) -> int | None:
+    """Return the version of the empty span that a decode engine begins with (primeslurm/inference/prefill_version)."""
+    first = choice.weight_versions[0] if choice.weight_versions else None
+    return first.number if first is not None and first.end == 0 else None
+
+
 def _versions(choice: _Choice) -> list[int]:
     versions: list[int] = []
     for span in choice.weight_versions:
@@ -284,7 +297,7 @@ def _versions(choice: _Choice) -> list[int]:
         if not len(versions) == span.start <= span.end <= len(choice.token_ids):
             text = f"a policy version of tokens {span.start} to {span.end} of {len(choice.token_ids)}"
             raise DamagedError(f"{text}, where token {len(versions)} is the next")
-        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * (span.end - span.start)
+        versions += [span.number] * (span.end - span.start)
     if len(versions) != len(choice.token_ids):
         raise DamagedError(f"{len(versions)} policy versions for {len(choice.token_ids)} tokens")
     return versions

@@ -69,8 +69,8 @@ def sequences(
     trace, given the nodes of each sequence. Raise RolloutError if nothing was sampled, a sampled message is not among
     the completions, or the environment reports an invalid reward or invalid tokens.
     """
-    versions = _versions_by_node(trace, completions)
-    if not versions:
+    sampled = _completions_by_node(trace, completions)
+    if not sampled:
         raise RolloutError("nothing was sampled")
     info = RolloutInfo(
         id=job.id,
@@ -79,7 +79,7 @@ def sequences(
         opened_version=job.opened_version,
         reward=_reward(trace),
         metrics=_metrics(trace),
-        turns=len(versions),
+        turns=len(sampled),
         finish_reason=_finish_reason(trace),
         seconds=seconds,
         agent="" if trace.agent is None else trace.agent.name,
@@ -91,9 +91,9 @@ def sequences(
     paths: list[list[int]] = []
     for branch in trace.branches:
         path = [index[id(node)] for node in branch.nodes]
-        if not branch.trainable or not any(i in versions and i not in trained for i in path):
+        if not branch.trainable or not any(i in sampled and i not in trained for i in path):
             continue
-        sequence = _sequence(info, trace, path, versions, trained)
+        sequence = _sequence(info, trace, path, sampled, trained)
         result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
         trained.update(path)
         paths.append(path)
@@ -130,19 +130,22 @@ def _metrics(trace: vf.Trace) -> dict[str, float]:
 
 
 def _sequence(
-    info: RolloutInfo, trace: vf.Trace, path: Sequence[int], versions: dict[int, list[int]], trained: set[int]
+    info: RolloutInfo, trace: vf.Trace, path: Sequence[int], sampled: dict[int, Completion], trained: set[int]
 ) -> Rollout:
-    tokens, mask, logprobs, sampled_by = [], [], [], []
+    tokens, mask, logprobs, versions = [], [], [], []
     for i in path:
         node = trace.nodes[i]
-        fresh = i in versions and i not in trained
-        values = iter(zip(node.logprobs, versions[i], strict=True) if fresh else ())
-        for token, sampled in zip(node.token_ids, node.mask, strict=True):
-            logprob, version = next(values) if fresh and sampled else (0.0, -1)
+        fresh = i in sampled and i not in trained
+        values = iter(zip(node.logprobs, sampled[i].versions, strict=True) if fresh else ())
+        prefill_version = sampled[i].prefill_version if fresh else None
+        for token, is_sampled in zip(node.token_ids, node.mask, strict=True):
+            if is_sampled and prefill_version is not None and versions and versions[-1] < 0:
+                versions[-1], prefill_version = prefill_version, None
+            logprob, version = next(values) if fresh and is_sampled else (0.0, -1)
             tokens.append(token)
-            mask.append(fresh and sampled)
+            mask.append(fresh and is_sampled)
             logprobs.append(logprob)
-            sampled_by.append(version)
+            versions.append(version)
     if not all(isinstance(token, int | np.integer) and 0 <= token < 2**31 for token in tokens):
         raise RolloutError("it has invalid tokens")
     return Rollout(
@@ -150,7 +153,7 @@ def _sequence(
         np.array(tokens, np.int32),
         np.array(mask, np.bool_),
         np.array(logprobs, np.float32),
-        np.array(sampled_by, np.int32),
+        np.array(versions, np.int32),
         routed_experts=_routed_experts([trace.nodes[i] for i in path]),
     )
 
@@ -191,10 +194,10 @@ def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:
     return None if like is None else routed_experts.join(parts, [len(node.token_ids) for node in nodes], like)
 
 
-def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dict[int, list[int]]:
-    """Return the policy versions of each sampled node, matched to a completion by tokens and log-probabilities."""
+def _completions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dict[int, Completion]:
+    """Return the completion of each sampled node, found by tokens and log-probabilities."""
     left = list(completions)
-    versions = {}
+    found = {}
     for i, node in enumerate(trace.nodes):
         if not any(node.mask):
             continue
@@ -203,8 +206,8 @@ def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dic
         if match is None:
             raise RolloutError("a sampled message is not among the engine's answers")
         left.remove(match)
-        versions[i] = match.versions
-    return versions
+        found[i] = match
+    return found
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:

@@ -2,6 +2,7 @@
 
 Entry i of every array describes token i itself. `mask[i]`: the policy sampled this token, and it is trained.
 `logprobs[i]`: the engine's log-probability of that sample. `versions[i]`: the policy version that sampled it, or -1.
+The last token before an answer has the version of the prefill engine, if that had another one (P/D).
 A trainer shifts: the logits at i-1 predict token i. The first token of a document is never trained.
 """
 

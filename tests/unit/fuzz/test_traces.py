@@ -57,6 +57,18 @@ class Scored:
         self.value = value
 
 
+def test_update_between_prefill_and_decode_is_visible_at_the_last_token_of_the_prompt(
+    conversation: Conversation,
+) -> None:
+    (plain,) = sequences(JOB, conversation.trace, conversation.completions, 1.0, False)
+    completions = [replace(completion, prefill_version=7) for completion in conversation.completions]
+    (tagged,) = sequences(JOB, conversation.trace, completions, 1.0, False)
+    (changed,) = np.flatnonzero(tagged.versions != plain.versions)
+    assert tagged.versions[changed] == 7 and not tagged.mask[changed] and tagged.mask[changed + 1]
+    assert tagged.is_mixed and not plain.is_mixed
+    is_a_rollout(Rollout.decode([bytes(part) for part in tagged.encode()]))
+
+
 BAD_REWARDS = [float("nan"), float("inf"), float("-inf"), 1e300]
 
 

@@ -85,6 +85,13 @@ def test_single_token_without_log_probability_is_accepted() -> None:
     assert found.logprobs[1] != -9999.0 and found.logprobs[1] == pytest.approx(-9999.0)
 
 
+def test_empty_first_span_names_the_version_of_the_prefill_engine() -> None:
+    spans = [{"version": "1", "start": 0, "end": 0}, {"version": "2", "start": 0, "end": 3}]
+    found = completion_of(json.dumps(answer(weight_versions=spans)).encode(), 5, None)
+    assert (found.prefill_version, found.versions) == (1, [2, 2, 2])
+    assert completion_of(json.dumps(answer()).encode(), 5, None).prefill_version is None
+
+
 class Server:
     """An engine's HTTP server that says one thing after another, and names itself as a gate does."""
 

@@ -1,0 +1,38 @@
+"""The policy version of a prompt with P/D.
+
+vLLM's `weight_versions` cover sampled tokens, so they do not show a weight update between prefill and decode. Here the
+prefill engine's answer carries its version in `kv_transfer_params`, which the router forwards. If the decode engine has
+another one, its spans begin with an empty one of the prefill engine's version.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from primeslurm.inference.patches import expect
+
+# Key of the version in `kv_transfer_params`.
+PREFILL_VERSION = "primeslurm_prefill_version"
+
+
+def apply() -> None:
+    """Patch vLLM. Raise RuntimeError if its code has changed."""
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    from vllm.outputs import WeightVersionSpan
+
+    original = expect(ServingTokens, "serve_tokens", ("self", "request", "raw_request"))
+
+    @functools.wraps(original)
+    async def serve_tokens(self: Any, request: Any, raw_request: Any = None) -> Any:
+        transfer = request.kv_transfer_params or {}
+        prefills, version = transfer.get("do_remote_decode"), transfer.pop(PREFILL_VERSION, None)
+        answer = await original(self, request, raw_request)
+        for choice in getattr(answer, "choices", ()):  # an error has none
+            if prefills and answer.kv_transfer_params and choice.weight_versions:
+                answer.kv_transfer_params[PREFILL_VERSION] = choice.weight_versions[0].version
+            elif isinstance(version, str) and choice.weight_versions and version != choice.weight_versions[0].version:
+                choice.weight_versions.insert(0, WeightVersionSpan(version, 0, 0))
+        return answer
+
+    ServingTokens.serve_tokens = serve_tokens
