@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from primeslurm.base import files
 from primeslurm.base.errors import Violation
 from primeslurm.base.paths import is_dir, is_file
-from primeslurm.plan.checks.environments import Interpreter, environments_by_field, probe_environments
-from primeslurm.plan.checks.sft_files import render_data
+from primeslurm.plan.checks.environments import Interpreter, ProbeReport, environments_by_field, probe_environments
+from primeslurm.plan.checks.sft_files import Rendered, render_data
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.wire.probe_messages import UNKNOWN
 
+T = TypeVar("T", ProbeReport, Rendered)
 _FIELD = "environments"
+_HERE = "check with DIR/bin/primeslurm, which `primeslurm install --cpu --to DIR` installs"
 
 
 def environment_problems(
     recipe: Recipe, site: Site, *, local: bool, skip: Collection[str] = ()
 ) -> tuple[list[Violation], list[Finding]]:
-    """Load every environment of a recipe with the Python of its jobs, if that Python exists on this machine.
+    """Load every environment of a recipe, with the Python of its jobs if this machine has it, else with this one.
 
     Paths in `recipe` must be absolute. Environments in `skip` (for example environments.0) are not loaded.
 
@@ -34,48 +38,88 @@ def environment_problems(
     """
     if not recipe.samples:
         return [], []
-    interpreter = _interpreter(recipe, site, local)
-    if isinstance(interpreter, str):
-        return [], [_untried(interpreter)]
     environments = environments_by_field(recipe.trained_environments, recipe.evaluation_environments)
     environments = {place: each for place, each in environments.items() if place not in skip}
-    result = probe_environments(environments, recipe.model, interpreter, max_len=recipe.max_len)
-    if result.missing_package:
-        problem = _unprepared(interpreter, result.missing_package, site, local)
-        return ([problem], []) if isinstance(problem, Violation) else ([], [_untried(problem)])
+    probed = _probe(
+        lambda python: probe_environments(environments, recipe.model, python, max_len=recipe.max_len),
+        (recipe, site, local),
+    )
+    if isinstance(probed, Violation):
+        return [probed], []
+    result, notes = probed.result, probed.notes(_FIELD, "the nodes load them and their data before the models")
+    if result is None:
+        return [], notes
     violations = [_with_advice(each) for each in result.violations]
     warnings = [_note(each).model_copy(update={"level": "warning"}) for each in result.warnings]
-    notes = [*warnings, *map(_note, result.notes)]
+    notes += [*warnings, *map(_note, result.notes)]
+    if probed.why:
+        return [], [*(_elsewhere(each) for each in (*violations, *result.missing)), *notes]
     if local or _is_this_machine(site):
         return [*violations, *result.missing], notes
     return violations, [*(_elsewhere(each) for each in result.missing), *notes]
 
 
 def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
-    """Render SFT data with the Python of the jobs, if that Python exists on this machine.
+    """Render SFT data, with the Python of the jobs if this machine has it, else with this one.
 
     Returns:
         Errors that would end the run; and warnings and notes, also about the token that ends a turn.
     """
     if recipe.task != "sft":
         return [], []
-    interpreter = _interpreter(recipe, site, local)
-    if isinstance(interpreter, str):
-        return [], [_unrendered(interpreter)]
-    result = render_data(recipe, interpreter)
-    if result.missing_package:
-        problem = _unprepared(interpreter, result.missing_package, site, local)
-        return ([problem], []) if isinstance(problem, Violation) else ([], [_unrendered(problem)])
-    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in result.warnings]
-    return list(result.violations), [*warnings, *map(_note, result.notes)]
+    probed = _probe(lambda python: render_data(recipe, python), (recipe, site, local))
+    if isinstance(probed, Violation):
+        return [probed], []
+    result, notes = probed.result, probed.notes("sft.data", "the trainer reports lines that it cannot render")
+    if result is None:
+        return [], notes
+    notes += [_note(each).model_copy(update={"level": "warning"}) for each in result.warnings]
+    notes += map(_note, result.notes)
+    violations = list(result.violations)
+    return ([], [*map(_elsewhere, violations), *notes]) if probed.why else (violations, notes)
 
 
-def _interpreter(recipe: Recipe, site: Site, local: bool) -> Interpreter | str:
-    """Return the Python of the jobs, or the reason why it cannot be used on this machine."""
+@dataclass(frozen=True)
+class _Probed(Generic[T]):
+    """Result of a probe."""
+
+    result: T | None
+    """None if neither Python could be used."""
+    why: str = ""
+    """Why the Python of the jobs could not be used; empty if it was."""
+
+    def notes(self, field: str, later: str) -> list[Finding]:
+        """Return a note unless the Python of the jobs was used. `later` says what checks the same on the nodes."""
+        if not self.why:
+            return []
+        if self.result is None:
+            return [Finding(level="note", field=field, text=f"not checked here: {self.why}; {later}", fix=_HERE)]
+        return [Finding(level="note", field=field, text=f"checked with {sys.executable}, because {self.why}; {later}")]
+
+
+def _probe(probe: Callable[[Interpreter], T], jobs: tuple[Recipe, Site, bool]) -> _Probed[T] | Violation:
+    """Probe with the Python of the jobs or, if it cannot be used on this machine, with the Python of this process.
+
+    Returns a violation if the Python of the jobs lacks a package.
+    """
+    recipe, site, local = jobs
     interpreter = Interpreter(site.python or "python3", _variables(site) | ({} if local else _kept_back(recipe, site)))
     if recipe.slurm.over(site.slurm).container is not None and not local:
-        return "jobs run in a container image"
-    return interpreter if interpreter.here else f"{interpreter.python} is not on this host"
+        why = "jobs run in a container image"
+    elif not interpreter.here:
+        why = f"{interpreter.python} is not on this host"
+    else:
+        result = probe(interpreter)
+        if not result.missing_package:
+            return _Probed(result)
+        problem = _unprepared(interpreter, result.missing_package, site, local)
+        if isinstance(problem, Violation):
+            return problem
+        why = problem
+    result = probe(replace(interpreter, python=sys.executable))
+    if result.missing_package:
+        return _Probed(None, f"{why}, and {sys.executable} has no {result.missing_package}")
+    return _Probed(result, why)
 
 
 def _unprepared(interpreter: Interpreter, package: str, site: Site, local: bool) -> Violation | str:
@@ -134,15 +178,6 @@ def _all_loopback(addresses: Mapping[str, str]) -> bool:
         return bool(addresses) and all(ip_address(address).is_loopback for address in addresses.values())
     except ValueError:
         return False
-
-
-def _untried(why: str) -> Finding:
-    return Finding(level="note", field=_FIELD, text=f"not loaded here: {why}; the nodes load them before the models")
-
-
-def _unrendered(why: str) -> Finding:
-    text = f"not rendered here: {why}; the trainer reports lines that it cannot render"
-    return Finding(level="note", field="sft.data", text=text)
 
 
 def _elsewhere(violation: Violation) -> Finding:

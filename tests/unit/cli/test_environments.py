@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from primeslurm.api.checks.environments import environment_problems
 from primeslurm.plan.checks.environments import Interpreter, probe_environments
+from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
 from scripts.models import tiny_model
@@ -124,13 +126,43 @@ def test_software_missing_on_this_host_is_a_warning(place: Path) -> None:
     assert "note: environments.0.runtime = podman: each rollout installs harness bash in its container" in result.err
 
 
-def test_environments_that_cannot_be_loaded_here_are_a_note(place: Path) -> None:
-    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/elsewhere/bin/python"}))
-    result = run(place, "check", [{"id": "not-here"}])
+ELSEWHERE: list[tuple[dict[str, Any], str]] = [
+    ({"python": "/elsewhere/bin/python"}, "/elsewhere/bin/python is not on this host"),
+    ({"slurm": {"container": {"type": "pyxis", "image": "i"}}}, "jobs run in a container image"),
+    (
+        {"python": "/usr/bin/python3", "prologue": ["source x"]},
+        "/usr/bin/python3 has no verifiers without the site's modules and prologue",
+    ),
+]
+
+
+@pytest.mark.parametrize(("site", "why"), ELSEWHERE)
+def test_data_is_read_with_this_python_if_that_of_jobs_cannot_be_used(
+    place: Path, site: dict[str, Any], why: str
+) -> None:
+    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, **site}))
+    rows = place / "rows.jsonl"
+    rows.write_text('{"question": "2 + 3?", "anser": "5"}\n')
+    result = run(place, "check", [{"id": "math-problems", "args": {"path": str(rows)}}, {"id": "not-here"}])
     assert result.code == 0, result.err
-    assert "note: environments: not loaded here: /elsewhere/bin/python is not on this host" in result.err
-    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "slurm": {"container": {"type": "pyxis", "image": "i"}}}))
-    assert "not loaded here: jobs run in a container image" in run(place, "check", [{"id": "not-here"}]).err
+    assert f"note: environments: checked with {sys.executable}, because {why}; the nodes load them and" in result.err
+    later = "; the nodes are checked when the job starts"
+    warnings = [line for line in result.err.splitlines() if line.startswith("warning: environments.")]
+    assert len(warnings) == 2 and all(later in line for line in warnings), result.err
+    assert "rows.jsonl, line 1: there is no answer, only question, anser" in result.err
+
+
+def test_environments_that_no_python_here_can_load_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")  # has no verifiers
+    site = Site.model_validate({**SITE, "runs": "/runs", "python": "/elsewhere/bin/python"})
+    problems, (note,) = environment_problems(
+        Recipe.model_validate(recipe_data(environments=[{"id": "fine-words"}])), site, local=False
+    )
+    assert not problems and note.level == "note"
+    assert str(note.text).startswith(
+        "not checked here: /elsewhere/bin/python is not on this host, and /usr/bin/python3 "
+    )
+    assert "`primeslurm install --cpu --to DIR`" in note.fix
 
 
 def test_python_without_verifiers_is_refused(place: Path) -> None:
@@ -138,10 +170,6 @@ def test_python_without_verifiers_is_refused(place: Path) -> None:
     result = run(place, "check", [{"id": "fine-words"}])
     assert (result.code, result.out) == (2, "")
     assert "python = /usr/bin/python3: this Python, which jobs use, has no verifiers" in result.err
-    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/usr/bin/python3", "prologue": ["source x"]}))
-    result = run(place, "check", [{"id": "fine-words"}])
-    assert result.code == 0, result.err
-    assert "note: environments: not loaded here: /usr/bin/python3 has no verifiers without the site's mod" in result.err
 
 
 @pytest.mark.parametrize(("verb", "args"), [("plan", ["--json"]), ("render", []), ("submit", ["--dry-run", "--json"])])

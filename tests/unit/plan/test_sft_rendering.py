@@ -178,7 +178,8 @@ def test_missing_package_of_the_job_python_is_reported(tmp_path: Path) -> None:
     assert sft_files.render_data(recipe(tmp_path), Interpreter(str(poor), {})).missing_package == "transformers"
     nodes = {"default": {"partition": "p", "gpus": 1, "cpus": 8}}
     site = Site.model_validate({"schema": 1, "name": "here", "nodes": nodes, "python": str(poor), "modules": ["conda"]})
-    problems, (note,) = data_rendering_problems(recipe(tmp_path), site, local=False)
+    problems, (warning, note) = data_rendering_problems(recipe(tmp_path), site, local=False)
     assert not problems and "has no transformers without the site's modules" in note.text
+    assert warning.level == "warning" and warning.field == "model.path"  # rendered with the Python of this test
     (problem,), _ = data_rendering_problems(recipe(tmp_path), site, local=True)
     assert problem.field == "python" and "has no transformers" in problem.why
