@@ -8,7 +8,7 @@ bin := ".venv/bin"
 default:
     @{{ bin }}/just --list --unsorted
 
-# Install what is missing: Python packages from the lock (cpu or gpu), and, where possible, Slurm
+# Install what is missing: Python packages from the lock (cpu or gpu, `--to DIR` if not here), and, where possible, Slurm
 setup *flavour:
     scripts/setup.sh {{ flavour }}
 

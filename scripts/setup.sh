@@ -2,6 +2,7 @@
 # Install what is missing, and only that: Python packages from the lock by uv, and Slurm and bubblewrap from the distribution
 # beside them. An environment keeps its flavour: on a login node without GPUs, that of GPU nodes stays what it is.
 # Usage: scripts/setup.sh [cpu|gpu]      Default: what is installed already, else gpu where an NVIDIA device is, else cpu.
+#        scripts/setup.sh gpu --to DIR   An environment for other machines, with a Python of its own. Slurm is not installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,7 @@ install_system() {
     slurm-wlm munge libibverbs1 librdmacm1 bubblewrap
 }
 
-if system_is_missing; then
+if [[ " $* " != *" --to "* ]] && system_is_missing; then
   echo "installing Slurm and bubblewrap" >&2
   # Its output waits until the end: two installations at once would be read by nobody.
   mkdir -p build

@@ -336,13 +336,13 @@ def main() -> None:
     parser.add_argument(
         "flavour", nargs="?", choices=PYTHONS, help="default: as installed, or gpu if this machine has a GPU"
     )
-    parser.add_argument("--to", type=Path, required=True, help="the environment")
+    parser.add_argument("--to", type=Path, required=True, help="the environment; the last --to counts")
+    parser.add_argument("--python", help="interpreter or version of a new environment")
     options = parser.parse_args()
     machine: Flavour = "gpu" if Path("/dev/nvidia0").exists() else "cpu"
     try:
-        plan = plan_runtime_installation(
-            cast(Flavour, options.flavour) or flavour_of(options.to) or machine, options.to
-        )
+        flavour = cast(Flavour, options.flavour) or flavour_of(options.to) or machine
+        plan = plan_runtime_installation(flavour, options.to, python=options.python)
         if plan.done:
             print(f"already installed: {plan.what.removeprefix('the ')} in {options.to}", file=sys.stderr)
         else:

@@ -175,6 +175,20 @@ def test_installing_needs_only_the_standard_library(tmp_path: Path) -> None:
     assert done.returncode == 0 and "3.12" in done.stdout, done.stderr
 
 
+def test_setup_of_a_checkout_can_fill_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`scripts/setup.sh gpu --to DIR` puts its own `--to .venv` in front."""
+    environment = tmp_path / "env"
+    plan = installing.plan_runtime_installation("gpu", environment)
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").touch()
+    plan.stamp.write_text(plan.content or "")
+    monkeypatch.setattr(sys, "argv", ["setup.sh", "--to", str(tmp_path / "venv"), "gpu", "--to", str(environment)])
+    installing.main()
+    assert capsys.readouterr().err == f"already installed: gpu environment in {environment}\n"
+
+
 def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real uv installs wheels that this test makes into an environment of this interpreter."""
     monkeypatch.setenv("UV_OFFLINE", "1")
