@@ -85,7 +85,7 @@ class Site(Section):
     slurm_conf: str | None = None
     """Path of slurm.conf, for a Slurm that is not the system's default."""
     python: str | None = None
-    """Python interpreter of the environment on the nodes, for example `/shared/primeslurm/.venv/bin/python`. Default:
+    """Python interpreter of the environment on the nodes, for example `/shared/primeslurm-env/bin/python`. Default:
     the interpreter that submits."""
     nodes: dict[str, NodeKind]
     """Kinds of nodes by role: control, train, inference, prefill, decode, teacher (default: those of inference) and
