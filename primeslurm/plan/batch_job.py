@@ -11,7 +11,7 @@ from primeslurm.base.errors import Violation
 from primeslurm.base.hostlists import expand
 from primeslurm.base.units import duration
 from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
-from primeslurm.plan.placement.resources import ResourceRequest, combined_request
+from primeslurm.plan.placement.resources import ResourceRequest, combined_request, component_of
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.types import bytes_of, minutes, times
 from primeslurm.recipe.sections.slurm import (
@@ -60,11 +60,11 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
     """Return the job's components in order: one per role, or a single one."""
     if recipe.deployment.layout == "one_node":
         request = combined_request(requests)
-        return (_group(0, "all", 1, 0, request, recipe.slurm.train),)
+        return (_group(0, "all", 1, 0, request, component_of(recipe, "train")),)
     if recipe.deployment.layout == "single":
         widest = max(requests, key=lambda request: request.gpus)
         nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
-        return (_group(0, "all", nodes, spares, widest, recipe.slurm.train),)
+        return (_group(0, "all", nodes, spares, widest, component_of(recipe, widest.role)),)
     return _with_uniform_memory(
         tuple(
             _group(index, request.role, request.nodes, request.spares, request, component_of(recipe, request.role))
@@ -142,17 +142,6 @@ def environment(recipe: Recipe, site: Site) -> dict[str, str]:
     if recipe.logging.format != "text":
         env[logs.FORMAT] = recipe.logging.format
     return env | site.env | {secret.VARIABLE: "${secret}"}
-
-
-def component_of(recipe: Recipe, role: NodeRole) -> Component:
-    """Return the Slurm options of a role. `deployment.environments` may set the size of its nodes."""
-    component: Component = getattr(recipe.slurm, role)
-    nodes = recipe.deployment.environments
-    if role != "environments" or nodes is None:
-        return component
-    return component.model_copy(
-        update={"cpus_per_task": nodes.cpus or component.cpus_per_task, "mem": nodes.memory or component.mem}
-    )
 
 
 def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequest, component: Component) -> HetGroup:

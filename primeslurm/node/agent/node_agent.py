@@ -237,7 +237,10 @@ class NodeAgent:
                 self.processes.renew(self.addresses)
         assignment = changed_record(self._assignment_file, AssignmentRecord)
         if assignment is not None:
-            self._follow(assignment)
+            try:
+                self._follow(assignment)
+            except NetworkError as error:  # a program has taken a fixed port since the preflight
+                self.preflight.fail("ports", str(error))
 
     def _lose_head(self, why: str) -> None:
         self.head_lost = True
@@ -301,6 +304,8 @@ class NodeAgent:
         processes = self.processes
         self._reported = self._news()
         state, why = self.preflight.verdict
+        # Preflight may have found the address of a node whose name did not resolve when its agent started.
+        self.address = self.address or self.preflight.address
         report = AgentReport(
             rank=self.rank,
             name=self.name,

@@ -74,7 +74,8 @@ class ProcessManager:
         self.probes: dict[str, HealthProbe] = {}
         self.liveness_monitor = LivenessMonitor()
         self._kill_at: dict[str, float] = {}  # unresponsive processes that are writing their stacks
-        self._claims = Ports(address)
+        fixed = {process.ports[name] for process in plan.processes() for name in process.fixed_ports}
+        self._claims = Ports(address, fixed)
         self.ports: dict[str, dict[str, int]] = {}
         self.take_over(node.processes)
         self._context = NodeContext(plan, node, address, values)

@@ -295,11 +295,12 @@ class Fleet:
         return Ending(Outcome.FAILED, reason, "environments", final=True)
 
     def _give_up_late_agents(self, now: float) -> None:
-        """Lose agents that were killed before the assignment, or that have not reported in time."""
-        if not self.assignment.generation:
-            for rank in sorted(set(self.agents) - set(self.gone)):
-                if how := self._killed.get(self._name(rank)):
-                    self._lose(rank, f"its agent was killed: {how}", now)
+        """Lose agents that were killed before the assignment or their first report, or have not reported in time."""
+        unassigned = self.unheard if self.assignment.generation else set(range(self.plan.allocated)) - set(self.gone)
+        for rank in sorted(unassigned):
+            if how := self._killed.get(self._name(rank)):
+                blame = rank in self.agents or self._works(self._peers(rank))
+                self._lose(rank, f"its agent was killed: {how}", now, blame=blame)
         if self._late(now):
             for rank in self.unheard:
                 why = f"no sign of its agent within {duration(self.plan.node_start_s)}"

@@ -62,7 +62,7 @@ from primeslurm.slurm.launch_failures import (
     restarts,
 )
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport.addresses import Addresses
+from primeslurm.wire.transport.addresses import Addresses, unreachable
 
 # A process is suspect if its agent has missed this many heartbeats, or been silent for a third of `node_silent_s`.
 SUSPECT_HEARTBEATS = 10.0
@@ -297,7 +297,8 @@ class Head(threading.Thread):
 
     def _publish_addresses(self) -> None:
         """Publish all addresses once every node is taken over. Lost processes keep their last address."""
-        if not self.fleet.assembled:
+        # A loss that ends the attempt leaves processes without an address, and none of them is given up.
+        if not self.fleet.assembled or self.ending is not None:
             return
         hosts, ports = dict(self._addresses.hosts), dict(self._addresses.ports)
         for node in self.fleet.assignment.rank_of:
@@ -305,6 +306,9 @@ class Head(threading.Thread):
             assert agent is not None
             hosts |= dict.fromkeys(agent.processes, agent.address)
             ports |= agent.ports
+        for number, process in enumerate(self.plan.processes()):
+            if process.name in self.fleet.lost and process.name not in hosts:
+                hosts[process.name], ports[process.name] = unreachable(number, process.ports)
         addresses = Addresses(hosts, ports, sorted(self.fleet.lost))
         if addresses == self._addresses:
             return

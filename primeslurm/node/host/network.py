@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
@@ -84,10 +84,13 @@ class Ports:
     A claim is a Unix socket with an abstract name. Agents of other runs on the same node see it, and the kernel
     releases it when this process ends. Other users can also make such claims, or listen on a claimed port. Then another
     port is used.
+
+    Args:
+        fixed: numbers that processes of the run must have. No other process gets one of them.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, fixed: Collection[int] = ()) -> None:
+        self._address, self._fixed = address, fixed
         self._claims: dict[int, socket.socket | None] = {}
 
     def claim(self, preferred: int, *, fixed: bool = False) -> int:
@@ -102,10 +105,10 @@ class Ports:
                 raise NetworkError(f"port {preferred} of {self._address} is in use, and {FIXED}")
             return preferred
         for port in range(preferred, preferred + _TRIES):
-            if self._is_free(port) and self._claim(port):
+            if self._may_claim(port) and self._claim(port):
                 return port
         for port in random.SystemRandom().sample(_ELSEWHERE, min(_TRIES, len(_ELSEWHERE))):
-            if port not in self._claims and self._is_free(port):
+            if self._may_claim(port):
                 if not self._claim(port):
                     self._claims[port] = None  # claims of another user must not keep a run from starting
                 return port
@@ -120,6 +123,9 @@ class Ports:
             if claim is not None:
                 claim.close()
         self._claims.clear()
+
+    def _may_claim(self, port: int) -> bool:
+        return port not in self._fixed and port not in self._claims and self._is_free(port)
 
     def _is_free(self, port: int) -> bool:
         return can_bind(self._address, port) and can_bind("", port)

@@ -62,6 +62,7 @@ class Preflight:
         self._journal = journal
         self._timings = timings
         self._findings: list[PreflightCheck] = []
+        self.address = ""  # of the node; empty until its network is checked
         self.environments_fail = ""  # why environments do not load here; the head compares nodes to find the cause
         self.file_system = ""  # fault of the run's file system that preflight waits out
         self._done = False
@@ -90,6 +91,10 @@ class Preflight:
         self._started_at = time.monotonic()
         self._deadline = self._started_at + self._timings.limit_s
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
+
+    def fail(self, check: str, text: str) -> None:
+        """Add a check that has failed since the preflight ended."""
+        self._findings.append(PreflightCheck(check, "failed", text))
 
     def check_gpus_again(self) -> None:
         """Check the GPUs again in the background, after a process that used some has died."""
@@ -148,6 +153,7 @@ class Preflight:
             address = own_address(self._name, plan.interface, plan.addresses, plan.allocated == 1)
         except NetworkError as error:
             return [PreflightCheck("address", "failed", str(error))]
+        self.address = address
         processes = [process for node in self._candidates for process in node.processes]
         ports = {port for process in processes for port in process.ports.values()}
         fixed = {process.ports[name] for process in processes for name in process.fixed_ports}

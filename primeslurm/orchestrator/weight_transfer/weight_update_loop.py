@@ -144,11 +144,10 @@ class WeightUpdateLoop:
 
     def follow(self, urls: Mapping[str, str]) -> None:
         """Stop waiting for answers from old addresses, and drop engines without a URL, which were given up."""
+        self._lost |= self._engines.keys() - urls.keys()  # some may never have had a URL in this process
         for name in self._engines:
             if urls.get(name) == self._urls.get(name):
                 continue
-            if name not in urls:
-                self._lost.add(name)
             if request := self._requests.get(name):
                 request.cancel()
             self._wake[name].set()

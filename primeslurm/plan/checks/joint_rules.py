@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.batch_job import component_of, is_exclusive
+from primeslurm.plan.batch_job import is_exclusive
 from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.commands import kv_events
 from primeslurm.plan.gpus import EXPANDABLE, GIB, alloc_conf
+from primeslurm.plan.placement.resources import component_of
 from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.routers import LlmdRouter
@@ -97,9 +98,8 @@ def _kv_aware(context: RuleContext, applies: object, finding: str) -> str:
 
 
 def _shared_engine_nodes(context: RuleContext) -> bool:
-    recipe, requests = context.recipe, [request for request, _ in context.engines()]
-    separate = recipe.deployment.layout == "het"
-    return not all(is_exclusive(component_of(recipe, each.role if separate else "train"), each) for each in requests)
+    requests = [request for request, _ in context.engines()]
+    return not all(is_exclusive(component_of(context.recipe, each.role), each) for each in requests)
 
 
 def _teacher_temperature(context: RuleContext) -> str:

@@ -14,6 +14,7 @@ from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.gpus import GPUS, gpu_of
 from primeslurm.plan.memory.estimate import estimate
 from primeslurm.plan.model import Finding, Plan
+from primeslurm.plan.placement.fixed_ports import port_warnings
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.rules.environments import rule_of
@@ -67,7 +68,7 @@ def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             findings.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
         findings += _single_rollout_groups(recipe)
-    findings += _colocated(recipe, plan) + _few_cores(plan)
+    findings += _colocated(recipe, plan) + _few_cores(plan) + port_warnings(recipe, plan)
     single = [group.name for group in plan.groups if group.nodes == 1]
     if single and any(group.spares or group.name == "environments" for group in plan.groups):
         text = f"component {', '.join(single)} has one node, so Slurm requeues the whole job if any node is lost"

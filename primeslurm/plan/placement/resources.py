@@ -9,6 +9,7 @@ from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.model import NodeRole
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.deployment import Disaggregated
+from primeslurm.recipe.sections.slurm import Component
 from primeslurm.recipe.sections.teacher import TeacherEngines
 from primeslurm.recipe.site import NodeKind
 
@@ -82,6 +83,19 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
     return requests
 
 
+def component_of(recipe: Recipe, role: NodeRole) -> Component:
+    """Return the Slurm options of a role's nodes. `deployment.environments` may set the size of its own nodes."""
+    if recipe.deployment.layout != "het":
+        return recipe.slurm.train  # the roles share one component of the job
+    component: Component = getattr(recipe.slurm, role)
+    nodes = recipe.deployment.environments
+    if role != "environments" or nodes is None:
+        return component
+    return component.model_copy(
+        update={"cpus_per_task": nodes.cpus or component.cpus_per_task, "mem": nodes.memory or component.mem}
+    )
+
+
 def combined_request(requests: Sequence[ResourceRequest]) -> ResourceRequest:
     return replace(requests[0], gpus=count_gpus(requests))
 
@@ -125,7 +139,7 @@ def _on_one_node(
         return []
     sizes = {each.role: rest if each.gpus is None else each.gpus for each in counted}
     sizes |= {each.role: sizes["train"] for each in colocated}
-    component = recipe.slurm.train
+    component = component_of(recipe, "train")
     whole = kind.exclusive if component.exclusive is None else component.exclusive
     part = kind if whole else kind.share(sum(sizes[each.role] for each in counted))
     problems += [
@@ -205,7 +219,7 @@ def _place(recipe: Recipe, request: _RoleRequest, site: Site, problems: list[Vio
     if role == "environments" and cpus is not None and cpus > kind.cpus:
         why = f"a job may use {kind.cpus} CPU cores of a node of partition {kind.partition}"
         problems.append(Violation(f"{field}.cpus", str(cpus), why, f"nearest: {kind.cpus}"))
-    component = getattr(recipe.slurm, "train" if recipe.deployment.layout == "single" else role)
+    component = component_of(recipe, role)
     whole = kind.exclusive if component.exclusive is None else component.exclusive
     part = kind if whole else kind.share(gpus)
     return ResourceRequest(role, request.nodes, gpus, part, request.nodes_per_replica, _spares(recipe, role))

@@ -71,7 +71,8 @@ KNOWN = (
     _known(
         r"Address already in use|EADDRINUSE|address in use",
         "a port was taken by another process of the node",
-        "find the listening process with `ss -ltnp`, or change port_base in the site file",
+        "find it with `ss -tanp`, or change deployment.inference.router_port or backend_port if the recipe has it, or "
+        "port_base in the site file",
         transient=True,
     ),
     _known(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from ipaddress import ip_address
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,13 @@ class Addresses(msgspec.Struct, frozen=True):
     ports: dict[str, dict[str, int]]  # port numbers of each process, by name of the port
     # Processes that were given up for this attempt, because their node is lost and no spare replaces it.
     lost: list[str] = []
+
+
+def unreachable(number: int, ports: Iterable[str]) -> tuple[str, dict[str, int]]:
+    """Return the host and ports of the run's process `number` if its node was lost before it had an address."""
+    # Connections are refused at once: on the loopback interface, only root may listen on ports below 1024. Each process
+    # has a host of its own, because routers list their engines by URL.
+    return str(ip_address("127.1.0.0") + number), {name: port for port, name in enumerate(ports, start=1)}
 
 
 PERIOD_S = 1.0  # minimum interval between two checks of the file

@@ -124,6 +124,18 @@ def test_an_agent_that_is_killed_in_preflight_is_lost_at_once() -> None:
     assert agents.decide(2.0) == Ending(Outcome.FAILED, "node n1: its agent was killed: Segmentation fault", "n1")
 
 
+@pytest.mark.parametrize("spare_works", [True, False])
+def test_an_agent_that_is_killed_before_its_first_heartbeat_is_lost_at_once(spare_works: bool) -> None:
+    agents = two_nodes(spares=1)
+    agents.fleet.hosts = ["n0", "n1", "n2"]
+    agents.silent = {1} if spare_works else {0, 1, 2}
+    assert agents.decide(1.0) is None and not agents.fleet.assignment.generation
+    agents.fleet.observe_kills({"n1": "Killed"})
+    ending = agents.decide(2.0)
+    assert ending is None and agents.news(NodeLost) == [NodeLost("n1", 1, "its agent was killed: Killed")]
+    assert (agents.fleet.assignment.rank_of, agents.blamed) == (({0: 0, 1: 2}, ["n1"]) if spare_works else ({}, []))
+
+
 def test_an_agent_that_cannot_be_started_is_lost_at_once() -> None:
     agents = two_nodes(spares=1)
     agents.silent = {1}

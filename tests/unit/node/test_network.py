@@ -205,6 +205,21 @@ def test_a_fixed_port_is_claimed_or_refused_but_never_replaced() -> None:
     others.release()
 
 
+def test_no_other_process_gets_a_fixed_port(tmp_path: Path) -> None:
+    """Not of a process that comes later, nor of another agent of the machine."""
+    free = Process(name="a", role="router", node=0, argv=("x",), ports={"http": FIRST}, log="a.log")
+    fixed = {"ports": {"http": FIRST + 1}, "fixed_ports": ("http",), "argv": ("x",), "role": "engine", "log": "b.log"}
+    nodes = (free, Process(name="b", node=0, **fixed)), (Process(name="c", node=1, **fixed),)
+    plan = plan_of(tmp_path / "run", *nodes)
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    with socket.create_server((ADDRESS, FIRST)):
+        for node in (plan.nodes[0], plan.nodes[0].model_copy(update={"processes": (free,)})):
+            manager = ProcessManager(plan, node, attempt, ADDRESS, {"key": "k"}, Journal(attempt.path, "agent-0"))
+            assert manager.ports["a"] == {"http": FIRST + 2}
+            manager.close()
+
+
 def test_an_agent_starts_no_process_whose_fixed_port_is_in_use(tmp_path: Path) -> None:
     ports = {"http": FIRST, "metrics": FIRST}
     server = Process(name="s", role="engine", node=0, argv=("x",), ports=ports, fixed_ports=("http",), log="logs/s.log")

@@ -188,6 +188,18 @@ async def running(loop: WeightUpdateLoop) -> AsyncIterator[WeightUpdateLoop]:
         await asyncio.wait({task})
 
 
+async def test_engine_that_was_lost_before_the_orchestrator_started_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engines = {name: clients(monkeypatch, Machine()) for name in ("a", "b")}
+    loop = WeightUpdateLoop(engines, Journal(tmp_path, "orchestrator"), 30, poll_s=0.05, urls={"a": "http://a"})
+    async with running(loop):
+        loop.follow({"a": "http://a"})
+        await wait_until_async(lambda: loop.pool.down_because("b") == "given up")
+        await wait_until_async(lambda: loop.pool.state("a") != "DOWN")
+        assert loop.pool.down_because("a") == ""
+
+
 async def test_busy_engines_stay_current_and_are_logged_once_each(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -120,6 +120,14 @@ def test_policy_teacher_uses_the_runs_engines(tokenizer: Path, tmp_path: Path) -
     assert teacher_of(recipe(tokenizer), together)._where() == ["http://127.0.0.1:8/v1"]
 
 
+def test_engine_urls_leave_out_lost_engines(tmp_path: Path) -> None:
+    names = ["engine-r0-0", "engine-r0-1"]
+    arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], names)
+    urls = {name: f"http://10.0.0.{i}:8000" for i, name in enumerate([*names, "router-0"])}
+    publish_addresses(arguments.attempt_dir, urls, lost=names[1:])
+    assert arguments.engine_urls() == {"engine-r0-0": "http://10.0.0.0:8000"}
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from primeslurm.base.errors import UsageError
+from primeslurm.plan.checks.run_checks import check_plan
 from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.types import LAST_PORT
 from primeslurm.recipe.reading.recipe_files import load_recipe, merge
-from tests.support.recipes import write_recipe
+from tests.support.recipes import recipe_data, write_recipe
 from tests.unit.plan.test_plan import colocated, disaggregated, one_node, plan_for
 
 ROUTER, BACKEND = 8000, 8100
@@ -95,6 +97,28 @@ def test_engine_ports_beyond_the_last_port_are_refused() -> None:
     assert (name, value, fix) == ("backend_port", str(LAST_PORT - 6), f"use at most {LAST_PORT - 7}, or leave it out")
     assert why == "engine-r0-7 would need port 65536, and the last port is 65535"
     plan_for(**fixed({}, backend_port=LAST_PORT - 7))
+
+
+@pytest.mark.parametrize(
+    ("ports", "named"),
+    [
+        ({"router_port": 32767, "backend_port": 61000}, {}),
+        ({"router_port": 32768}, {"router_port": "router-0 cannot start while one of them has port 32768"}),
+        ({"router_port": 60999, "backend_port": 32761}, {"router_port": "port 60999", "backend_port": "port 32768"}),
+    ],
+    ids=["outside", "first", "last, and an engine after the first"],
+)
+def test_warns_of_a_fixed_port_that_an_outgoing_connection_may_have(
+    ports: dict[str, int], named: dict[str, str]
+) -> None:
+    changes = fixed({}, **ports)
+    found = check_plan(Recipe.model_validate(recipe_data(**changes)), plan_for(**changes))
+    warnings = {f.field.removeprefix("deployment.inference."): f for f in found if f.field.endswith("_port")}
+    assert warnings.keys() == named.keys()
+    for name, text in named.items():
+        warning = warnings[name]
+        assert (warning.level, warning.value) == ("warning", str(ports[name])) and text in warning.text
+        assert "Linux gives ports 32768 to 60999 to outgoing connections" in warning.text and warning.fix
 
 
 @pytest.mark.parametrize(("port", "fix"), [(80, "nearest: 1024"), (0, "nearest: 1024"), (70000, "nearest: 65535")])

@@ -14,8 +14,10 @@ from primeslurm.api.sites import local_site
 from primeslurm.base import logs
 from primeslurm.base.errors import UsageError
 from primeslurm.node.agent.node_context import Addresses, resolve
+from primeslurm.plan.batch_job import node_memory
 from primeslurm.plan.checks.run_checks import check_plan
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import NodeRole, Plan
+from primeslurm.plan.placement.resources import component_of, resource_requests
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge
@@ -460,6 +462,18 @@ def test_a_part_of_a_nodes_gpus_takes_that_part_of_its_cores_and_memory(
         found = {group.name: (group.cpus_per_task, group.mem) for group in plan.groups}
         assert found.pop("control", (64, "100G")) == (64, "100G")
         assert set(found.values()) == {asked}
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"), [("het", [False, True]), ("single", [True, True]), ("one_node", [True, True])]
+)
+def test_roles_of_one_component_have_the_slurm_options_of_the_trainer(layout: str, shares: list[bool]) -> None:
+    deployment = {"layout": layout, "train": {"gpus_per_node": 4}, "inference": {"gpus_per_node": 4}}
+    recipe = Recipe.model_validate(recipe_data(deployment=deployment, slurm={"train": {"mem": "80G"}}))
+    requests = {request.role: request for request in resource_requests(recipe, site())}
+    roles: tuple[NodeRole, ...] = ("inference", "train")
+    assert [component_of(recipe, role) == recipe.slurm.train for role in roles] == shares
+    assert [node_memory(recipe, requests[role]) == 80 * 2**30 for role in roles] == shares
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,12 @@ def test_known_causes_are_found_in_logs(line: str, cause: str) -> None:
     assert known.cause.startswith(cause) and evidence == line
 
 
+def test_advice_on_a_taken_port_names_the_fields_that_fix_ports() -> None:
+    ((known, _),) = in_log(["[Errno 98] error while attempting to bind on address: [errno 98] address in use"])
+    for field in ("deployment.inference.router_port", "backend_port", "port_base"):
+        assert field in known.fix
+
+
 def test_ordinary_lines_have_no_cause() -> None:
     lines = ["INFO NIXL is available", "Using NixlConnector", "error: 0", "nixl agent created", "model loaded"]
     assert in_log(lines) == []

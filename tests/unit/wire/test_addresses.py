@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from primeslurm.base.files import FileWatcher, write_json
-from primeslurm.wire.transport.addresses import FILE, AddressBook
+from primeslurm.wire.transport.addresses import FILE, AddressBook, unreachable
 
 
 def publish(directory: Path, host: str, lost: list[str]) -> None:
@@ -29,6 +30,15 @@ def test_address_book_checks_its_file_once_a_second(tmp_path: Path) -> None:
     assert (book.url("router-0"), book.lost) == ("http://10.0.0.2:8000", {"engine-r1-0"})
     with pytest.raises(LookupError):
         book.url("router-9")
+
+
+@pytest.mark.parametrize("number", [0, 255, 70_000])
+def test_unreachable_addresses_differ_and_refuse_connections_at_once(number: int) -> None:
+    host, ports = unreachable(number, ("http", "nixl"))
+    assert host != unreachable(number + 1, ())[0] and ports["http"] != ports["nixl"]
+    for port in ports.values():
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, port))
 
 
 def test_watched_file_is_read_once_per_change(tmp_path: Path) -> None:
