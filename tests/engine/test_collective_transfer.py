@@ -127,7 +127,7 @@ async def test_update_succeeds_without_a_dead_engine(
     target = make_model(tmp_path / "target", seed=40)
     applying = asyncio.create_task(exchange.apply(5))
     await asyncio.sleep(0)  # let the expected messages be sent
-    dying = asyncio.create_task(exchange.sessions.join(5))
+    dying = asyncio.create_task(exchange.sessions.join(5, "engine-2"))
     exchange.wanting += 1
     sending = asyncio.create_task(asyncio.to_thread(sender(target, world, exchange).send, 5))
     place = await dying

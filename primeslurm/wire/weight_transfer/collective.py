@@ -1,14 +1,16 @@
 """Sending a policy from trainer ranks to engine workers, tensor by tensor: NCCL between GPUs, gloo between CPUs.
 
-Each update is a session with a process group of its own. Senders (all trainer ranks) come first, then receivers (the
-workers of the engines that take part). They meet in the store of the trainer's rank 0. The catalogue describes all
+Each update is a session. Senders (all trainer ranks) come first, then receivers (the workers of the engines that take
+part). They meet in the store of the trainer's rank 0. If all of them still hold the process group of the same earlier
+session, they use it again; otherwise they make a new one, and abort what they hold. The catalogue describes all
 tensors once, layer by layer, with their senders, and each receiver publishes which experts it holds. From these two,
 both ends derive every message, so they negotiate nothing else:
 
     for each layer, for each sender: one message that all receivers get, one with the receiver's experts
 
-A process that fails writes that to the store and leaves; the others then fail too, instead of waiting. If a process was
-killed, a sender learns it from the orchestrator, which it asks while it waits. No wait exceeds the session's timeout.
+A process that fails writes that to the store, aborts its group and leaves; the others then fail too, instead of
+waiting. If a process was killed, a sender learns it from the orchestrator, which it asks while it waits. No wait
+exceeds the session's timeout.
 """
 
 from __future__ import annotations
@@ -81,11 +83,33 @@ def unpacked(packed: bytes) -> Catalogue:
         raise TransferError(f"the catalogue cannot be read: {error}") from error
 
 
+class Group:
+    """A process group that lasts as long as its members stay the same and no transfer fails.
+
+    The id of the session that made it names its members and their starts: only a process that took part can hold it.
+    """
+
+    def __init__(self, session: str, rank: int, size: int, process_group: Any) -> None:
+        self.session = session
+        self.place = rank, size
+        self.process_group = process_group
+
+    def abort(self) -> None:
+        if self.process_group is not None:
+            self.process_group.abort()
+            # gloo closes its connections with the last reference, which the other members notice at once.
+            self.process_group = None
+
+    def __del__(self) -> None:
+        self.abort()  # torch's own destructor might wait for members that are gone
+
+
 class Channel:
     """This process's end of a session.
 
     Args:
         lost: For senders: returns why the session is lost, or "". Called about once per second of waiting.
+        kept: This process's group of an earlier session, which `close` returned. The channel reuses or aborts it.
 
     Raises:
         TransferError: A member did not arrive in time, or is lost.
@@ -101,6 +125,7 @@ class Channel:
         experts: Experts = None,
         arrive_s: float = ARRIVE_S,
         lost: Callable[[], str] = lambda: "",
+        kept: Group | None = None,
     ) -> None:
         self._lost = lost
         self._timeout = timedelta(seconds=timeout_s)
@@ -108,12 +133,14 @@ class Channel:
         self._store = dist.PrefixStore(session.id, store.store)
         self._device = device
         self.receivers = range(session.senders, session.size)
-        with _waiting_for(f"{session.size} ranks"):
-            # All members arrive twice before any connects: NCCL's own rendezvous has no timeout, so every member must
-            # still be alive when the last one has come.
-            self._meet("experts", rank, session.size, msgspec.msgpack.encode(experts))
-            self._meet("present", rank, session.size, b"")
-            self._group = _group(self._store, rank, session.size, device, self._timeout)
+        self.made_group = False
+        try:
+            with _waiting_for(f"{session.size} ranks"):
+                self._group = self._joined(session, rank, msgspec.msgpack.encode(experts), kept)
+        except TransferError:
+            if kept is not None:
+                kept.abort()
+            raise
 
     def experts(self, receiver: int) -> Experts:
         """Return the experts that a receiver holds. Raise TransferError if they cannot be read."""
@@ -125,11 +152,11 @@ class Channel:
 
     def send(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Send (receiver, uint8 tensor) pairs in this order, and wait until they are sent. Raise TransferError."""
-        self._wait(lambda: [self._group.send([data], receiver, 0) for receiver, data in messages])
+        self._wait(lambda: [self._torch_group.send([data], receiver, 0) for receiver, data in messages])
 
     def receive(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Fill the tensors of (sender, uint8 tensor) pairs in this order. Raise TransferError."""
-        self._wait(lambda: [self._group.recv([data], sender, 0) for sender, data in messages])
+        self._wait(lambda: [self._torch_group.recv([data], sender, 0) for sender, data in messages])
 
     def fail(self, reason: str) -> None:
         """Leave the session and make the other members fail with `reason`."""
@@ -137,11 +164,31 @@ class Channel:
             self._store.set("failed", reason)
         finally:
             self._group.abort()
-            # gloo closes its connections with the last reference, which the other members notice at once.
-            del self._group
 
-    def close(self) -> None:
-        self._group.shutdown()
+    def close(self) -> Group:
+        """End the session after its last message. Return its group, for the next session."""
+        return self._group
+
+    @property
+    def _torch_group(self) -> Any:
+        return self._group.process_group  # not held by a local variable, which an exception's traceback would keep
+
+    def _joined(self, session: TransferSession, rank: int, experts: bytes, kept: Group | None) -> Group:
+        """Wait for all members. Return the kept group if all of them hold it at the same ranks, or else a new one."""
+        if kept is not None and kept.place == (rank, session.size):
+            self._store.add(f"holders/{kept.session}", 1)
+        self._meet("experts", rank, session.size, experts)
+        # Every holder has added itself before it arrived, so all members read the same number.
+        if kept is not None:
+            if self._store.add(f"holders/{kept.session}", 0) == session.size:
+                return kept
+            kept.abort()
+        # All members arrive a second time before any connects: NCCL's own rendezvous has no timeout, so every member
+        # must still be alive when the last one has come.
+        self._meet("present", rank, session.size, b"")
+        self.made_group = True
+        group = _process_group(self._store, rank, session.size, self._device, self._timeout)
+        return Group(session.id, rank, session.size, group)
 
     def _meet(self, name: str, rank: int, size: int, message: bytes) -> None:
         """Publish this rank's message and wait for those of all ranks."""
@@ -220,7 +267,7 @@ def receive(
         yield from tensors
 
 
-def _group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+def _process_group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

@@ -1,0 +1,110 @@
+"""A process group serves all weight updates over NCCL until an engine comes or goes, and the weights stay exact."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion, Step
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weight_transfer.collective_sender import Sender
+from primeslurm.trainer.weights.export import Encoding
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
+from primeslurm.wire.weight_transfer.collective import Channel
+from tests.engine.conftest import STATUS_S, tiny_recipe
+from tests.engine.test_collective_transfer import Exchange
+from tests.engine.test_wide_ep import PROMPT, check_weights
+from tests.support.engine_commands import engine_command
+from tests.support.generate import generate, logprobs
+from tests.support.models import make_model
+from tests.support.processes import EngineForks, Server
+
+pytestmark = pytest.mark.engine
+
+
+class Engines:
+    """Separate engines, and the orchestrator's clients of them."""
+
+    def __init__(self, forks: EngineForks) -> None:
+        self.servers: list[Server] = []
+        self._forks = forks
+
+    def start(self, model: Path) -> Server:
+        command = engine_command(tiny_recipe(model, "nccl"), "cpu", "engine", sys.executable)
+        self.servers.append(self._forks.start(command))
+        self.servers[-1].wait("/primeslurm/status")
+        return self.servers[-1]
+
+
+@pytest.fixture
+def engines(engine_forks: EngineForks) -> Iterator[Engines]:
+    engines = Engines(engine_forks)
+    yield engines
+    for server in engines.servers:
+        server.stop()
+
+
+def train(policy: PolicyModel, model: Path, world: World) -> None:
+    """Give the trainer's policy the weights of a model."""
+    with torch.no_grad():
+        new = build(tiny_recipe(model), world).model.parameters()
+        for parameter, value in zip(policy.model.parameters(), new, strict=True):
+            parameter.copy_(value)
+
+
+async def test_group_is_kept_until_an_engine_is_killed(
+    engines: Engines, model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primeslurm.orchestrator.weight_transfer.sessions.GATHER_S", 60)
+    targets = [make_model(tmp_path / str(version), seed=60 + version) for version in range(7)]
+    stays, dies = engines.start(model), engines.start(model)
+    exchange = Exchange([stays, dies], model)
+    serving = asyncio.create_task(OrchestratorLink(exchange.address, exchange.handle).serve())
+    policy = build(tiny_recipe(model), world)
+    sender = Sender(policy, Encoding(torch.float32), TrainerLink(exchange.address), world, timeout_s=300)
+
+    async def update(version: int) -> list[Step | BaseException]:
+        train(policy, targets[version], world)
+        applying = asyncio.create_task(exchange.apply(version))
+        assert await asyncio.to_thread(sender.send, version) == 1
+        return await applying
+
+    for version in (1, 2, 3):
+        assert await update(version) == [Step.UPDATE] * 2
+        check_weights([stays, dies], targets[version], f"v{version}")
+    assert sender.groups == 1
+
+    send, kills = Channel.send, iter([dies.kill])
+
+    def killing(channel: Channel, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
+        next(kills, lambda: None)()
+        send(channel, messages)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "send", killing)
+        first, second = await update(4)
+    assert first is Step.UPDATE and isinstance(second, EngineDownError)
+    assert sender.groups == 2
+    check_weights([stays], targets[4], "v4")
+
+    joins = engines.start(targets[5])
+    fresh = EngineClient(lambda: joins.url, str(targets[5]), exchange.sessions, retry_s=0.1, status_timeout_s=STATUS_S)
+    assert await fresh.apply(PolicyVersion(0, str(targets[5])), 600) is Step.CONFIRM
+    as_loaded = logprobs(generate(joins.url, PROMPT, 12, salt="loaded"))
+    exchange.engines[1] = fresh
+    assert await update(5) == [Step.UPDATE] * 2
+    for server in (stays, joins):  # bit equal to an engine that loaded the checkpoint
+        assert logprobs(generate(server.url, PROMPT, 12, salt="v5")) == as_loaded
+    assert await update(6) == [Step.UPDATE] * 2
+    check_weights([stays, joins], targets[6], "v6")
+    assert sender.groups == 3
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
