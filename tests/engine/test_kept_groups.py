@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,7 +84,7 @@ async def test_group_is_kept_until_an_engine_is_killed(
 
     send, kills = Channel.send, iter([dies.kill])
 
-    def killing(channel: Channel, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def killing(channel: Channel, messages: Sequence[tuple[int, torch.Tensor]]) -> None:
         next(kills, lambda: None)()
         send(channel, messages)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,7 @@ class Sender:
         outbox = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
         for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
             outbox.put(number, self._tensors(layer))
+        outbox.finish()
         succeeded = self._all_succeeded(version, outbox.failure)
         if not succeeded:
             if outbox.failure is None:
@@ -168,7 +169,7 @@ class _Outbox:
         self._experts: list[tuple[int, Experts]] = [(r, channel.experts(r)) for r in channel.receivers]
 
     def put(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Send this rank's tensors of a layer to every receiver that needs them."""
+        """Start to send this rank's tensors of a layer to every receiver that needs them."""
         if self.failure is not None:
             return
         packed: dict[Message, torch.Tensor] = {}  # receivers that need the same tensors share the packed buffer
@@ -178,8 +179,16 @@ class _Outbox:
                 if message not in packed:
                     packed[message] = pack(message, tensors, self._device)
                 messages.append((receiver, packed[message]))
+        self._attempt(lambda: self._channel.send(messages))
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        if self.failure is None:
+            self._attempt(self._channel.finish)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
-            self._channel.send(messages)
+            action()
         except TransferError as error:
             self.failure = error
             self._channel.fail(f"rank {self._rank}: {error}")

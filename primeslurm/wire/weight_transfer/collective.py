@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.transport import rendezvous
-from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
+from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Message, Named, buffer, outgoing, unpack
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
 _PREFIX = "primeslurm/weights"
@@ -134,6 +134,7 @@ class Channel:
         self._device = device
         self.receivers = range(session.senders, session.size)
         self.made_group = False
+        self._moving: list[tuple[Any, torch.Tensor]] = []  # works of torch, and their tensors
         try:
             with _waiting_for(f"{session.size} ranks"):
                 self._group = self._joined(session, rank, msgspec.msgpack.encode(experts), kept)
@@ -150,13 +151,20 @@ class Channel:
             raise TransferError(f"the experts of rank {receiver} cannot be read: {error}") from error
         return experts
 
-    def send(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Send (receiver, uint8 tensor) pairs in this order, and wait until they are sent. Raise TransferError."""
-        self._wait(lambda: [self._torch_group.send([data], receiver, 0) for receiver, data in messages])
+    # Messages travel while the caller prepares the next layer, or loads the last one.
+    def send(self, messages: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Wait for earlier messages, and start to send (receiver, uint8 tensor) pairs. Raise TransferError."""
+        self.finish()
+        self._raise_if(self._begun(messages, lambda group, receiver, data: group.send([data], receiver, 0)))
 
-    def receive(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Fill the tensors of (sender, uint8 tensor) pairs in this order. Raise TransferError."""
-        self._wait(lambda: [self._torch_group.recv([data], sender, 0) for sender, data in messages])
+    def receive(self, messages: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Wait for earlier messages, and start to fill (sender, uint8 tensor) pairs. Raise TransferError."""
+        self.finish()
+        self._raise_if(self._begun(messages, lambda group, sender, data: group.recv([data], sender, 0)))
+
+    def finish(self) -> None:
+        """Wait until all messages are sent or received. Raise TransferError."""
+        self._raise_if(self._finished())
 
     def fail(self, reason: str) -> None:
         """Leave the session and make the other members fail with `reason`."""
@@ -164,14 +172,11 @@ class Channel:
             self._store.set("failed", reason)
         finally:
             self._group.abort()
+            self._moving = []
 
     def close(self) -> Group:
         """End the session after its last message. Return its group, for the next session."""
         return self._group
-
-    @property
-    def _torch_group(self) -> Any:
-        return self._group.process_group  # not held by a local variable, which an exception's traceback would keep
 
     def _joined(self, session: TransferSession, rank: int, experts: bytes, kept: Group | None) -> Group:
         """Wait for all members. Return the kept group if all of them hold it at the same ranks, or else a new one."""
@@ -206,19 +211,29 @@ class Channel:
             if reason := self._reason():
                 raise TransferError(reason)
 
-    def _wait(self, start: Callable[[], list[Any]]) -> None:
-        if failure := self._failure(start):
+    def _raise_if(self, failure: str) -> None:
+        if failure:
             raise TransferError(self._reason() or failure)
 
-    def _failure(self, start: Callable[[], list[Any]]) -> str:
-        """Start the works of torch and wait for them. Return the error; empty if there is none."""
-        # A local variable holds the works, and no exception leaves this function with its frame: works keep connections
-        # open.
+    # Works and torch's group keep connections open, so no exception leaves the next two methods with their frames.
+    def _begun(
+        self, messages: Sequence[tuple[int, torch.Tensor]], start: Callable[[Any, int, torch.Tensor], Any]
+    ) -> str:
+        """Start works of torch. Return the error; empty if there is none."""
         try:
-            works = start()
+            for rank, data in messages:
+                self._moving.append((start(self._group.process_group, rank, data), data))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _finished(self) -> str:
+        """Wait for the works. Return the error; empty if there is none."""
+        moving, self._moving = self._moving, []
+        try:
             if self._device.type != "cpu":
-                return self._poll(works)
-            for work in works:
+                return self._poll([work for work, _ in moving])
+            for work, _ in moving:
                 work.wait(self._timeout)
         except RuntimeError as error:
             return str(error)
@@ -258,13 +273,22 @@ def receive(
 
     `experts` are those that the channel was opened with.
     """
+    arriving: list[tuple[Message, torch.Tensor]] = []
     for layer in catalogue:
         incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
-        data = [(message, buffer(message, device)) for _, message in incoming]
-        channel.receive((sender, room) for (sender, _), (_, room) in zip(incoming, data, strict=True))
-        tensors = unpack(data)
-        del data  # joined experts are copies, so their messages can be freed
-        yield from tensors
+        arrived, arriving = arriving, [(message, buffer(message, device)) for _, message in incoming]
+        # On GPUs it starts after all that is queued, so start it before the last layer is loaded.
+        channel.receive([(sender, data) for (sender, _), (_, data) in zip(incoming, arriving, strict=True)])
+        yield from _freed(arrived)
+    channel.finish()
+    yield from _freed(arriving)
+
+
+def _freed(messages: list[tuple[Message, torch.Tensor]]) -> Iterator[Named]:
+    """Yield the tensors of messages, and let go of both."""
+    tensors = unpack(messages)
+    messages.clear()  # joined experts are copies, so their messages can be freed
+    yield from tensors
 
 
 def _process_group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:

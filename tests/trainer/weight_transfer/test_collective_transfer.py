@@ -65,6 +65,7 @@ def send(session: TransferSession, rank: int, address: str) -> None:
                 for message in outgoing(layer, rank, channel.experts(receiver))
             ]
             channel.send(messages)
+        channel.finish()
     except TransferError as error:
         channel.fail(str(error))
         raise
@@ -129,10 +130,12 @@ def meet(
         if rank:
             data = torch.zeros(8, dtype=torch.uint8)
             channel.receive([(0, data)])
+            channel.finish()
             assert data.view(torch.float64).item() == tensor
         else:
             data = torch.tensor([tensor], dtype=torch.float64).view(torch.uint8)
-            channel.send((receiver, data) for receiver in channel.receivers)
+            channel.send([(receiver, data) for receiver in channel.receivers])
+            channel.finish()
         return channel.close(), channel.made_group
 
     groups, made = zip(
@@ -179,6 +182,7 @@ def test_group_of_a_failed_session_is_aborted(address: str) -> None:
         channel = Channel(session, 0, Store(address, 10), CPU, 10, kept=kept[0])
         try:
             channel.receive([(1, torch.zeros(8, dtype=torch.uint8))])
+            channel.finish()
         except TransferError as error:
             channel.fail(str(error))
             raise
