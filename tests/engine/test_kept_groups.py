@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.collective_sender import Sender
+from primeslurm.trainer.weight_transfer.collective_sender import CollectiveTransfer, Sender
 from primeslurm.trainer.weights.export import Encoding
+from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.weight_transfer.collective import Channel
+from primeslurm.wire.weight_transfer.messages import NewPolicy
 from tests.engine.conftest import STATUS_S, tiny_recipe
 from tests.engine.test_collective_transfer import Exchange
 from tests.engine.test_wide_ep import PROMPT, check_weights
@@ -30,25 +33,22 @@ from tests.support.processes import EngineForks, Server
 pytestmark = pytest.mark.engine
 
 
-class Engines:
-    """Separate engines, and the orchestrator's clients of them."""
-
-    def __init__(self, forks: EngineForks) -> None:
-        self.servers: list[Server] = []
-        self._forks = forks
-
-    def start(self, model: Path) -> Server:
-        command = engine_command(tiny_recipe(model, "nccl"), "cpu", "engine", sys.executable)
-        self.servers.append(self._forks.start(command))
-        self.servers[-1].wait("/primeslurm/status")
-        return self.servers[-1]
+StartEngine = Callable[[Path], Server]
 
 
 @pytest.fixture
-def engines(engine_forks: EngineForks) -> Iterator[Engines]:
-    engines = Engines(engine_forks)
-    yield engines
-    for server in engines.servers:
+def start(engine_forks: EngineForks) -> Iterator[StartEngine]:
+    """Return a function that starts a separate engine of a model."""
+    servers: list[Server] = []
+
+    def start(model: Path) -> Server:
+        command = engine_command(tiny_recipe(model, "nccl"), "cpu", "engine", sys.executable)
+        servers.append(engine_forks.start(command))
+        servers[-1].wait("/primeslurm/status")
+        return servers[-1]
+
+    yield start
+    for server in servers:
         server.stop()
 
 
@@ -61,26 +61,31 @@ def train(policy: PolicyModel, model: Path, world: World) -> None:
 
 
 async def test_group_is_kept_until_an_engine_is_killed(
-    engines: Engines, model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartEngine, model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("primeslurm.orchestrator.weight_transfer.sessions.GATHER_S", 60)
     targets = [make_model(tmp_path / str(version), seed=60 + version) for version in range(7)]
-    stays, dies = engines.start(model), engines.start(model)
+    stays, dies = start(model), start(model)
     exchange = Exchange([stays, dies], model)
-    serving = asyncio.create_task(OrchestratorLink(exchange.address, exchange.handle).serve())
-    policy = build(tiny_recipe(model), world)
-    sender = Sender(policy, Encoding(torch.float32), TrainerLink(exchange.address), world, timeout_s=300)
 
-    async def update(version: int) -> list[Step | BaseException]:
+    async def handle(request: Request) -> Answer:
+        return Answer("ok") if isinstance(request, NewPolicy) else await exchange.handle(request)
+
+    serving = asyncio.create_task(OrchestratorLink(exchange.address, handle).serve())
+    policy, link = build(tiny_recipe(model), world), TrainerLink(exchange.address)
+    sender = Sender(policy, Encoding(torch.float32), link, world, timeout_s=300)
+    transfer = CollectiveTransfer(sender, cast(Any, None), last=99, model=str(model), link=link, world=world)
+
+    async def update(version: int, groups: int) -> list[Step | BaseException]:
         train(policy, targets[version], world)
         applying = asyncio.create_task(exchange.apply(version))
-        assert await asyncio.to_thread(sender.send, version) == 1
+        published = await asyncio.to_thread(transfer.transfer, version)
+        assert (published.version, published.groups) == (version, groups)
         return await applying
 
     for version in (1, 2, 3):
-        assert await update(version) == [Step.UPDATE] * 2
+        assert await update(version, groups=1) == [Step.UPDATE] * 2
         check_weights([stays, dies], targets[version], f"v{version}")
-    assert sender.groups == 1
 
     send, kills = Channel.send, iter([dies.kill])
 
@@ -90,21 +95,19 @@ async def test_group_is_kept_until_an_engine_is_killed(
 
     with monkeypatch.context() as patch:
         patch.setattr(Channel, "send", killing)
-        first, second = await update(4)
+        first, second = await update(4, groups=2)
     assert first is Step.UPDATE and isinstance(second, EngineDownError)
-    assert sender.groups == 2
     check_weights([stays], targets[4], "v4")
 
-    joins = engines.start(targets[5])
+    joins = start(targets[5])
     fresh = EngineClient(lambda: joins.url, str(targets[5]), exchange.sessions, retry_s=0.1, status_timeout_s=STATUS_S)
     assert await fresh.apply(PolicyVersion(0, str(targets[5])), 600) is Step.CONFIRM
     as_loaded = logprobs(generate(joins.url, PROMPT, 12, salt="loaded"))
     exchange.engines[1] = fresh
-    assert await update(5) == [Step.UPDATE] * 2
+    assert await update(5, groups=3) == [Step.UPDATE] * 2
     for server in (stays, joins):  # bit equal to an engine that loaded the checkpoint
         assert logprobs(generate(server.url, PROMPT, 12, salt="v5")) == as_loaded
-    assert await update(6) == [Step.UPDATE] * 2
+    assert await update(6, groups=3) == [Step.UPDATE] * 2
     check_weights([stays, joins], targets[6], "v6")
-    assert sender.groups == 3
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)

@@ -1,7 +1,4 @@
-"""Weight updates over NCCL: trainer ranks send tensors to the engine workers, one session per update.
-
-The process group is kept between updates (`Group`).
-"""
+"""Weight updates over NCCL: trainer ranks send tensors to the engine workers, one session per update."""
 
 from __future__ import annotations
 

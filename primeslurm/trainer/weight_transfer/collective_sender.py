@@ -120,8 +120,7 @@ class Sender:
         self.seconds, self.connect_seconds = time.monotonic() - start, connecting
         if self._world.is_main:
             workers, took = session.size - session.senders, (self.seconds, connecting)
-            how = "a new group" if channel.made_group else "the kept group"
-            log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect %s", version, workers, *took, how)
+            log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
         return True
 
     def _tensors(self, layer: list[ExportedTensor]) -> dict[str, torch.Tensor]:
