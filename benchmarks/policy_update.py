@@ -6,7 +6,8 @@
 Needs a GPU per rank and engine, or runs on CPUs. Trainer (FSDP2, experts sharded over its ranks) and engines start with
 different random weights, so no checkpoint is needed. After an update all give the same tokens the same log-
 probabilities. `wait` is the time until the session begins, `sent` the trainer's part of it, `load` the engine's part
-until the weights are active, and `pause` the time without generation, each of the slowest engine.
+until the weights are active, and `pause` the time without generation, each of the slowest engine. The other parts
+follow one another during the pause. `groups` counts the process groups made: one, unless the group was not kept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.support import ranks
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import Server, start_engine
+from benchmarks.support.timed_client import TimedClient
 from benchmarks.training_models import SHAPES
 from primeslurm.nn import compat
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
@@ -138,10 +140,10 @@ async def updates(
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
     sends = sender(address)
 
-    def client_of(server: Server) -> EngineClient:
-        return EngineClient(lambda: server.url, run_recipe.model.path, sessions)
+    def client_of(server: Server) -> TimedClient:
+        return TimedClient(lambda: server.url, run_recipe.model.path, sessions)
 
-    clients = list(map(client_of, servers))
+    clients = [client_of(server) for server in servers]
 
     async def apply(client: EngineClient, number: int) -> None:
         await client.apply(PolicyVersion(number, ""), TIMEOUT_S)
@@ -157,9 +159,10 @@ async def updates(
         await asyncio.gather(*(apply(client, number) for client in clients))
         total = time.monotonic() - begun
         assert await sending == 1
-        slowest = {part: max(client.seconds[part] for client in clients) for part in clients[0].seconds}
-        rows.append({"total": total, "sent": sends.seconds, **slowest})
-        print(number, rows[-1], flush=True)
+        parts = [client.seconds | client.parts(sends.seconds, sends.connect_seconds) for client in clients]
+        slowest = {part: max(each[part] for each in parts) for part in parts[0]}
+        rows.append({"total": total, "sent": sends.seconds, **slowest, "groups": sends.groups})
+        print(number, {part: round(value, 3) for part, value in rows[-1].items()}, flush=True)
     serving.cancel()
     return rows
 
@@ -236,7 +239,7 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
     }
     if world.is_main:
         medians = {part: round(statistics.median(row[part] for row in rows[1:]), 3) for part in rows[0]}
-        found |= {"first_seconds": rows[0]["total"], "median_seconds": medians}
+        found |= {"first_seconds": rows[0]["total"], "groups": medians.pop("groups"), "median_seconds": medians}
     return {**found, "difference": differences}
 
 

@@ -17,13 +17,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import Server, rank_environment, start_process
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from benchmarks.support.timed_client import TimedClient
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
@@ -40,25 +40,6 @@ from scripts.models import tiny_model
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"
 UPDATES = 8
-
-
-class TimedClient(EngineClient):
-    """Records the start and duration of each request to the engine."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.requests: dict[str, tuple[float, float]] = {}
-
-    async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
-        begun = time.monotonic()
-        await super()._post(path, timeout_s, body)
-        self.requests[path.partition("?")[0]] = (begun, time.monotonic() - begun)
-
-    def split(self) -> dict[str, float]:
-        """Return the seconds of the last update, by part."""
-        load = self.requests["/update_weights"][1] + self.requests["/finish_weight_update"][1]
-        resumed = sum(self.requests["/resume"])
-        return {"load": load, "pause": resumed - self.requests["/pause"][0]}
 
 
 def recipe(model: Path, transport: str) -> Recipe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -107,7 +107,7 @@ async def test_engines_recover_from_an_aborted_transfer(
     target = make_model(tmp_path / "target", seed=30)
     send, failures = Channel.send, iter([TransferError("the cable is out")])
 
-    def failing_once(channel: Channel, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def failing_once(channel: Channel, messages: Sequence[tuple[int, torch.Tensor]]) -> None:
         for error in failures:
             raise error
         send(channel, messages)
@@ -127,7 +127,7 @@ async def test_update_succeeds_without_a_dead_engine(
     target = make_model(tmp_path / "target", seed=40)
     applying = asyncio.create_task(exchange.apply(5))
     await asyncio.sleep(0)  # let the expected messages be sent
-    dying = asyncio.create_task(exchange.sessions.join(5))
+    dying = asyncio.create_task(exchange.sessions.join(5, "engine-2"))
     exchange.wanting += 1
     sending = asyncio.create_task(asyncio.to_thread(sender(target, world, exchange).send, 5))
     place = await dying

@@ -9,13 +9,13 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from primeslurm.inference.weight_transfer.experts import held_experts
 from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError
-from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
+from primeslurm.wire.weight_transfer.collective import Channel, Group, Store, TransferError, receive
 from primeslurm.wire.weight_transfer.messages import SessionPlace, TransferSession
 
 
 @dataclass
 class CollectiveInit(WeightTransferInitInfo):
-    """Empty, because every update sets up its own session."""
+    """Empty, because the first update connects."""
 
 
 class CollectiveTransferEngine(LayerwiseTransferEngine):
@@ -23,6 +23,7 @@ class CollectiveTransferEngine(LayerwiseTransferEngine):
 
     init_info_cls = CollectiveInit
     update_info_cls = SessionPlace
+    _kept: Group | None = None
 
     def init_transfer_engine(self, init_info: CollectiveInit) -> None:
         """Do nothing."""
@@ -31,11 +32,12 @@ class CollectiveTransferEngine(LayerwiseTransferEngine):
         """Receive and load a policy. Raise PolicyError if the session fails; some tensors may have been loaded then."""
         session = TransferSession(update_info.session, update_info.senders, update_info.size)
         rank = update_info.first_rank + self.parallel_config.rank
+        kept, self._kept = self._kept, None  # only a complete transfer gives it back
         try:
             store = Store(update_info.store, update_info.timeout_s)
             with unpinned_nccl_env():  # vLLM's NCCL settings for its own groups would not match the trainer's
                 held = held_experts(self.model, self.parallel_config.enable_eplb)
-                channel = Channel(session, rank, store, self.device, update_info.timeout_s, held.wanted)
+                channel = Channel(session, rank, store, self.device, update_info.timeout_s, held.wanted, kept=kept)
         except TransferError as error:
             raise PolicyError(f"v{update_info.version}: {error}") from error
         try:
@@ -46,4 +48,8 @@ class CollectiveTransferEngine(LayerwiseTransferEngine):
             if isinstance(error, TransferError):
                 raise PolicyError(f"v{update_info.version}: {error}") from error
             raise
-        channel.close()
+        self._kept = channel.close()
+
+    def shutdown(self) -> None:
+        """Abort the kept process group."""
+        self._kept = None

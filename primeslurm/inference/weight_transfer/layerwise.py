@@ -69,7 +69,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             self._repack_tied_heads()
 
     def shutdown(self) -> None:
-        """Do nothing, because no resource outlives an update."""
+        """Do nothing. Subclasses release here what outlives an update."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load pairs of Hugging Face name and tensor, in any order."""

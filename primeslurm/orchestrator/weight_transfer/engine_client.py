@@ -221,7 +221,7 @@ class EngineClient:
     async def _update_info(self, policy: PolicyVersion) -> UpdateInfo:
         if policy.path or self._sessions is None:
             return PolicyDirectory(policy.version, policy.path)
-        return await self._sessions.join(policy.version)
+        return await self._sessions.join(policy.version, self.url)
 
     @contextlib.contextmanager
     def _taking_part(self, info: UpdateInfo) -> Iterator[None]:

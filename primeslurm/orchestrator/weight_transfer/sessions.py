@@ -32,6 +32,7 @@ class _Waiting:
     """An engine that waits for a session."""
 
     version: int
+    engine: str
     since: float
     place: asyncio.Future[SessionPlace]
 
@@ -64,11 +65,11 @@ class TransferSessions:
         offers = self._session is not None or self._clock() - self._offered_at < OFFER_TIMEOUT_S
         return version == self._version and offers
 
-    async def join(self, version: int) -> SessionPlace:
+    async def join(self, version: int, engine: str) -> SessionPlace:
         """Wait for a session, and return the engine's place in it. Raise NoSenderError if the trainer does not send."""
         if not self.sends(version):
             raise _no_sender(version)
-        waiting = _Waiting(version, self._clock(), asyncio.get_running_loop().create_future())
+        waiting = _Waiting(version, engine, self._clock(), asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         async with self._changed:
             self._changed.notify_all()
@@ -118,6 +119,8 @@ class TransferSessions:
             return None
         if len(waiting) < wanting and self._clock() - waiting[0].since < GATHER_S:
             return None
+        # The same engines get the same ranks, in whatever order they come, so that they can keep their process group.
+        waiting.sort(key=lambda waits: waits.engine)
         self._lost = ""
         size = request.senders + len(waiting) * self._workers
         session = TransferSession(uuid.uuid4().hex[:12], request.senders, size)

@@ -47,8 +47,8 @@ class WeightTransfer(Protocol):
     def resume(self, version: int) -> None:
         """Update the engines to the version of the loaded checkpoint. Version 0 is the model that they start with."""
 
-    def transfer(self, version: int) -> float:
-        """Update the engines to the version that was just trained. Return the seconds spent sending it."""
+    def transfer(self, version: int) -> WeightsPublished:
+        """Update the engines to the version that was just trained. Return the event to record."""
 
     def repeat(self, version: int) -> None:
         """Send `version` again, to engines that started in the meantime."""
@@ -179,5 +179,5 @@ class RlTask:
 
     def _transfer_policy(self, version: int) -> None:
         with self._timer.phase("publish"):
-            sent_s = self.transfer.transfer(version)
-        self.journal.write(WeightsPublished(version, round(sent_s, 3)))
+            published = self.transfer.transfer(version)
+        self.journal.write(published)

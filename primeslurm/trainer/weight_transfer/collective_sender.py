@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from primeslurm.base.durable import retry_until_written
+from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
@@ -25,7 +26,7 @@ from primeslurm.wire.weight_transfer.catalogue import (
     pack,
     stacked,
 )
-from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError
+from primeslurm.wire.weight_transfer.collective import Channel, Group, Store, TransferError
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,11 @@ class Sender:
         self._timeout_s = timeout_s
         self.seconds = 0.0
         """Duration of the last successful session."""
+        self.connect_seconds = 0.0
+        """Part of `seconds` until all members had arrived and were connected."""
+        self.groups = 0
+        """Number of process groups made so far. A group is kept until members come or go, or a transfer fails."""
+        self._kept: Group | None = None
         self._store: Store | None = None
         self._catalogue: Catalogue = []
 
@@ -81,6 +87,7 @@ class Sender:
                 self._store.put_catalogue(self._catalogue)
         start = time.monotonic()
         channel, failure = None, None
+        kept, self._kept = self._kept, None  # only a complete transfer gives it back
         try:
             channel = Channel(
                 session,
@@ -89,6 +96,7 @@ class Sender:
                 self._world.device,
                 self._timeout_s,
                 lost=lambda: self._link.lost_from(session.id, self._world.rank),
+                kept=kept,
             )
         except TransferError as error:
             failure = error
@@ -98,18 +106,22 @@ class Sender:
             return False
         assert channel is not None
         connecting = time.monotonic() - start
+        self.groups += channel.made_group
         outbox = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
         for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
             outbox.put(number, self._tensors(layer))
+        outbox.finish()
         succeeded = self._all_succeeded(version, outbox.failure)
-        if outbox.failure is None:
-            channel.close()
-        if succeeded:
-            self.seconds = time.monotonic() - start
-        if succeeded and self._world.is_main:
+        if not succeeded:
+            if outbox.failure is None:
+                channel.close().abort()  # another rank failed
+            return False
+        self._kept = channel.close()
+        self.seconds, self.connect_seconds = time.monotonic() - start, connecting
+        if self._world.is_main:
             workers, took = session.size - session.senders, (self.seconds, connecting)
             log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
-        return succeeded
+        return True
 
     def _tensors(self, layer: list[ExportedTensor]) -> dict[str, torch.Tensor]:
         """Gather a layer's tensors with the other ranks, and return those that this rank sends, encoded."""
@@ -156,7 +168,7 @@ class _Outbox:
         self._experts: list[tuple[int, Experts]] = [(r, channel.experts(r)) for r in channel.receivers]
 
     def put(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Send this rank's tensors of a layer to every receiver that needs them."""
+        """Start to send this rank's tensors of a layer to every receiver that needs them."""
         if self.failure is not None:
             return
         packed: dict[Message, torch.Tensor] = {}  # receivers that need the same tensors share the packed buffer
@@ -166,8 +178,16 @@ class _Outbox:
                 if message not in packed:
                     packed[message] = pack(message, tensors, self._device)
                 messages.append((receiver, packed[message]))
+        self._attempt(lambda: self._channel.send(messages))
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        if self.failure is None:
+            self._attempt(self._channel.finish)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
-            self._channel.send(messages)
+            action()
         except TransferError as error:
             self.failure = error
             self._channel.fail(f"rank {self._rank}: {error}")
@@ -191,9 +211,10 @@ class CollectiveTransfer:
         elif self.world.is_main:
             retry_until_written(lambda: self.link.announce(0, self.model))
 
-    def transfer(self, version: int) -> float:
+    def transfer(self, version: int) -> WeightsPublished:
         self._announce_and_send(version)
-        return self.sender.seconds
+        sender = self.sender
+        return WeightsPublished(version, round(sender.seconds, 3), round(sender.connect_seconds, 3), sender.groups)
 
     def repeat(self, version: int) -> None:
         self.sender.send(version)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from primeslurm.base import durable, files
 from primeslurm.base.durable import retry_until_written
+from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
@@ -141,10 +142,10 @@ class FilesystemTransfer:
         self._announce(version, str(filesystem.version_dir(self.run_dir, version)) if version else self.model)
         self.publisher.discard_after(self.announced)
 
-    def transfer(self, version: int) -> float:
+    def transfer(self, version: int) -> WeightsPublished:
         if version > self.announced:
             self._announce(version, str(self.publisher.publish(version)))
-        return 0.0
+        return WeightsPublished(version, 0.0)
 
     def repeat(self, version: int) -> None:
         """Do nothing: the files already exist."""

@@ -1,14 +1,16 @@
 """Sending a policy from trainer ranks to engine workers, tensor by tensor: NCCL between GPUs, gloo between CPUs.
 
-Each update is a session with a process group of its own. Senders (all trainer ranks) come first, then receivers (the
-workers of the engines that take part). They meet in the store of the trainer's rank 0. The catalogue describes all
+Each update is a session. Senders (all trainer ranks) come first, then receivers (the workers of the engines that take
+part). They meet in the store of the trainer's rank 0. If all of them still hold the process group of the same earlier
+session, they use it again; otherwise they make a new one, and abort what they hold. The catalogue describes all
 tensors once, layer by layer, with their senders, and each receiver publishes which experts it holds. From these two,
 both ends derive every message, so they negotiate nothing else:
 
     for each layer, for each sender: one message that all receivers get, one with the receiver's experts
 
-A process that fails writes that to the store and leaves; the others then fail too, instead of waiting. If a process was
-killed, a sender learns it from the orchestrator, which it asks while it waits. No wait exceeds the session's timeout.
+A process that fails writes that to the store, aborts its group and leaves; the others then fail too, instead of
+waiting. If a process was killed, a sender learns it from the orchestrator, which it asks while it waits. No wait
+exceeds the session's timeout.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch.distributed as dist
 
 from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.transport import rendezvous
-from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
+from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Message, Named, buffer, outgoing, unpack
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
 _PREFIX = "primeslurm/weights"
@@ -81,11 +83,33 @@ def unpacked(packed: bytes) -> Catalogue:
         raise TransferError(f"the catalogue cannot be read: {error}") from error
 
 
+class Group:
+    """A process group that lasts as long as its members stay the same and no transfer fails.
+
+    The id of the session that made it names its members and their starts: only a process that took part can hold it.
+    """
+
+    def __init__(self, session: str, rank: int, size: int, process_group: Any) -> None:
+        self.session = session
+        self.place = rank, size
+        self.process_group = process_group
+
+    def abort(self) -> None:
+        if self.process_group is not None:
+            self.process_group.abort()
+            # gloo closes its connections with the last reference, which the other members notice at once.
+            self.process_group = None
+
+    def __del__(self) -> None:
+        self.abort()  # torch's own destructor might wait for members that are gone
+
+
 class Channel:
     """This process's end of a session.
 
     Args:
         lost: For senders: returns why the session is lost, or "". Called about once per second of waiting.
+        kept: This process's group of an earlier session, which `close` returned. The channel reuses or aborts it.
 
     Raises:
         TransferError: A member did not arrive in time, or is lost.
@@ -101,6 +125,7 @@ class Channel:
         experts: Experts = None,
         arrive_s: float = ARRIVE_S,
         lost: Callable[[], str] = lambda: "",
+        kept: Group | None = None,
     ) -> None:
         self._lost = lost
         self._timeout = timedelta(seconds=timeout_s)
@@ -108,12 +133,15 @@ class Channel:
         self._store = dist.PrefixStore(session.id, store.store)
         self._device = device
         self.receivers = range(session.senders, session.size)
-        with _waiting_for(f"{session.size} ranks"):
-            # All members arrive twice before any connects: NCCL's own rendezvous has no timeout, so every member must
-            # still be alive when the last one has come.
-            self._meet("experts", rank, session.size, msgspec.msgpack.encode(experts))
-            self._meet("present", rank, session.size, b"")
-            self._group = _group(self._store, rank, session.size, device, self._timeout)
+        self.made_group = False
+        self._moving: list[tuple[Any, torch.Tensor]] = []  # works of torch, and their tensors
+        try:
+            with _waiting_for(f"{session.size} ranks"):
+                self._group = self._joined(session, rank, msgspec.msgpack.encode(experts), kept)
+        except TransferError:
+            if kept is not None:
+                kept.abort()
+            raise
 
     def experts(self, receiver: int) -> Experts:
         """Return the experts that a receiver holds. Raise TransferError if they cannot be read."""
@@ -123,13 +151,20 @@ class Channel:
             raise TransferError(f"the experts of rank {receiver} cannot be read: {error}") from error
         return experts
 
-    def send(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Send (receiver, uint8 tensor) pairs in this order, and wait until they are sent. Raise TransferError."""
-        self._wait(lambda: [self._group.send([data], receiver, 0) for receiver, data in messages])
+    # Messages travel while the caller prepares the next layer, or loads the last one.
+    def send(self, messages: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Wait for earlier messages, and start to send (receiver, uint8 tensor) pairs. Raise TransferError."""
+        self.finish()
+        self._raise_if(self._begun(messages, lambda group, receiver, data: group.send([data], receiver, 0)))
 
-    def receive(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Fill the tensors of (sender, uint8 tensor) pairs in this order. Raise TransferError."""
-        self._wait(lambda: [self._group.recv([data], sender, 0) for sender, data in messages])
+    def receive(self, messages: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Wait for earlier messages, and start to fill (sender, uint8 tensor) pairs. Raise TransferError."""
+        self.finish()
+        self._raise_if(self._begun(messages, lambda group, sender, data: group.recv([data], sender, 0)))
+
+    def finish(self) -> None:
+        """Wait until all messages are sent or received. Raise TransferError."""
+        self._raise_if(self._finished())
 
     def fail(self, reason: str) -> None:
         """Leave the session and make the other members fail with `reason`."""
@@ -137,11 +172,28 @@ class Channel:
             self._store.set("failed", reason)
         finally:
             self._group.abort()
-            # gloo closes its connections with the last reference, which the other members notice at once.
-            del self._group
+            self._moving = []
 
-    def close(self) -> None:
-        self._group.shutdown()
+    def close(self) -> Group:
+        """End the session after its last message. Return its group, for the next session."""
+        return self._group
+
+    def _joined(self, session: TransferSession, rank: int, experts: bytes, kept: Group | None) -> Group:
+        """Wait for all members. Return the kept group if all of them hold it at the same ranks, or else a new one."""
+        if kept is not None and kept.place == (rank, session.size):
+            self._store.add(f"holders/{kept.session}", 1)
+        self._meet("experts", rank, session.size, experts)
+        # Every holder has added itself before it arrived, so all members read the same number.
+        if kept is not None:
+            if self._store.add(f"holders/{kept.session}", 0) == session.size:
+                return kept
+            kept.abort()
+        # All members arrive a second time before any connects: NCCL's own rendezvous has no timeout, so every member
+        # must still be alive when the last one has come.
+        self._meet("present", rank, session.size, b"")
+        self.made_group = True
+        group = _process_group(self._store, rank, session.size, self._device, self._timeout)
+        return Group(session.id, rank, session.size, group)
 
     def _meet(self, name: str, rank: int, size: int, message: bytes) -> None:
         """Publish this rank's message and wait for those of all ranks."""
@@ -159,19 +211,29 @@ class Channel:
             if reason := self._reason():
                 raise TransferError(reason)
 
-    def _wait(self, start: Callable[[], list[Any]]) -> None:
-        if failure := self._failure(start):
+    def _raise_if(self, failure: str) -> None:
+        if failure:
             raise TransferError(self._reason() or failure)
 
-    def _failure(self, start: Callable[[], list[Any]]) -> str:
-        """Start the works of torch and wait for them. Return the error; empty if there is none."""
-        # A local variable holds the works, and no exception leaves this function with its frame: works keep connections
-        # open.
+    # Works and torch's group keep connections open, so no exception leaves the next two methods with their frames.
+    def _begun(
+        self, messages: Sequence[tuple[int, torch.Tensor]], start: Callable[[Any, int, torch.Tensor], Any]
+    ) -> str:
+        """Start works of torch. Return the error; empty if there is none."""
         try:
-            works = start()
+            for rank, data in messages:
+                self._moving.append((start(self._group.process_group, rank, data), data))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _finished(self) -> str:
+        """Wait for the works. Return the error; empty if there is none."""
+        moving, self._moving = self._moving, []
+        try:
             if self._device.type != "cpu":
-                return self._poll(works)
-            for work in works:
+                return self._poll([work for work, _ in moving])
+            for work, _ in moving:
                 work.wait(self._timeout)
         except RuntimeError as error:
             return str(error)
@@ -211,16 +273,25 @@ def receive(
 
     `experts` are those that the channel was opened with.
     """
+    arriving: list[tuple[Message, torch.Tensor]] = []
     for layer in catalogue:
         incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
-        data = [(message, buffer(message, device)) for _, message in incoming]
-        channel.receive((sender, room) for (sender, _), (_, room) in zip(incoming, data, strict=True))
-        tensors = unpack(data)
-        del data  # joined experts are copies, so their messages can be freed
-        yield from tensors
+        arrived, arriving = arriving, [(message, buffer(message, device)) for _, message in incoming]
+        # On GPUs it starts after all that is queued, so start it before the last layer is loaded.
+        channel.receive([(sender, data) for (sender, _), (_, data) in zip(incoming, arriving, strict=True)])
+        yield from _freed(arrived)
+    channel.finish()
+    yield from _freed(arriving)
 
 
-def _group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+def _freed(messages: list[tuple[Message, torch.Tensor]]) -> Iterator[Named]:
+    """Yield the tensors of messages, and let go of both."""
+    tensors = unpack(messages)
+    messages.clear()  # joined experts are copies, so their messages can be freed
+    yield from tensors
+
+
+def _process_group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

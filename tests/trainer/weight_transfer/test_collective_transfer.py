@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.support.ports import free_port
 from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.catalogue import Experts, Named, TensorInfo, outgoing, pack, stacked
-from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
+from primeslurm.wire.weight_transfer.collective import Channel, Group, Store, TransferError, receive
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
 CPU = torch.device("cpu")
@@ -65,6 +65,7 @@ def send(session: TransferSession, rank: int, address: str) -> None:
                 for message in outgoing(layer, rank, channel.experts(receiver))
             ]
             channel.send(messages)
+        channel.finish()
     except TransferError as error:
         channel.fail(str(error))
         raise
@@ -117,6 +118,87 @@ def test_failed_rank_fails_the_others(address: str) -> None:
     with pytest.raises(TransferError, match=r"out of memory|reset|closed"):
         sending.result()
     assert time.monotonic() - begun < 10, "nobody waited for the time-out"
+
+
+def meet(
+    address: str, session: TransferSession, kept: list[Group | None], tensor: float
+) -> tuple[list[Group | None], list[bool]]:
+    """Send a tensor from rank 0 to all others. Return the groups to keep, and whether each rank made a new one."""
+
+    def one(rank: int) -> tuple[Group, bool]:
+        channel = Channel(session, rank, Store(address, 10), CPU, 10, kept=kept[rank])
+        if rank:
+            data = torch.zeros(8, dtype=torch.uint8)
+            channel.receive([(0, data)])
+            channel.finish()
+            assert data.view(torch.float64).item() == tensor
+        else:
+            data = torch.tensor([tensor], dtype=torch.float64).view(torch.uint8)
+            channel.send([(receiver, data) for receiver in channel.receivers])
+            channel.finish()
+        return channel.close(), channel.made_group
+
+    groups, made = zip(
+        *(end.result() for end in together(*(partial(one, r) for r in range(session.size)))), strict=True
+    )
+    return list(groups), list(made)
+
+
+def test_group_is_made_once_for_the_same_members(address: str) -> None:
+    kept: list[Group | None] = [None] * 3
+    for number in range(3):
+        kept, made = meet(address, TransferSession(f"same-{number}", 1, 3), kept, number + 0.5)
+        assert made == [number == 0] * 3
+    assert {group.session for group in kept if group} == {"same-0"}
+
+
+@pytest.mark.parametrize("change", ["restarted", "left", "joined", "swapped", "mixed"])
+def test_changed_members_make_a_new_group(change: str, address: str) -> None:
+    first, _ = meet(address, TransferSession(f"{change}-1", 1, 3), [None] * 3, 1.5)
+    groups: dict[str, list[Group | None]] = {
+        "restarted": [*first[:2], None],
+        "left": first[:2],
+        "joined": [*first, None],
+        "swapped": [first[0], first[2], first[1]],
+    }
+    if change == "mixed":  # one engine was updated in another session meanwhile
+        other, _ = meet(address, TransferSession("other", 1, 3), [None] * 3, 2.5)
+        groups[change] = [*first[:2], other[2]]
+    kept = groups[change]
+    after, made = meet(address, TransferSession(f"{change}-2", 1, len(kept)), kept, 3.5)
+    assert made == [True] * len(kept)
+    assert not any(group.process_group for group in kept if group), "the old groups are aborted"
+    assert {group.session for group in after if group} == {f"{change}-2"}
+
+
+def test_group_of_a_failed_session_is_aborted(address: str) -> None:
+    kept, _ = meet(address, TransferSession("sound", 1, 2), [None] * 2, 1.5)
+    session = TransferSession("unsound", 1, 2)
+
+    def fail() -> None:
+        Channel(session, 1, Store(address, 10), CPU, 10, kept=kept[1]).fail("out of memory")
+
+    def wait() -> None:
+        channel = Channel(session, 0, Store(address, 10), CPU, 10, kept=kept[0])
+        try:
+            channel.receive([(1, torch.zeros(8, dtype=torch.uint8))])
+            channel.finish()
+        except TransferError as error:
+            channel.fail(str(error))
+            raise
+
+    failing, waiting = together(fail, wait)
+    failing.result()
+    with pytest.raises(TransferError, match=r"out of memory|reset|closed"):
+        waiting.result()
+    assert not any(group.process_group for group in kept if group)
+
+
+def test_group_is_aborted_if_a_member_does_not_arrive(address: str) -> None:
+    kept, _ = meet(address, TransferSession("came", 1, 2), [None] * 2, 1.5)
+    with pytest.raises(TransferError, match="waiting for 2 ranks"):
+        Channel(TransferSession("stays away", 1, 2), 0, Store(address, 10), CPU, 0.5, kept=kept[0])
+    assert kept[0] and kept[0].process_group is None
 
 
 def test_wait_for_missing_rank_times_out(address: str) -> None:

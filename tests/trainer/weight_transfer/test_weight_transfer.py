@@ -73,7 +73,7 @@ class Orchestrator:
         return await self._sessions.answer(request, lambda: self._wanting, 4)
 
     async def _take(self, version: int) -> None:
-        place = await self._sessions.join(version)
+        place = await self._sessions.join(version, str(id(self)))
         half = next(self._experts) // 2
         held = (frozenset(range(half)), frozenset(range(half, 2 * half)))
         workers = [asyncio.to_thread(take, place, worker, experts) for worker, experts in enumerate(held)]

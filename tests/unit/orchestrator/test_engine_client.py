@@ -28,7 +28,7 @@ class Sessions:
         self.left: list[str] = []
         self._places = 0
 
-    async def join(self, version: int) -> SessionPlace:
+    async def join(self, version: int, engine: str) -> SessionPlace:
         self._places += 1
         return SessionPlace(version, "node:29500", f"session {self._places - 1}", 2, 10, 6, 60.0)
 

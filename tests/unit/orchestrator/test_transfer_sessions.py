@@ -27,9 +27,9 @@ class Meeting:
         request = OfferTransfer(version, "node:29500", 2, done)
         return await self.sessions.answer(request, lambda: self.wanting, HOLD_S)
 
-    async def come(self, version: int = 1) -> asyncio.Task[SessionPlace]:
+    async def come(self, version: int = 1, engine: str = "engine-0") -> asyncio.Task[SessionPlace]:
         """An engine that wants the policy and waits for its place."""
-        task = asyncio.create_task(self.sessions.join(version))
+        task = asyncio.create_task(self.sessions.join(version, engine))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return task
@@ -55,6 +55,15 @@ async def test_waiting_engines_share_a_session(meeting: Meeting) -> None:
     meeting.wanting = 0
     assert (await meeting.ask(done=answer.session.id)).kind == "ok"
     assert not meeting.sessions.sends(1)
+
+
+async def test_engines_keep_their_ranks_in_whatever_order_they_come(meeting: Meeting) -> None:
+    for version, order in ((1, ("b", "a", "c")), (2, ("c", "b", "a"))):
+        meeting.sessions.expect(version)
+        meeting.wanting = 3
+        places = {engine: await meeting.come(version, engine) for engine in order}
+        await meeting.ask(version)
+        assert {engine: (await place).first_rank for engine, place in places.items()} == {"a": 2, "b": 6, "c": 10}
 
 
 async def test_session_starts_without_a_late_engine(meeting: Meeting) -> None:
@@ -86,11 +95,11 @@ async def test_trainer_waits_while_an_engine_needs_the_policy(meeting: Meeting) 
 
 async def test_engine_does_not_wait_for_a_busy_trainer(meeting: Meeting) -> None:
     with pytest.raises(NoSenderError, match="version 1"):
-        await meeting.sessions.join(1)
+        await meeting.sessions.join(1, "engine-0")
     meeting.sessions.expect(1)
     assert meeting.sessions.sends(1) and not meeting.sessions.sends(2)
     with pytest.raises(NoSenderError, match="version 2"):
-        await meeting.sessions.join(2)
+        await meeting.sessions.join(2, "engine-0")
     meeting.clock.now += OFFER_TIMEOUT_S
     assert not meeting.sessions.sends(1), "it promised to ask, and never did"
 
