@@ -132,7 +132,8 @@ def _metrics(trace: vf.Trace) -> dict[str, float]:
 def _sequence(
     info: RolloutInfo, trace: vf.Trace, path: Sequence[int], sampled: dict[int, Completion], trained: set[int]
 ) -> Rollout:
-    tokens, mask, logprobs, versions = [], [], [], []
+    tokens, mask, logprobs = [], [], []
+    versions: list[int] = []
     for i in path:
         node = trace.nodes[i]
         fresh = i in sampled and i not in trained
