@@ -99,7 +99,7 @@ class Report:
         """Set a value of `engines` or of a mapping in it, and write all."""
         results[name] = value
         report = {
-            "command": " ".join(["python -m benchmarks agreement", *self.words]),
+            "command": " ".join(["python -m benchmarks agreement OUT.json", *self.words]),
             "date": str(date.today()),
             "machine": machine(),
             "versions": versions("torch", "vllm", "transformers"),
@@ -122,7 +122,12 @@ def main(words: list[str]) -> None:
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as made:
         case = family_case(options, device, Path(made)) if options.family else arithmetic_case(options, device)
-        report = Report(options.out, options.write, [*words], options.family or "SmolLM2-135M-Instruct")
+        report = Report(
+            options.out,
+            options.write,
+            [word for word in words if word != str(options.out)],
+            options.family or "SmolLM2-135M-Instruct",
+        )
         names = options.engines or DEFAULT[device]
         at_once = 1 if device == "cpu" or options.family else len(names)  # a small model leaves room on a GPU
         documents: dict[str, list[Document]] = {}
@@ -241,7 +246,7 @@ async def rollouts(case: Case, url: str) -> tuple[list[Document], float]:
     answers = await answer(case.prompts[WARM_UP:])
     seconds = time.perf_counter() - began
     await endpoint.close()
-    return [document(p, a) for p, a in zip(case.prompts[WARM_UP:], answers, strict=True)], seconds
+    return [document(list(p), a) for p, a in zip(case.prompts[WARM_UP:], answers, strict=True)], seconds
 
 
 def packed(documents: Sequence[Document]) -> list[Row]:

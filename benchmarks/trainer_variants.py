@@ -128,7 +128,8 @@ def _norm_rounded_twice(policy: PolicyModel) -> list[AbstractContextManager[Any]
     _modules(policy, RMSNorm)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(x.dtype) * self.weight
+        normalized = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(x.dtype)
+        return torch.mul(normalized, self.weight)
 
     return [patch.object(RMSNorm, "forward", forward)]
 
