@@ -50,7 +50,8 @@ class Model(Section):
     """Compute dtype of trainer and engines. Master weights and optimizer state are always float32."""
     head_dtype: Literal["model", "float32"] = "model"
     """Dtype of logits in the trainer and in the engines. float32: logits are not rounded to `dtype`, so the
-    log-probabilities of trainer and engines differ less; not yet run on GPUs. model: `dtype`."""
+    log-probabilities of trainer and engines differ less. With SmolLM2 on CPUs, 38 % of the trainer's KL to exact
+    results came from this rounding; not yet run on GPUs. model: `dtype`."""
     impl: Literal["auto", "custom", "hf"] = "auto"
     """Implementation of the model. custom: the trainer's own implementation. hf: the implementation of transformers,
     which supports more models, but is slower, needs memory quadratic in seq_len and supports FSDP only. auto: custom
