@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from primeslurm.inference.routed_experts import PROMPT_ROWS
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
@@ -48,7 +48,7 @@ def engine(engine_forks: EngineForks, model: Path) -> Iterator[Server]:
 
 def reference_experts(directory: Path, token_ids: list[int]) -> np.ndarray:
     """Return the experts that transformers selects in float32, sorted: [tokens, layers, top_k]."""
-    model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
     layers = [layer.topk(model.config.num_experts_per_tok).indices for layer in logits]

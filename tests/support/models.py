@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.generate import logprobs, tokens
@@ -48,6 +48,13 @@ def make_model(directory: Path, seed: int = 0, tied: bool = False) -> Path:
 def make_constant_model(directory: Path, character: str) -> Path:
     """Write a model of the same architecture that always predicts one character."""
     model = _random_model(seed=0, tied=False)
+    make_constant(model, character)
+    _save(model, directory)
+    return directory
+
+
+def make_constant(model: Any, character: str) -> None:
+    """Make a model always predict one character."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
@@ -55,8 +62,6 @@ def make_constant_model(directory: Path, character: str) -> Path:
         model.model.embed_tokens.weight.fill_(1.0)
         model.lm_head.weight.zero_()
         model.lm_head.weight[token_id(character)] = 1.0
-    _save(model, directory)
-    return directory
 
 
 def publish(source: Path, run_dir: Path, version: int) -> Path:
@@ -71,7 +76,7 @@ def publish(source: Path, run_dir: Path, version: int) -> Path:
 
 def reference_logprobs(directory: Path, token_ids: list[int]) -> list[float]:
     """Return the log-probability of every token but the first, computed by transformers in float32."""
-    model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([token_ids])
     with torch.no_grad():
         logprobs = model(ids).logits[0].log_softmax(-1)
