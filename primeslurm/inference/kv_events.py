@@ -1,7 +1,7 @@
 """vLLM's publisher of KV events as a run uses it.
 
 Events hold the token ids of prompts, and vllm-router cannot decrypt ZMQ messages or authenticate itself. So the sockets
-accept connections from the node of the replica's router only.
+accept connections from the node of the replica's router only. Cache salts are hidden in the events as in requests.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from primeslurm.inference import patches
+from primeslurm.wire import hidden_salt
 
 LOOPBACK = "127.0.0.1"
 
@@ -18,6 +19,7 @@ LOOPBACK = "127.0.0.1"
 def use(reader: str) -> None:
     """Make vLLM publish KV events to the address `reader` only. Raise RuntimeError if vLLM's code has changed."""
     from vllm.distributed import kv_events
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.engine.async_llm import AsyncLLM
 
     patches.expect(kv_events.ZmqEventPublisher, "__init__", ["data_parallel_rank", "endpoint", "replay_endpoint"])
@@ -25,11 +27,18 @@ def use(reader: str) -> None:
     patches.expect(kv_events.ZmqEventPublisher, "_bind", ["sock", "endpoint"])
     sources = patches.expect(AsyncLLM, "get_kv_event_sources", ["self"])
 
+    build_event = patches.expect(BlockPool, "_build_block_stored_event", ["request", "start_token_idx"])
+
     # vllm-router expects data-parallel rank 0 from every engine with an address of its own.
     class RunPublisher(kv_events.ZmqEventPublisher):
         def __init__(self, data_parallel_rank: int, **config: Any) -> None:
             # vLLM would add the rank to the ports.
             super().__init__(0, **config)
+
+        def publish(self, events: Any) -> None:
+            # At a block with more than tokens, such as an image, the router would forget all blocks of this engine.
+            events.events = [event for event in events.events if not any(getattr(event, "extra_keys", None) or ())]
+            super().publish(events)
 
         @staticmethod
         def _is_bind_endpoint(endpoint: str) -> bool:
@@ -43,8 +52,17 @@ def use(reader: str) -> None:
             sock.bind(endpoint)
             return endpoint
 
+    def event_with_marked_salt(pool: Any, request: Any, **blocks: Any) -> Any:
+        event, salt = build_event(pool, request, **blocks), request.cache_salt
+        if salt and blocks["start_token_idx"] == 0:  # only the first block's hash contains the salt itself
+            event.token_ids = [hidden_salt.marked(event.token_ids[0], salt), *event.token_ids[1:]]
+            others = [[key for key in keys or () if key != salt] for keys in event.extra_keys]
+            event.extra_keys = [tuple(keys) or None for keys in others]
+        return event
+
     def own_sources(engine: Any) -> dict[int, Any]:
         return dict(enumerate(sources(engine).values()))
 
+    BlockPool._build_block_stored_event = event_with_marked_salt
     kv_events.EventPublisherFactory._registry["zmq"] = RunPublisher
     AsyncLLM.get_kv_event_sources = own_sources

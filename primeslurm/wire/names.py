@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Variable with a rank's directory for checkpoint copies on its node. The agent creates and removes it.
 LOCAL_CHECKPOINTS = "PRIMESLURM_LOCAL_CHECKPOINTS"
+# Model name in requests to engines and routers
+SERVED_MODEL = "policy"
 # Header of each answer of an engine with its own address (`host:port`). Routers pass it on.
 ENGINE_HEADER = "X-Primeslurm-Engine"
 # URL of an engine's EngineStatus. It answers as soon as the HTTP server is up, while `/health` waits for the current

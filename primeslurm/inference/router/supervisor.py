@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import msgspec
+import psutil
 
 from primeslurm.base.parent_death import end_with_parent
 from primeslurm.inference.router.child import RouterOrder
@@ -31,7 +32,10 @@ PERIOD_S = 1.0
 ANSWER_S = 5.0
 # Total size of invalid tokens after which the router is restarted, because it caches all of them.
 REFUSED_BYTES = 4 * 2**30
-# Shortest time between two such restarts [s], so that a stranger with bad tokens cannot block the run.
+# Memory of the router's process after which it is restarted. With `policy: kv_aware` it never forgets where a block of
+# tokens was, which takes about 11 bytes per token of new prompts and answers.
+MEMORY_BYTES = 16 * 2**30
+# Shortest time between two restarts because of tokens [s], so that a stranger with bad tokens cannot block the run.
 TOKEN_RESTART_S = 600.0
 _log = logging.getLogger(__name__)
 
@@ -104,6 +108,7 @@ class RouterSupervisor:
     endpoint: Address
     journal: Journal
     refused_bytes_limit: int = REFUSED_BYTES
+    memory_limit: int = MEMORY_BYTES
     _difference: WorkerDifference = field(default=WorkerDifference(), init=False)
     _incomplete_since: float = field(default=0.0, init=False)
     _accepted: bool = field(default=False, init=False)  # Whether the running router has accepted the run's secret
@@ -122,7 +127,7 @@ class RouterSupervisor:
         child = self._start(endpoint)
         try:
             while (code := child.poll()) is None:
-                if why := await self._round(endpoint):
+                if why := self._too_large(child.pid) or await self._round(endpoint):
                     _log.warning("restarting the router: %s", why)
                     self.journal.write(RouterRestarted(why))
                     await asyncio.to_thread(_end, child)
@@ -134,6 +139,13 @@ class RouterSupervisor:
         finally:
             server.close()
             _end(child)
+
+    def _too_large(self, pid: int) -> str:
+        """Return why a router must be restarted if it uses too much memory; otherwise empty."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (used := psutil.Process(pid).memory_info().rss) > self.memory_limit:
+                return f"it uses {used / 2**30:.1f} GiB of memory"
+        return ""
 
     async def _round(self, endpoint: RouterHealthEndpoint) -> str:
         """Correct the router's workers once. Return why the router must be restarted; empty if it need not be."""

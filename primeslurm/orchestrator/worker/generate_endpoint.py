@@ -12,11 +12,12 @@ import httpx
 import msgspec
 
 from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts, EngineError
+from primeslurm.wire import hidden_salt
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.rollout import LARGEST_LOGPROB, MAX_LOGPROB
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, decode_json
-from primeslurm.wire.names import ENGINE_HEADER
+from primeslurm.wire.names import ENGINE_HEADER, SERVED_MODEL
 from primeslurm.wire.transport.http import (
     BUSY,
     Clients,
@@ -143,6 +144,7 @@ class GenerateEndpoint:
     Args:
         where: Returns the router's current URL. A waiting request follows it when it changes.
         max_len: Longest sequence that an engine accepts [tokens]. Completions end there.
+        kv_aware: The router reads KV events, so it must not see cache salts.
     """
 
     def __init__(
@@ -153,8 +155,10 @@ class GenerateEndpoint:
         routed: bool = False,
         tally: AnswerTally | None = None,
         vocab: int | None = None,
+        kv_aware: bool = False,
     ) -> None:
         self._where = where
+        self._kv_aware = kv_aware
         self._vocab = vocab
         self._tally = tally or AnswerTally()
         self.max_len = max_len
@@ -201,7 +205,9 @@ class GenerateEndpoint:
         # Without max_tokens it would stop at max_new_tokens of the model's generation config.
         sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
         sampling["logprobs"] = 0  # only that of the sampled token
-        return {**body, "model": None, "sampling_params": sampling, "stream": False}
+        request = {**body, "model": None, "sampling_params": sampling, "stream": False}
+        # Without its model's name, a request to prefill engines gets no credit for cached blocks.
+        return hidden_salt.hide({**request, "model": SERVED_MODEL}) if self._kv_aware else request
 
     async def _try(
         self,

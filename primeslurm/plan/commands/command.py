@@ -14,8 +14,6 @@ Device = Literal["cuda", "cpu"]
 
 # Role of the engines on the nodes of each role
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
-# Model name in requests to engines and routers
-SERVED_MODEL = "policy"
 # Name of the port at which the trainer's ranks meet
 RENDEZVOUS_PORT = "master"
 # Variable that tells DeepEP that all its ranks reach each other by NVLink

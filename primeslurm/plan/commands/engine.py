@@ -9,7 +9,7 @@ from typing import NamedTuple
 from primeslurm.base import logs
 from primeslurm.models import Parsers, parsers_of
 from primeslurm.plan.commands import dynamo, kv, kv_events
-from primeslurm.plan.commands.command import COMPILED_CODE, SERVED_MODEL, Command, Device, EngineRole, long_options
+from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
 from primeslurm.plan.commands.engine_defaults import ENVIRONMENT, OPTIONS, EngineFacts, batch_limits, chosen
 from primeslurm.plan.commands.routers import router_name
 from primeslurm.recipe import Recipe
@@ -17,6 +17,7 @@ from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 from primeslurm.recipe.sections.speculation import Speculation
+from primeslurm.wire.names import SERVED_MODEL
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9

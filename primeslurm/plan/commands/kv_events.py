@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from primeslurm.plan.commands.command import SERVED_MODEL, EngineRole, ReplicaEngines, url_of
+from primeslurm.plan.commands.command import EngineRole, ReplicaEngines, url_of
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.routers import VllmRouter
-from primeslurm.wire.names import KV_EVENTS_READER
+from primeslurm.wire.names import KV_EVENTS_READER, SERVED_MODEL
 
 # Names of an engine's ports for changes and for past changes
 EVENTS, REPLAY = "kv_events", "kv_replay"
@@ -20,8 +19,7 @@ BLOCK_SIZE = 64
 
 
 def are_read(recipe: Recipe) -> bool:
-    router = recipe.inference.router
-    return isinstance(router, VllmRouter) and router.policy == "kv_aware"
+    return recipe.inference.reads_kv_events
 
 
 def ports(recipe: Recipe, role: EngineRole) -> tuple[str, ...]:

@@ -59,6 +59,9 @@ def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, 
     if workers.disaggregated:
         decode_policy = router.decode_policy or router.policy
         options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": decode_policy}
+    if recipe.samples and router.policy == "kv_aware" and not workers.disaggregated:
+        # Otherwise a busy engine loses rollouts between two turns, whose answers it alone has cached.
+        options["kv_aware_session_affinity_ttl_secs"] = 3600
     argv = ["${python}", "-m", "primeslurm.inference.router", "--name", name, "--attempt-dir", "${attempt_dir}"]
     argv += ["--health-port", "${port:health}", *long_options(options | router.extra)]
     if workers.disaggregated:

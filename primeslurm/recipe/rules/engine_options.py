@@ -164,7 +164,7 @@ def violations(recipe: Recipe) -> list[Violation]:
     """Return everything in `vllm_extra` that vLLM would refuse or ignore, or that contradicts the plan."""
     refused, extras = PLANNED | (IN_RL if recipe.task == "rl" else {}), list[_Extra]()
     inference = recipe.inference
-    if inference.router.type == "vllm-router" and inference.router.policy == "kv_aware":
+    if inference.reads_kv_events:
         refused |= WITH_KV_EVENTS
     roles = {"inference": inference, "inference.prefill": inference.prefill, "inference.decode": inference.decode}
     for section, settings in roles.items():

@@ -76,11 +76,6 @@ def _algorithm(orchestrator: Orchestrator) -> list[Violation]:
 
 def _router(recipe: Recipe) -> list[Violation]:
     router = recipe.inference.router
-    if router.type == "vllm-router" and router.policy == "kv_aware":
-        # vllm-router 0.1.17, src/policies/kv_aware.rs: credit_fallback
-        why = "vllm-router ignores what is cached for requests with a cache salt, and all requests of rollouts have one"
-        fix = "nearest: consistent_hash, or use task: serve"
-        return [Violation("inference.router.policy", router.policy, why, fix)]
     if router.type != "dynamo":
         return []
     why = "its answers do not say which policy version sampled a token"

@@ -116,3 +116,8 @@ class Inference(EngineSettings):
     """Settings that differ for prefill engines."""
     decode: EngineSettings = EngineSettings()
     """Settings that differ for decode engines."""
+
+    @property
+    def reads_kv_events(self) -> bool:
+        """True if the router reads the engines' KV events."""
+        return isinstance(self.router, VllmRouter) and self.router.policy == "kv_aware"

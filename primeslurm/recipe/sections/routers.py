@@ -23,8 +23,8 @@ class VllmRouter(Section):
     type: Literal["vllm-router"] = "vllm-router"
     policy: RouterPolicy = "consistent_hash"
     """Rule that spreads requests over engines. consistent_hash keeps all requests of a rollout on one engine, so that
-    its prefix stays cached. kv_aware, only for `task: serve`, prefers engines that report the prefix as cached; they
-    publish token ids without encryption (docs/explanation/security.md)."""
+    its prefix stays cached. kv_aware prefers engines that report the prefix as cached; they publish token ids without
+    encryption (docs/explanation/security.md)."""
     decode_policy: RouterPolicy | None = None
     """Rule that spreads requests over decode engines, if prefill and decode engines are separate. Here, kv_aware takes
     the engine with the fewest requests. Default: `policy`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.inference.router import supervisor
 from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
 from primeslurm.inference.router.supervisor import REFUSED_BYTES, TOKEN_RESTART_S, Address, RouterSupervisor
@@ -37,6 +40,16 @@ async def test_router_restarts_at_intervals_after_many_invalid_tokens(
     assert not await supervised._round(endpoint)
     now += 1
     assert await supervised._round(endpoint)
+
+
+async def test_router_that_uses_too_much_memory_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = iter([["sleep", "600"], *itertools.repeat(["true"], 50)])
+    monkeypatch.setattr(RouterSupervisor, "_ask", no_response)
+    monkeypatch.setattr(RouterSupervisor, "_start", lambda *_: subprocess.Popen(next(commands)))
+    address = Address("127.0.0.1", free_port())
+    supervised = RouterSupervisor([], address, address, Journal(tmp_path, "router-0"), memory_limit=2**10)
+    assert await supervised.run() == 0
+    assert "GiB of memory" in Path(tmp_path, "events", "router-0.jsonl").read_text()
 
 
 async def test_tokens_are_checked_only_at_the_secret_path() -> None:

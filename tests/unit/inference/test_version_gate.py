@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from primeslurm.inference.version_gate import VersionGate
+from primeslurm.wire import hidden_salt
 from primeslurm.wire.transport import secret
 
 
@@ -18,9 +19,10 @@ class FakeEngineApp:
     def __init__(self) -> None:
         self.answers: dict[str, int | Exception] = {}
         self.seen: list[str] = []
+        self.body = b""  # of the last request
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await receive()
+        self.body = (await receive()).get("body", b"")
         self.seen.append(scope["path"])
         answer = self.answers.get(scope["path"], 200)
         if isinstance(answer, Exception):
@@ -219,6 +221,14 @@ async def test_salt_of_an_evaluation_ends_with_the_version(http: httpx.AsyncClie
     text = json.dumps({"content_parts": [{"text": '"cache_salt":"r:9"'}], "cache_salt": "run.1:3"})
     assert (await http.post(GENERATE, content=text)).status_code == 200, "what a prompt says is no salt"
     assert (await http.post(GENERATE, content=generate("evaluation-9:5"))).status_code == 503
+
+
+async def test_hidden_salt_is_revealed_to_engine_and_gate(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
+    await http.post("/update_weight_version", json={"new_version": "3"})
+    for version, code in ((3, 200), (4, 503)):
+        request = json.loads(generate(version))
+        assert (await http.post(GENERATE, json=hidden_salt.hide(request))).status_code == code
+        assert json.loads(app.body) == request or code == 503
 
 
 async def test_response_names_its_engine(http: httpx.AsyncClient, app: FakeEngineApp) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
+from primeslurm.orchestrator.worker.token_client import serving
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
+from primeslurm.wire import hidden_salt
+from primeslurm.wire.names import SERVED_MODEL
 from tests.support.rollouts import TwoTurns, connected, job_of, rollouts, small_recipe, with_words, worker_of
 from tests.support.waiting import wait_until_async
 
@@ -38,6 +42,20 @@ async def test_rollout_has_exactly_the_sampled_tokens(tokenizer: Path) -> None:
     assert set(rollout.versions[rollout.mask]) == {3} and set(rollout.versions[~rollout.mask]) == {-1}
     assert 0 < rollout.info.reward < 1 and rollout.info.metrics["exact"] == 0.0
     assert not rollout.is_mixed
+
+
+async def test_router_that_reads_kv_events_does_not_see_the_salt(tokenizer: Path) -> None:
+    recipe = small_recipe(tokenizer, inference={"router": {"type": "vllm-router", "policy": "kv_aware"}})
+    worker = worker_of(recipe)
+    with FakeEngine(tokenizer) as engine:
+        engine.version = 3
+        worker._addresses = SimpleNamespace(url=lambda router: engine.url)
+        async with serving(worker._env) as worker._by_config:
+            await worker._rollout(job_of(recipe))
+    (request,) = engine.requests
+    revealed = json.loads(hidden_salt.reveal(json.dumps(request).encode()))
+    assert "cache_salt" not in request and revealed["cache_salt"] == "run.1:3"
+    assert request["model"] == SERVED_MODEL and request["token_ids"][0] != revealed["token_ids"][0]
 
 
 async def test_each_token_has_the_version_that_sampled_it(tokenizer: Path) -> None:

@@ -94,6 +94,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     "kv-aware-mamba": ((KV_AWARE, HYBRID, GPU), (KV_AWARE, GLM, GPU)),
     "kv-aware-mla": ((on(KV_AWARE, PD), GLM, GPU), (KV_AWARE, GLM, GPU)),
     "kv-aware-offload": ((on(KV_AWARE, MOONCAKE), MOE, GPU), (KV_AWARE, MOE, GPU)),
+    "kv-aware-images": ((on(KV_AWARE, model={"vlm": {}}), MOE, GPU), (KV_AWARE, MOE, GPU)),
     "kv-aware-readers": (
         (KV_AWARE, MOE, GPU),
         (on(KV_AWARE, slurm={"inference": {"exclusive": True}}), MOE, GPU),
