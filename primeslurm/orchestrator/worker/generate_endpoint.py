@@ -16,7 +16,7 @@ from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.rollout import LARGEST_LOGPROB, MAX_LOGPROB
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, decode_json
-from primeslurm.wire.names import ENGINE_HEADER
+from primeslurm.wire.names import ADAPTER, ENGINE_HEADER
 from primeslurm.wire.transport.http import (
     BUSY,
     Clients,
@@ -143,6 +143,7 @@ class GenerateEndpoint:
     Args:
         where: Returns the router's current URL. A waiting request follows it when it changes.
         max_len: Longest sequence that an engine accepts [tokens]. Completions end there.
+        adapter: Ask for the policy's adapter instead of the model that engines loaded.
     """
 
     def __init__(
@@ -153,8 +154,10 @@ class GenerateEndpoint:
         routed: bool = False,
         tally: AnswerTally | None = None,
         vocab: int | None = None,
+        adapter: bool = False,
     ) -> None:
         self._where = where
+        self._model = ADAPTER if adapter else None
         self._vocab = vocab
         self._tally = tally or AnswerTally()
         self.max_len = max_len
@@ -201,7 +204,7 @@ class GenerateEndpoint:
         # Without max_tokens it would stop at max_new_tokens of the model's generation config.
         sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
         sampling["logprobs"] = 0  # only that of the sampled token
-        return {**body, "model": None, "sampling_params": sampling, "stream": False}
+        return {**body, "model": self._model, "sampling_params": sampling, "stream": False}
 
     async def _try(
         self,

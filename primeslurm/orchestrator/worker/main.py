@@ -119,6 +119,7 @@ class Worker:
                 trained=None if self._evaluates else self._sampling,
                 tally=self._tally,
                 vocab=self._validator.vocab,
+                adapter=recipe.sends_adapter,
             )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]

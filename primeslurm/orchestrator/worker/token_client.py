@@ -154,6 +154,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         trained: Mapping[str, object] | None = None,
         tally: AnswerTally | None = None,
         vocab: int | None = None,
+        adapter: bool = False,
     ) -> None:
         rendering = rendering or select_renderer(model, images=images)
         config = TrainClientConfig(
@@ -165,7 +166,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         )
         super().__init__(config)
         self.key = config.model_dump_json()
-        endpoint = GenerateEndpoint(where, max_len, timeout_s, routed, tally, vocab)
+        endpoint = GenerateEndpoint(where, max_len, timeout_s, routed, tally, vocab, adapter)
         self.endpoint = RendererEndpoint(config.base_url, endpoint, model)
         self.client = self.endpoint
         if routed:

@@ -37,6 +37,7 @@ class WeightsPublished(Event, frozen=True, tag="published"):
 
     version: int
     sent_s: float | None = None  # duration of sending, if engines receive weights from the trainer
+    size: int | None = None  # bytes of the files that engines read, from rank 0: a whole model, or an adapter
 
 
 class CheckpointCommitted(Event, frozen=True, tag="committed"):
