@@ -10,13 +10,14 @@ import os
 import sys
 
 from primeslurm.base import compiled_code
-from primeslurm.wire.names import KV_EVENTS_READER
+from primeslurm.wire.names import ADAPTER_BACKEND, KV_EVENTS_READER
 from primeslurm.wire.transport import secret
 
 # Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
 TRANSFER_ENGINES = {
     "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem_receiver", "FilesystemTransferEngine"),
     "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective_receiver", "CollectiveTransferEngine"),
+    ADAPTER_BACKEND: ("primeslurm.inference.weight_transfer.adapter_receiver", "AdapterTransferEngine"),
 }
 
 _registered = False
@@ -54,6 +55,8 @@ def register() -> None:
     prefill_version.apply()
     if routed_experts.REPLAY_OPTION in sys.argv:
         routed_experts.apply()
+    if "--enable-lora" in sys.argv:
+        importlib.import_module("primeslurm.inference.weight_transfer.adapter_receiver").use()
     if reader := os.environ.get(KV_EVENTS_READER):
         kv_events.use(reader)
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one

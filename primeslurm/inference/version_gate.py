@@ -17,6 +17,7 @@ import json
 import os
 import re
 import uuid
+from pathlib import Path
 
 import psutil
 
@@ -24,6 +25,7 @@ from primeslurm.inference.auth import App, Message, Receive, Scope, Send, answer
 from primeslurm.inference.liveness_gate import HEALTH_PATH, LivenessGate, generates
 from primeslurm.wire import hidden_salt
 from primeslurm.wire.names import ENGINE_HEADER, STATUS_PATH
+from primeslurm.wire.weight_transfer import filesystem
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 
 SHUTDOWN_PATH = "/primeslurm/shutdown"
@@ -101,6 +103,8 @@ class VersionGate(LivenessGate):
             asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the response has been sent
         elif (path == HEALTH_PATH or generates(path)) and self._state.closed:
             await answer(send, 503, {"error": self._state.closed})
+        elif path == "/update_weights" and scope["method"] == "POST":
+            await self._update(scope, receive, send)
         elif path in _WATCHED and scope["method"] == "POST":
             await self._watch(path, scope, receive, send)
         elif generates(path) and scope["method"] == "POST":
@@ -120,10 +124,6 @@ class VersionGate(LivenessGate):
         if self._state.closed:
             await answer(send, 503, {"error": self._state.closed})
             return
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receiving() -> Message:
-            return messages.pop() if messages else await receive()
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start" and scope.get("server"):
@@ -132,7 +132,17 @@ class VersionGate(LivenessGate):
                 message = {**message, "headers": [*message.get("headers", ()), named]}
             await send(message)
 
-        await self._app(scope, receiving, sending)
+        await self._app(scope, _again(body, receive), sending)
+
+    async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request to update weights. Read an adapter first, while the engine still generates."""
+        if (body := await _whole(receive)) is None:
+            return
+        if (directory := _adapter(body)) is not None:
+            # An engine generates nothing while its workers read. If reading fails here, it fails there, too.
+            with contextlib.suppress(OSError, ValueError):
+                await asyncio.to_thread(filesystem.read_ahead, directory)
+        await self._watch("/update_weights", scope, _again(body, receive), send)
 
     async def _watch(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytearray()
@@ -168,6 +178,25 @@ async def _whole(receive: Receive) -> bytes | None:
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a function that receives a request whose body has already been received."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receiving() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receiving
+
+
+def _adapter(body: bytes) -> Path | None:
+    """Return the directory of the adapter that a request to update weights names, if it names one."""
+    try:
+        info = json.loads(body)["update_info"]
+        return Path(info["path"]) if info["adapter"] and info["version"] else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _asked_for(body: bytes) -> int:

@@ -19,6 +19,8 @@ class Capabilities:
     """Block-scaled FP8 matrix products."""
     lora: bool = False
     """Adapters on linear layers, and on SwiGLU experts without biases."""
+    engine_lora: frozenset[str] = frozenset()
+    """Layers on which vLLM can apply adapters at run time."""
     router_replay: bool = False
     head_chunks: bool = True
     """Logits computed in chunks of tokens."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from primeslurm.base import units
 from primeslurm.models.registry import family_of
 from primeslurm.models.shape import ModelShape
+from primeslurm.plan import lora_engines
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import settings_of
 from primeslurm.plan.commands.engine_defaults import START_S
@@ -29,8 +30,8 @@ from primeslurm.recipe.phase_limits import LONG_PHASE_S
 SLOW = 0.1
 
 
-def resolve_auto_fields(recipe: Recipe, model_type: str | None, device: str) -> Recipe:
-    """Return the recipe with `trainer.compile` and `weights.transport` filled in if they are open.
+def resolve_auto_fields(recipe: Recipe, model_type: str | None, device: str, shape: ModelShape | None = None) -> Recipe:
+    """Return the recipe with `trainer.compile`, `trainer.lora.engines` and `weights.transport` filled in if open.
 
     Args:
         model_type: `model_type` of the model's config.json; None if it is unknown.
@@ -40,12 +41,20 @@ def resolve_auto_fields(recipe: Recipe, model_type: str | None, device: str) -> 
     trainer = recipe.trainer
     if trainer.compile is None:
         trainer = trainer.model_copy(update={"compile": _compiles(recipe, model_type, device)})
+    trainer = trainer.model_copy(update={"lora": lora_engines.resolved(recipe, shape)})
     weights = recipe.weights.model_copy(update={"transport": transport})
     return recipe.model_copy(update={"trainer": trainer, "weights": weights})
 
 
-def choose_transport(recipe: Recipe, device: str) -> WeightTransport:
+def choose_transport(recipe: Recipe, device: str, shape: ModelShape | None = None) -> WeightTransport:
     """Return the transport of new weights, and the reason. `device` is as in `resolve_auto_fields`."""
+    transport, about_adapter = _transport(recipe, device), lora_engines.reason(recipe, shape)
+    if about_adapter:
+        transport = transport.model_copy(update={"reason": f"{transport.reason}; {about_adapter}"})
+    return transport
+
+
+def _transport(recipe: Recipe, device: str) -> WeightTransport:
     if recipe.weights.transport != "auto":
         return WeightTransport(transport=recipe.weights.transport, reason="set by the recipe")
     reasons_for_files = {

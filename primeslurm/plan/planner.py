@@ -87,8 +87,8 @@ def try_plan(
         The reasons why the recipe cannot be placed on this site, all findings, and the plan if there are no such
         reasons.
     """
-    transport = choose_transport(recipe, site.device)
-    recipe = resolve_auto_fields(recipe, files.model.model_type, site.device)
+    transport = choose_transport(recipe, site.device, files.model.shape)
+    recipe = resolve_auto_fields(recipe, files.model.model_type, site.device, files.model.shape)
     requests, problems = requests_of(recipe, site, local=local)
     findings, estimate = check_run(recipe, site, requests, files.model, files.teacher)
     about_files = [*files.absent, *as_findings(files.problems, "blocked")]
@@ -110,7 +110,7 @@ def _with_limits(site: Site, requests: list[ResourceRequest], files: RecipeFiles
     """Return the recipe with time limits and `resolve_auto_fields` filled in, and the time limits as quantities."""
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
-    return resolve_auto_fields(recipe, files.model.model_type, site.device), limits
+    return resolve_auto_fields(recipe, files.model.model_type, site.device, files.model.shape), limits
 
 
 def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Planned:

@@ -76,6 +76,11 @@ class Recipe(Section):
         return self.task in ("rl", "eval")
 
     @property
+    def sends_adapter(self) -> bool:
+        """True if engines get only the LoRA adapter of each policy. False if the plan has yet to decide."""
+        return self.task == "rl" and self.trainer.lora is not None and self.trainer.lora.engines == "adapter"
+
+    @property
     def colocated(self) -> bool:
         """True if trainer and engines share GPUs. Only `task: rl` has both."""
         return self.task == "rl" and self.deployment.colocated

@@ -13,3 +13,7 @@ ENGINE_HEADER = "X-Primeslurm-Engine"
 STATUS_PATH = "/primeslurm/status"
 # Variable with the only address from which an engine's KV events can be read
 KV_EVENTS_READER = "PRIMESLURM_KV_EVENTS_READER"
+# Name by which requests of a LoRA run ask for its adapter, if engines apply it at run time
+ADAPTER = "adapter"
+# Weight-transfer backend of such engines
+ADAPTER_BACKEND = "primeslurm_adapter"

@@ -16,9 +16,12 @@ from primeslurm.records.evaluation import evaluations
 from primeslurm.records.events.evaluation import EvaluationDone
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.records.events.training import WeightsPublished
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import rows
+from primeslurm.run.records import attempt_events, rows
 from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.weight_transfer import filesystem
+from scripts.models import tiny_model
 from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium, start_chromium
 from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
 
@@ -100,6 +103,32 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     result = record.result("held-out")
     assert result and (result.examples, result.samples, result.failed) == (8, 2, 0), "the policy that the run has made"
     assert {process["role"] for process in demo.status(again)["processes"]}.isdisjoint({"trainer", "teacher"})
+
+
+def test_lora_run_sends_only_its_adapter(demo: Demo, tmp_path: Path) -> None:
+    """Engines follow a policy that moves far, also after both they and the trainer were restarted."""
+    tiny_model.write_model(tmp_path / "model", "qwen3")
+    trainer = "trainer={optimizer: {lr: 0.01}, lora: {rank: 8}}"
+    settings = (f"model.path={tmp_path / 'model'}", trainer, "max_steps=10", "checkpoint.interval=3")
+    run = demo.submit("reverse_text_replicas.yaml", *(word for setting in settings for word in ("--set", setting)))
+    before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 3)
+    os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
+    demo.finish(run)
+    killed = run.attempt(1).end()
+    assert killed is not None and killed.committed_step is not None and killed.committed_step >= 3
+    resumed = [event.version for event in attempt_events(run.attempt(2)) if isinstance(event, EngineUpdated)]
+    # At least the committed version: a later one that had been announced remains.
+    assert min(resumed) >= killed.committed_step and max(resumed) == 10
+    table = rows(run.path)
+    assert [row["step"] for row in table] == list(range(1, 11))
+    assert all(row.get("trainer/mismatch_kl", 0.0) < 1e-3 for row in table), table
+    assert max(row["trainer/off_policy_kl"] for row in table) > 0.01, "one step changes the policy clearly"
+    published = filesystem.version_dir(run.path, 10)
+    assert not list(published.glob("model*")) and (published / "adapter_model.safetensors").exists()
+    whole = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert all(event.size < whole / 3 for event in events_of(run, WeightsPublished) if event.size)
+    done = demo.command("export", str(run.path), str(tmp_path / "merged"))
+    assert done.returncode == 0, done.stderr
 
 
 @needs_chromium

@@ -217,7 +217,11 @@ def _saving(plan: Plan, recipe: Recipe) -> dict[str, str]:
     if plan.task == "rl" and (transport := plan.weight_transport):
         how = {"nccl": "over NCCL", "filesystem": "through files"}[transport.transport]
         takes = f"; an update takes {duration(update.value)}" if update else ""
-        lines["weights"] = f"{how} ({transport.reason}){takes}"
+        adapter, policy = _amount(plan, "adapter"), _amount(plan, "policy")
+        sizes = (
+            f"; adapter {size(adapter.value * 1e6)}, policy {size(policy.value * 1e9)}" if adapter and policy else ""
+        )
+        lines["weights"] = f"{how} ({transport.reason}){takes}{sizes}"
     return lines
 
 

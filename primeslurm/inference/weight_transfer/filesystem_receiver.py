@@ -13,12 +13,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from primeslurm.base import files
 from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, first_three
-from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
+from primeslurm.wire.weight_transfer.filesystem import MANIFEST, SEEN_S, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
-
-# Longest wait until this node sees a policy that the trainer's node has written [s].
-SEEN_S = 20.0
 
 
 class UnseenError(PolicyError):

@@ -54,11 +54,15 @@ class EngineUpdateError(Exception):
     """The engine could not load a policy. It is paused without usable weights, and has to be restarted."""
 
 
-def next_step(status: EngineStatus, policy: PolicyVersion, model_path: str) -> Step:
-    """Return what an engine that was started from `model_path` needs to serve `policy`."""
+def next_step(status: EngineStatus, policy: PolicyVersion, model_path: str, adapter: bool = False) -> Step:
+    """Return what an engine that was started from `model_path` needs to serve `policy`.
+
+    `adapter`: policies are adapters. Then an engine has even version 0 only after an update, because requests name the
+    adapter from the start.
+    """
     if status.version == policy.version:
         return Step.RESUME if status.paused else Step.NOTHING
-    if status.updates == 0 and (policy.version == 0 or policy.path == model_path):
+    if not adapter and status.updates == 0 and (policy.version == 0 or policy.path == model_path):
         return Step.CONFIRM
     return Step.UPDATE
 
@@ -72,6 +76,7 @@ class EngineClient:
         tries: Number of tries of an update. Generation is paused all the while.
         status_timeout_s: Minimum timeout of a status. It grows with the engine's answer times.
         trains_encoder: The trainer updates the image encoder, so cached image features become invalid.
+        adapter: Policies are adapters, which engines read while they generate.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class EngineClient:
         retry_s: float = 1.0,
         status_timeout_s: float = MIN_TIMEOUT_S,
         trains_encoder: bool = False,
+        adapter: bool = False,
     ) -> None:
         self._where = where
         self._model_path = model_path
@@ -91,9 +97,11 @@ class EngineClient:
         self._tries = tries
         self._retry_s = retry_s
         self._trains_encoder = trains_encoder
+        self._adapter = adapter
         self._status_timeout = AnswerTimeout(status_timeout_s)
         # Parts of the last update: `wait` for the trainer, `load` (with transfer), `pause` of generation.
         self.seconds: dict[str, float] = {}
+        self._pause_began = 0.0
         # Connections are not kept, because uvicorn closes them after a failed request, and the next request would fail.
         self._http = internal_client(status_timeout_s, keep=0)
         # Polls are the exception: with hundreds of engines, reconnecting for every poll would keep a core busy.
@@ -182,7 +190,7 @@ class EngineClient:
                 return await self.status(own_delay_s)
 
     async def _apply(self, policy: PolicyVersion, timeout_s: float, status: EngineStatus) -> Step:
-        step = next_step(status, policy, self._model_path)
+        step = next_step(status, policy, self._model_path, self._adapter)
         if step is Step.CONFIRM:
             await self._post("/update_weight_version", timeout_s, {"new_version": str(policy.version)})
         if step is Step.UPDATE:
@@ -190,21 +198,27 @@ class EngineClient:
                 await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": {}})
             began = time.monotonic()
             info = await self._update_info(policy)  # generation continues while the engine waits for the trainer
-            pausing = time.monotonic()
-            if not status.paused:  # pausing twice would make engines that share experts run a step
-                with self._taking_part(info):
-                    # clear_cache would preempt every running request and prefill it again
-                    await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
-            paused = time.monotonic()
-            await self._update(policy, info, timeout_s)
+            waited = time.monotonic()
+            if not self._adapter:
+                await self._pause(status, info, timeout_s)
+            loading = time.monotonic()
+            await self._update(policy, info, timeout_s, status)
             loaded = time.monotonic()
             await self._post("/resume", timeout_s)
-            self.seconds = {"wait": pausing - began, "load": loaded - paused, "pause": time.monotonic() - pausing}
+            pause_s = time.monotonic() - self._pause_began
+            self.seconds = {"wait": waited - began, "load": loaded - loading, "pause": pause_s}
         elif status.paused:
             await self._post("/resume", timeout_s)
         return step
 
-    async def _update(self, policy: PolicyVersion, info: UpdateInfo, timeout_s: float) -> None:
+    async def _pause(self, status: EngineStatus, info: UpdateInfo, timeout_s: float) -> None:
+        self._pause_began = time.monotonic()
+        if not status.paused:  # pausing twice would make engines that share experts run a step
+            with self._taking_part(info):
+                # clear_cache would preempt every running request and prefill it again
+                await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
+
+    async def _update(self, policy: PolicyVersion, info: UpdateInfo, timeout_s: float, status: EngineStatus) -> None:
         async for attempt in retry_times(EngineUpdateError, self._tries, self._retry_s):
             with attempt:
                 if attempt.retry_state.attempt_number > 1:
@@ -212,6 +226,9 @@ class EngineClient:
                 with self._taking_part(info):
                     await self._post("/start_weight_update", timeout_s)
                     await self._post("/update_weights", timeout_s, {"update_info": msgspec.structs.asdict(info)})
+                if self._adapter:
+                    # Without this short pause, steps on their way would be reported under the new version.
+                    await self._pause(status, info, timeout_s)
                 if self._trains_encoder:
                     # The prefix cache is salted by policy version, but the encoder cache knows images alone. A prompt
                     # that is half computed has the rest of its image encoded again.
@@ -220,7 +237,7 @@ class EngineClient:
 
     async def _update_info(self, policy: PolicyVersion) -> UpdateInfo:
         if policy.path or self._sessions is None:
-            return PolicyDirectory(policy.version, policy.path)
+            return PolicyDirectory(policy.version, policy.path, self._adapter)
         return await self._sessions.join(policy.version, self.url)
 
     @contextlib.contextmanager

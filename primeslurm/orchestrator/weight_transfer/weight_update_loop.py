@@ -317,10 +317,9 @@ def weight_update_loop(
 ) -> WeightUpdateLoop:
     """Create the loop for all engines of a run. `sessions`: with a trainer that sends policies without a directory."""
     url = arguments.addresses.url
-    trains_encoder = recipe.model.trains_encoder
+    options = {"trains_encoder": recipe.model.trains_encoder, "adapter": recipe.sends_adapter}
     engines = {
-        name: EngineClient(partial(url, name), recipe.model.path, sessions, trains_encoder=trains_encoder)
-        for name in arguments.engines
+        name: EngineClient(partial(url, name), recipe.model.path, sessions, **options) for name in arguments.engines
     }
     return WeightUpdateLoop(
         engines,

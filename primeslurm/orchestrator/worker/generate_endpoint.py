@@ -17,7 +17,7 @@ from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.rollout import LARGEST_LOGPROB, MAX_LOGPROB
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, decode_json
-from primeslurm.wire.names import ENGINE_HEADER, SERVED_MODEL
+from primeslurm.wire.names import ADAPTER, ENGINE_HEADER, SERVED_MODEL
 from primeslurm.wire.transport.http import (
     BUSY,
     Clients,
@@ -145,6 +145,7 @@ class GenerateEndpoint:
         where: Returns the router's current URL. A waiting request follows it when it changes.
         max_len: Longest sequence that an engine accepts [tokens]. Completions end there.
         kv_aware: The router reads KV events, so it must not see cache salts.
+        adapter: Ask for the policy's adapter instead of the model that engines loaded.
     """
 
     def __init__(
@@ -156,9 +157,11 @@ class GenerateEndpoint:
         tally: AnswerTally | None = None,
         vocab: int | None = None,
         kv_aware: bool = False,
+        adapter: bool = False,
     ) -> None:
         self._where = where
         self._kv_aware = kv_aware
+        self._model = ADAPTER if adapter else None
         self._vocab = vocab
         self._tally = tally or AnswerTally()
         self.max_len = max_len
@@ -205,7 +208,7 @@ class GenerateEndpoint:
         # Without max_tokens it would stop at max_new_tokens of the model's generation config.
         sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
         sampling["logprobs"] = 0  # only that of the sampled token
-        request = {**body, "model": None, "sampling_params": sampling, "stream": False}
+        request = {**body, "model": self._model, "sampling_params": sampling, "stream": False}
         # Without its model's name, a request to prefill engines gets no credit for cached blocks.
         return hidden_salt.hide({**request, "model": SERVED_MODEL}) if self._kv_aware else request
 

@@ -120,6 +120,7 @@ class Worker:
                 tally=self._tally,
                 vocab=self._validator.vocab,
                 kv_aware=recipe.inference.reads_kv_events,
+                adapter=recipe.sends_adapter,
             )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]

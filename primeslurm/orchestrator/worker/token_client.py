@@ -155,6 +155,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         tally: AnswerTally | None = None,
         vocab: int | None = None,
         kv_aware: bool = False,
+        adapter: bool = False,
     ) -> None:
         rendering = rendering or select_renderer(model, images=images)
         config = TrainClientConfig(
@@ -166,7 +167,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         )
         super().__init__(config)
         self.key = config.model_dump_json()
-        endpoint = GenerateEndpoint(where, max_len, timeout_s, routed, tally, vocab, kv_aware)
+        endpoint = GenerateEndpoint(where, max_len, timeout_s, routed, tally, vocab, kv_aware, adapter)
         self.endpoint = RendererEndpoint(config.base_url, endpoint, model)
         self.client = self.endpoint
         if routed:

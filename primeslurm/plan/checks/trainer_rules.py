@@ -7,6 +7,7 @@ from math import gcd, lcm
 
 from primeslurm.models import bundled, capabilities, lora_targets
 from primeslurm.models.expert_sharding import unshardable_stack
+from primeslurm.plan import lora_engines
 from primeslurm.plan.checks.rule import Rule, RuleContext
 
 
@@ -180,6 +181,11 @@ def _lora_quantised(context: RuleContext) -> str:
     return f"engines quantise merged weights to {quantised}, and the trainer does not" if quantised else ""
 
 
+def _lora_engines(context: RuleContext) -> str:
+    recipe = context.recipe
+    return lora_engines.obstacle(recipe, context.shape) if recipe.sends_adapter else ""
+
+
 def _lora_targets(context: RuleContext) -> str:
     lora = context.recipe.trainer.lora
     valid = lora_targets()
@@ -272,6 +278,8 @@ TRAINER_RULES = (
     Rule("lora-quantised", "error", "trainer.lora", "LoRA needs engines that do not quantise", _lora_quantised,
          "use a checkpoint in bfloat16 without inference.quantization, or remove lora",
          "FP8 rounds by more than an adapter changes: engines would sample from another policy than is trained"),
+    Rule("lora-engines", "error", "trainer.lora.engines", "engines adapter needs layers and engines that support it",
+         _lora_engines, "set engines: auto, or merged", "vLLM 0.32 vllm/lora"),
     Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets must be layers of the model", _lora_targets,
          f"valid: {', '.join(sorted(lora_targets(bundled())))}", "prime-rl 0.6.0 ignores unknown names silently"),
     Rule("lora-absorbed", "error", "trainer.lora.targets",

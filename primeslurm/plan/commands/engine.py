@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from primeslurm.base import logs
-from primeslurm.models import Parsers, parsers_of
+from primeslurm.models import ATTENTION, SWIGLU, Parsers, parsers_of
 from primeslurm.plan.commands import dynamo, kv, kv_events
 from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
 from primeslurm.plan.commands.engine_defaults import ENVIRONMENT, OPTIONS, EngineFacts, batch_limits, chosen
@@ -17,7 +17,7 @@ from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 from primeslurm.recipe.sections.speculation import Speculation
-from primeslurm.wire.names import SERVED_MODEL
+from primeslurm.wire.names import ADAPTER_BACKEND, SERVED_MODEL
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
@@ -39,6 +39,8 @@ QUANTIZATION = {"fp8": "fp8_per_block"}
 UNQUANTISED = ("*.in_proj_a", "*.in_proj_b", "*.gate")
 # vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
+# Ranks that vLLM accepts as the largest one of an engine
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class DataParallel(NamedTuple):
@@ -128,6 +130,8 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     if recipe.samples:
         transport = "nccl" if recipe.weights.transport == "nccl" else "filesystem"  # auto is resolved in a whole plan
         options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[transport]}
+    if recipe.sends_adapter:
+        options |= _adapter_options(recipe)
     options["middleware"] = GATE if recipe.samples else CORE_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
@@ -192,6 +196,19 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
     return {name: value for name, value in options.items() if value is not None}
 
 
+def _adapter_options(recipe: Recipe) -> dict[str, object]:
+    lora = recipe.trainer.lora
+    assert lora is not None
+    return {
+        "weight_transfer_config": {"backend": ADAPTER_BACKEND},
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
+        # Otherwise vLLM would also prepare the embedding and the head, which no adapter changes.
+        "lora_target_modules": sorted(lora.targets or ATTENTION | SWIGLU),
+    }
+
+
 def _speculative_config(speculation: Speculation) -> dict[str, object]:
     values: dict[str, object] = speculation.model_dump(exclude_none=True)
     values["num_speculative_tokens"] = values.pop("num_tokens")
@@ -252,6 +269,8 @@ def _engine_env(
         env |= COMPILED_CODE
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    if recipe.sends_adapter:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise requests cannot name the adapter
     if recipe.inference.batch_invariant:
         env["VLLM_BATCH_INVARIANT"] = "1"
     if recipe.samples and recipe.trainer.fp8:

@@ -36,6 +36,8 @@ class EngineLayout:
     batched_tokens: int
     cuda_graphs: bool
     all2all: str | None
+    adapter_bytes: int = 0
+    """Bytes of the LoRA adapter that vLLM applies at run time."""
     prompt_logprobs: bool = False
     """Whether requests ask for log-probabilities of prompt tokens."""
 
@@ -70,7 +72,7 @@ def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, uti
         gpu_bytes: total memory of the GPU [bytes].
         utilization: share of it that vLLM may use, 0 to 1.
     """
-    weights = weight_bytes(shape, layout)
+    weights = weight_bytes(shape, layout) + layout.adapter_bytes
     reserve = _reserve(shape, layout)
     return EngineMemory(
         weights=weights,

@@ -87,7 +87,13 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
         batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
         cuda_graphs=not inference.enforce_eager,
         all2all=settings.all2all,
+        adapter_bytes=element * _adapter_parameters(recipe, shape) if recipe.sends_adapter else 0,
     )
+
+
+def _adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    lora = recipe.trainer.lora
+    return lora_parameters(shape, lora.rank, lora.targets) if lora else 0
 
 
 def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayout:
@@ -102,7 +108,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         activation_offload=trainer.memory.activation_offload,
         keeps_selection=trainer.memory.keep_dsa_indices,
         logit_tokens=trainer.memory.lm_head_chunk,
-        lora_parameters=lora_parameters(shape, trainer.lora.rank) if trainer.lora else 0,
+        lora_parameters=_adapter_parameters(recipe, shape),
         dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,
         state_bytes=STATE_BYTES[trainer.optimizer.type],
         reshard=p.reshard_after_forward,
@@ -201,8 +207,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
 
 
 def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, shape: ModelShape) -> list[Quantity]:
-    adapters = lora_parameters(shape, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
-    trained = trained_parameters(shape, adapters, _frozen_vision(recipe))
+    trained = trained_parameters(shape, _adapter_parameters(recipe, shape), _frozen_vision(recipe))
     moments = recipe.checkpoint.moments
     size = checkpoint_bytes(recipe, trained, STATE_BYTES[recipe.trainer.optimizer.type])
     how = "float32 masters and optimizer state" + (" in bfloat16" if moments == "bfloat16" else "")
@@ -265,6 +270,10 @@ def _update(
     size = experts + common
     form = "FP8" if fp8 else recipe.model.dtype
     quantities = [Quantity(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
+    if adapter := element * _adapter_parameters(recipe, shape):
+        sent = "sent to engines instead of the policy" if recipe.sends_adapter else "merged into the policy"
+        quantities.append(Quantity(name="adapter", value=round(adapter / 1e6, 1), unit="MB", how=sent))
+        size = adapter if recipe.sends_adapter else size
     if recipe.weights.transport != "nccl":
         speed = site.network.storage_gbytes_per_s * train.nodes
         how = (

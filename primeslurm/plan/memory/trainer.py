@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from primeslurm.models import EXPERTS, SWIGLU
 from primeslurm.models.expert_sharding import shards_have_whole_blocks
 from primeslurm.models.shape import ModelShape
 from primeslurm.nn.block_sizes import FP8_BLOCK
@@ -149,15 +151,23 @@ def experts_in_fp8(recipe: Recipe, ranks: int, shape: ModelShape) -> bool:
     return requested and shards_have_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
 
 
-def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Count the parameters of adapters on every linear layer: rank x (inputs + outputs)."""
+def lora_parameters(shape: ModelShape, rank: int, targets: Collection[str] | None = None) -> int:
+    """Count the parameters of adapters on linear layers: rank x (inputs + outputs).
+
+    `targets` as in `trainer.lora`. All layers count if it is None, or names layers of another attention than GQA.
+    """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    per_layer = (shape.hidden + q) * 2 + (shape.hidden + kv) * 2
-    total = shape.attention_layers * per_layer + shape.dense_layers * 3 * (shape.hidden + shape.dense_width)
+    outer = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": q}
+    every = {*outer, *SWIGLU, *EXPERTS}
+    wanted = every if targets is None or not every.issuperset(targets) else set(targets)
+    matrices = len(SWIGLU & wanted)
+    total = shape.attention_layers * sum(shape.hidden + size for name, size in outer.items() if name in wanted)
+    total += shape.dense_layers * matrices * (shape.hidden + shape.dense_width)
     if shape.experts:
         e = shape.experts
-        each = 3 * ((e.latent or shape.hidden) + e.width)
-        total += shape.moe_layers * (e.count * each + (3 * (shape.hidden + e.shared_width) if e.shared_width else 0))
+        each = 3 * ((e.latent or shape.hidden) + e.width) if EXPERTS & wanted else 0
+        shared = matrices * (shape.hidden + e.shared_width) if e.shared_width else 0
+        total += shape.moe_layers * (e.count * each + shared)
     return rank * total
 
 

@@ -171,8 +171,7 @@ class Memory(Section):
 class Lora(Section):
     """Low-rank adapters instead of full training.
 
-    Engines receive the model with the adapters merged into its weights. Engines must not quantise the model, because
-    FP8 rounds by more than an adapter changes.
+    Engines must not quantise the model, because FP8 rounds by more than an adapter changes.
     """
 
     rank: PositiveInt = Field(16, multiple_of=8)
@@ -182,9 +181,14 @@ class Lora(Section):
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     """Linear layers that get adapters, named as in the checkpoint, and `experts`. For example `[q_proj, v_proj,
     experts]`. Default: all linear layers of the model."""
+    engines: Literal["auto", "adapter", "merged"] = "auto"
+    """What engines get in a weight update. adapter: only the adapter, which vLLM applies beside the weights of the
+    model. merged: the whole model, with the adapter merged into its weights. auto: adapter if vLLM can apply it to all
+    targets, else merged. `plan` shows the choice, its reason, and the sizes of adapter and model."""
     save_adapter: bool = False
-    """Also write the adapter alone, in PEFT format, to `adapter/` of each published version. If vLLM wants the adapters
-    of experts stacked (Qwen3-VL-MoE, Qwen3.5-MoE with images), the adapter of gate and up has twice the rank."""
+    """With merged weights, also write the adapter alone, in PEFT format, to `adapter/` of each published version. If
+    vLLM wants the adapters of experts stacked (Qwen3-VL-MoE, Qwen3.5-MoE with images), the adapter of gate and up has
+    twice the rank."""
 
 
 class Trainer(Section):

@@ -39,6 +39,7 @@ class WeightsPublished(Event, frozen=True, tag="published"):
     sent_s: float | None = None  # duration of sending, if engines receive weights from the trainer
     connect_s: float | None = None  # part of `sent_s` until all engines had arrived and were connected
     groups: int | None = None  # process groups made so far to send: one more when engines come, go or fail
+    size: int | None = None  # bytes of the files that engines read, from rank 0: a whole model, or an adapter
 
 
 class CheckpointCommitted(Event, frozen=True, tag="committed"):

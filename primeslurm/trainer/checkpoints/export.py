@@ -2,14 +2,14 @@
 
     python -m primeslurm.trainer.checkpoints.export --recipe RESOLVED --checkpoint DIR --out DIR
 
-The checkpoint may have been written by any number of ranks.
+The checkpoint may have been written by any number of ranks. Adapters of a LoRA run are merged into the model's weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,12 @@ from primeslurm.base import durable
 from primeslurm.base import files as storage
 from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
+from primeslurm.nn.adapters import adapter_for_checkpoint
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.assembly import generic_model
 from primeslurm.trainer.checkpoints.shards import ByteCounter, ShardReader
+from primeslurm.trainer.components.lora import A, merge
 from primeslurm.trainer.distributed.cpu_affinity import io_threads
 from primeslurm.trainer.weights import model_directory
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
@@ -42,14 +45,12 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     """Write the weights of a committed checkpoint to `out`, which must not exist.
 
     Weights are in the compute dtype, and in FP8 where the model's own checkpoint is. Raises OSError for damaged and
-    inaccessible files, and ValueError for checkpoints of another model or of LoRA adapters.
+    inaccessible files, and ValueError for checkpoints of another model.
     """
-    if recipe.trainer.lora is not None:
-        raise ValueError("a LoRA run's checkpoints hold adapters only; export a published version in weights/ instead")
     source = locate(recipe.model.path)
-    adapter, expected = _adapter(recipe, model_directory.load_config(source))
-    unchanged: tuple[str, ...] = getattr(adapter, "unchanged", ())
     files = TensorFiles.read(source)
+    adapter, expected = _adapter(recipe, model_directory.load_config(source), files)
+    unchanged: tuple[str, ...] = getattr(adapter, "unchanged", ())
     expected |= {name for name in files.places if name.startswith(unchanged)}
     stored = files.fp8_names() if recipe.task == "rl" else frozenset()
     encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored, trained_in_fp8=recipe.trainer.fp8)
@@ -65,8 +66,13 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         index.update(dict.fromkeys(tensors, file))
         sizes.extend(tensor.nbytes for tensor in tensors.values())
 
-    for number, layer in enumerate(_layers(checkpoint / "trainer")):
-        encoded = (encoding.encode(name, tensor) for name, tensor in adapter.to_hf(layer).items())
+    layers = _layers(checkpoint / "trainer")
+    if lora := recipe.trainer.lora:
+        converted = _merged(layers, lora, adapter, files, expected, encoding.dtype)
+    else:
+        converted = (adapter.to_hf(layer) for layer in layers)
+    for number, layer in enumerate(converted):
+        encoded = (encoding.encode(name, tensor) for name, tensor in layer.items())
         tensors = {name: tensor for parts in encoded for name, tensor in parts.items()}
         if tensors:  # some layers consist of buffers that Hugging Face's format does not have
             write(tensors, f"model-{number:05d}.safetensors")
@@ -80,7 +86,31 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     durable.rename(partial, out)
 
 
-def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
+def _merged(
+    layers: Iterable[dict[str, torch.Tensor]],
+    lora: Lora,
+    adapter: Any,
+    files: TensorFiles,
+    expected: set[str],
+    dtype: torch.dtype,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the expected tensors of a model by layer, with the changes of LoRA adapters added."""
+    if files.four_bits or files.fp8_names():
+        raise ValueError(f"{files.directory} is quantised: adapters can only be merged into weights of full precision")
+    left = set(expected)
+    with OpenFiles(files) as opened:
+        for layer in layers:
+            zeros = {name.removesuffix(A): torch.zeros(()) for name in layer if name.endswith(A)}
+            changes = adapter.to_hf(merge(layer | zeros, lora))
+            if unknown := sorted(changes.keys() - left):
+                raise ValueError(f"{files.directory} has no {', '.join(unknown[:5])}")
+            left -= changes.keys()
+            yield {name: cast(name, opened.tensor(name).float() + change, dtype) for name, change in changes.items()}
+        for names in by_layer(sorted(left)):
+            yield {name: cast(name, opened.tensor(name), dtype) for name in names}
+
+
+def _adapter(recipe: Recipe, config: Any, files: TensorFiles) -> tuple[Any, set[str]]:
     if model_builder.is_generic(recipe.model.impl, config):
         with torch.device("meta"):
             model: Any = generic_model.GenericModel(config)
@@ -90,6 +120,8 @@ def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
         with torch.device("meta"):
             model = spec.model.build()
         adapter = spec.state_dict_adapter(spec.model, None)
+        if recipe.trainer.lora is not None:
+            adapter = adapter_for_checkpoint(adapter, files.places)  # its tensors are added to those of the files
     return adapter, set(adapter.to_hf(model.state_dict()))
 
 

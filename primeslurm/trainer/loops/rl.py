@@ -23,6 +23,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.trainer.policy.train_step import TrainStep
+from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
@@ -43,6 +44,8 @@ class Choice(enum.IntEnum):
 
 class WeightTransfer(Protocol):
     """A transport for weight updates, by `weights.transport`. All methods are collectives and raise RankError."""
+
+    publisher: Publisher
 
     def resume(self, version: int) -> None:
         """Update the engines to the version of the loaded checkpoint. Version 0 is the model that they start with."""

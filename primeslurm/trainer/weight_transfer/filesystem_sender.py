@@ -1,7 +1,7 @@
-"""Publish policies as Hugging Face model directories, which appear only when they are complete.
+"""Publish policies as Hugging Face model directories or LoRA adapters, which appear only when they are complete.
 
 All ranks write the tensors that they export (`export.parts`) in parallel, in files of FILE_BYTES, and no rank
-holds the whole model.
+holds the whole model. Rank 0 writes adapters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,28 @@ FILE_BYTES = 2 * 2**30
 
 
 class Publisher:
-    """Writes versions to `<run>/weights`. Keeps the newest `keep`, and those of checkpoints. All are collectives."""
+    """Writes versions to `<run>/weights`. Keeps the newest `keep`, and those of checkpoints. All are collectives.
 
-    def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
+    `only_adapter`: versions are LoRA adapters instead of whole models.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        run_dir: Path,
+        encoding: Encoding,
+        keep: int,
+        world: World,
+        only_adapter: bool = False,
+    ) -> None:
         self._policy = policy
         self._run_dir = run_dir
         self._encoding = encoding
         self._keep = keep
         self._world = world
+        self._layout = "adapter" if only_adapter else "hf"
+        self.size: int | None = None
+        """On rank 0: bytes of the files of the newest version, if this process published any."""
 
     def publish(self, version: int) -> Path:
         """Write the policy as `version` and return its directory. A full or read-only disk pauses the call.
@@ -55,21 +69,28 @@ class Publisher:
         self._world.agree(
             _attempt(lambda: durable.make_anew(partial)) if self._world.is_main else None, f"publishing v{version}"
         )
-        writer = _RankWriter(partial, self._world.rank)
-        self._write(writer)
-        self._world.agree(writer.failure, f"publishing v{version}")
-        written = self._world.collect(_Written(writer.index, writer.records, writer.size))
-        saves_adapter = self._policy.lora is not None and self._policy.lora.save_adapter
-        adapter = peft.tensors(self._policy, self._encoding.dtype) if saves_adapter else {}
-        failure = None
-        if self._world.is_main:
-            if self._policy.lora is not None and adapter:
-                lora = self._policy.lora
-                write = partial_of(peft.write, partial / "adapter", adapter, lora, self._policy.source)
-                failure = _attempt(lambda: files.retrying(partial, write))
-            failure = failure or _attempt(lambda: self._complete(partial, final, version, written))
-        self._world.agree(failure, f"publishing v{version}")
+        if self._layout == "adapter":
+            self._write_adapter(partial, version)
+            complete = partial_of(filesystem.complete, partial, version, self._encoding.dtype_name, layout="adapter")
+            self._on_main(complete, version)
+        else:
+            written = self._write_model(partial, version)
+            if self._policy.lora is not None and self._policy.lora.save_adapter:
+                self._write_adapter(partial / "adapter", version)
+            self._on_main(lambda: self._complete(partial, version, written), version)
+        self._on_main(lambda: self._rename(partial, final, version), version)
         return final
+
+    def _on_main(self, action: Callable[[], object], version: int) -> None:
+        """Do `action` on rank 0. Every rank raises its error as RankError."""
+        self._world.agree(_attempt(action) if self._world.is_main else None, f"publishing v{version}")
+
+    def _write_adapter(self, directory: Path, version: int) -> None:
+        lora = self._policy.lora
+        assert lora is not None
+        tensors = peft.tensors(self._policy, self._encoding.dtype)
+        write = partial_of(peft.write, directory, tensors, lora, self._policy.source)
+        self._on_main(lambda: files.retrying(directory, write), version)
 
     def flush(self, version: int) -> None:
         """Flush a published version to disk. Do nothing if it was not published. Raises RankError."""
@@ -87,10 +108,16 @@ class Publisher:
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
-        directory = filesystem.version_dir(self._run_dir, version)
-        return bool(self._world.decide(int(self._world.is_main and not filesystem.damage(directory))))
+        return bool(self._world.decide(int(self._world.is_main and self._is_sound(version))))
 
-    def _write(self, writer: _RankWriter) -> None:
+    def _is_sound(self, version: int) -> bool:
+        directory = filesystem.version_dir(self._run_dir, version)
+        manifest = filesystem.read_manifest(directory)
+        # A resumed run may send what it did not send before.
+        return manifest is not None and manifest.layout == self._layout and not filesystem.damage(directory)
+
+    def _write_model(self, directory: Path, version: int) -> list[_Written]:
+        writer = _RankWriter(directory, self._world.rank)
         # After a failed write, the rank still takes part in the gathers.
         for layer in parts(self._policy, self._encoding.gathered, self._world):
             for part in layer:
@@ -98,8 +125,10 @@ class Publisher:
                 if part.is_exporter:
                     writer.add(self._encoding.encode(part.name, whole))
         writer.flush()
+        self._world.agree(writer.failure, f"publishing v{version}")
+        return self._world.collect(_Written(writer.index, writer.records, writer.size))
 
-    def _complete(self, partial: Path, final: Path, version: int, written: list[_Written]) -> None:
+    def _complete(self, partial: Path, version: int, written: list[_Written]) -> None:
         index = {name: file for of_rank in written for name, file in of_rank.index.items()}
         self._check(index, sum(len(of_rank.index) for of_rank in written))
         encoding, total_size = self._encoding, sum(of_rank.size for of_rank in written)
@@ -108,6 +137,10 @@ class Publisher:
         files.retrying(partial, lambda: model_directory.write_companions(*companions))
         records = [record for of_rank in written for record in of_rank.records]
         filesystem.complete(partial, version, encoding.dtype_name, records)
+
+    def _rename(self, partial: Path, final: Path, version: int) -> None:
+        manifest = filesystem.read_manifest(partial)
+        self.size = sum(file.bytes for file in manifest.files) if manifest else None
         # An earlier attempt may have left a version of this number, which was damaged or never committed.
         _remove(final)
         files.rename(partial, final)
@@ -145,7 +178,7 @@ class FilesystemTransfer:
     def transfer(self, version: int) -> WeightsPublished:
         if version > self.announced:
             self._announce(version, str(self.publisher.publish(version)))
-        return WeightsPublished(version, 0.0)
+        return WeightsPublished(version, 0.0, size=self.publisher.size)
 
     def repeat(self, version: int) -> None:
         """Do nothing: the files already exist."""

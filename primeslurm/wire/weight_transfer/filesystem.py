@@ -13,11 +13,16 @@ from primeslurm.wire.stored import checkpoints, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
 MANIFEST = "MANIFEST.json"
+# Longest wait until this node sees a policy that another node has written [s].
+SEEN_S = 20.0
 _NAME = re.compile(r"^v(\d{6,})$")
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
-    """A complete published policy. Layout "hf" is safetensors with Hugging Face names."""
+    """A complete published policy.
+
+    Layout "hf" is safetensors with Hugging Face names, and "adapter" a LoRA adapter in PEFT format.
+    """
 
     version: int
     layout: str
@@ -29,19 +34,28 @@ def version_dir(run_dir: Path, version: int) -> Path:
     return run_dir / "weights" / f"v{version:06d}"
 
 
-def complete(directory: Path, version: int, dtype: str, described: Sequence[FileRecord] = ()) -> WeightManifest:
+def complete(
+    directory: Path, version: int, dtype: str, described: Sequence[FileRecord] = (), layout: str = "hf"
+) -> WeightManifest:
     """Write the manifest of a directory, which makes the version valid. Files in `described` are not read."""
     recorded = {MANIFEST, *(record.name for record in described)}
     others = [path for path in files.listing(directory) if path.name not in recorded and not path.name.startswith(".")]
     more = manifest.describe(directory, [path for path in others if files.is_file(path)])
     records = sorted([*described, *more], key=lambda record: record.name)
-    value = WeightManifest(version=version, layout="hf", dtype=dtype, files=records)
+    value = WeightManifest(version=version, layout=layout, dtype=dtype, files=records)
     manifest.write(directory / MANIFEST, value)
     return value
 
 
 def read_manifest(directory: Path) -> WeightManifest | None:
     return manifest.read(directory / MANIFEST, WeightManifest)
+
+
+def read_ahead(directory: Path) -> None:
+    """Read the files of a published policy into this node's page cache. Wait up to `SEEN_S` until they are visible."""
+    manifest = files.until_seen(lambda: read_manifest(directory), directory.parent, directory, within_s=SEEN_S)
+    for file in manifest.files if manifest else ():
+        files.read_bytes(directory / file.name)
 
 
 def damage(directory: Path) -> list[str]:

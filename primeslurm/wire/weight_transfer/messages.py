@@ -43,6 +43,7 @@ class PolicyDirectory(msgspec.Struct, frozen=True):
 
     version: int
     path: str  # directory as every engine worker sees it
+    adapter: bool = False  # whether it holds a LoRA adapter; version 0 has none
 
 
 class SessionPlace(msgspec.Struct, frozen=True):

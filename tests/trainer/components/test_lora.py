@@ -19,12 +19,15 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.checkpoints.export import export
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.weight_transfer.filesystem import MANIFEST
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer, published
 from tests.trainer.families import BY_NAME, CASES, Case, reference_of, write
 
@@ -206,3 +209,44 @@ def test_adapters_are_initialized_from_the_seed(moe_model: Path, world: World) -
         assert torch.equal(first[name], again[name]) and not torch.equal(first[name], different[name])
         assert not first[name.removesuffix(lora.A) + lora.B].any()
     assert len({float(first[name].flatten()[0]) for name in drawn}) == len(drawn), "no two are alike"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe", "llama-tied"])
+def test_exported_checkpoint_equals_merged_weights(name: str, world: World, tmp_path: Path) -> None:
+    recipe = recipe_of(write(BY_NAME[name], tmp_path / "model"))
+    train_step = learner_of(recipe, world)
+    train(train_step, tmp_path, 1)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, train_step, make_timer(tmp_path))
+    export(recipe, checkpoints.step_dir(tmp_path, 1), tmp_path / "out")
+    Publisher(train_step.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
+    merged = published(tmp_path, 1)
+    exported = {key: t for file in (tmp_path / "out").glob("*.safetensors") for key, t in load_file(file).items()}
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    changed = {key for key, tensor in stored.items() if not torch.equal(exported[key], tensor)}
+    assert any("mlp" in key for key in changed) and any("o_proj" in key for key in changed)
+    for key in exported.keys() & merged.keys():  # published experts may be split, where stored ones are stacked
+        torch.testing.assert_close(exported[key], merged[key], atol=1e-6, rtol=1e-5, msg=key)
+
+
+def test_only_the_adapter_is_published_for_engines_that_apply_it(
+    dense_model: Path, world: World, tmp_path: Path
+) -> None:
+    train_step = learner_of(recipe_of(dense_model), world)
+    train(train_step, tmp_path, 1)
+    whole, only = (
+        Publisher(train_step.policy, tmp_path / name, Encoding(torch.float32), 1, world, name == "adapter")
+        for name in ("whole", "adapter")
+    )
+    merged, directory = load_file(next(whole.publish(1).glob("model-*"))), only.publish(1)
+    assert {path.name for path in directory.iterdir()} == {MANIFEST, "adapter_config.json", "adapter_model.safetensors"}
+    adapter, base = load_file(directory / "adapter_model.safetensors"), load_file(dense_model / "model.safetensors")
+    assert len(adapter) == 2 * 7 * 2  # A and B of 7 projections in 2 layers
+    for name, a in adapter.items():
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            change = adapter[name.replace(".lora_A.", ".lora_B.")] @ a * 16.0 / 8
+            torch.testing.assert_close(merged[weight], base[weight] + change, atol=1e-6, rtol=1e-5, msg=name)
+    assert only.is_sound(1) and not Publisher(
+        train_step.policy, tmp_path / "adapter", Encoding(torch.float32), 1, world
+    ).is_sound(1), "a resumed run that merges publishes the version again"

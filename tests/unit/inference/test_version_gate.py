@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from primeslurm.inference.version_gate import VersionGate
 from primeslurm.wire import hidden_salt
 from primeslurm.wire.transport import secret
+from primeslurm.wire.weight_transfer import filesystem
 
 
 class FakeEngineApp:
@@ -262,3 +264,24 @@ async def test_body_in_chunks_reaches_the_engine() -> None:
     await client.post(GENERATE, content=chunks())
     assert got == [b'{"token_ids": [1, 2], "cache_salt": "r:0"}']
     await client.aclose()
+
+
+@pytest.mark.parametrize("version", [0, 3])
+async def test_adapter_is_read_before_workers_are_asked_to(
+    http: httpx.AsyncClient, app: FakeEngineApp, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(filesystem, "read_ahead", lambda path: read.append(path) or app.seen.append("read"))
+    info = {"version": version, "path": "/run/v3", "adapter": True}
+    await http.post("/update_weights", json={"update_info": info})
+    await http.post("/update_weights", json={"update_info": {**info, "adapter": False}})
+    assert read == [Path("/run/v3")] * (version > 0), "version 0 has no files"
+    assert app.seen == ["read"] * (version > 0) + ["/update_weights", "/update_weights"]
+
+
+async def test_unreadable_adapter_is_left_to_the_workers(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
+    directory = "/missing\0"  # no path can contain this character
+    answer = await http.post(
+        "/update_weights", json={"update_info": {"version": 1, "path": directory, "adapter": True}}
+    )
+    assert answer.status_code == 200 and app.seen == ["/update_weights"]

@@ -85,6 +85,13 @@ async def test_failed_update_is_retried_in_another_session(
     assert engine.sessions.left == [f"session 0: {error} 1", f"session 1: {error} 2"]
 
 
+async def test_adapter_is_read_before_the_engine_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(failures=1)
+    assert await apply(engine, monkeypatch, adapter=True) is Step.UPDATE
+    updates = ["/start_weight_update", "/update_weights"]
+    assert engine.asked == [*updates, *updates, "/pause", "/finish_weight_update", "/resume"]
+
+
 async def test_encoder_cache_is_reset_before_the_version_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

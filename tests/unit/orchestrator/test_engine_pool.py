@@ -34,6 +34,11 @@ def test_next_step(status: EngineStatus, policy: PolicyVersion, step: Step) -> N
     assert next_step(status, policy, "/model") is step
 
 
+def test_engine_needs_an_update_to_have_an_adapter_of_version_0() -> None:
+    assert next_step(engine(None, updates=0), V0, "/model", adapter=True) is Step.UPDATE
+    assert next_step(engine(0), V0, "/model", adapter=True) is Step.NOTHING
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()

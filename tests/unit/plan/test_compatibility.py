@@ -258,6 +258,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (trainer(lora={"targets": ["q_a_proj", "kv_b_proj"]}), GLM, GPU),
         (trainer(lora={"targets": ["q_a_proj"]}), GLM, GPU),
     ),
+    "lora-engines": (
+        (trainer(lora={"engines": "adapter"}), MOE, GPU),
+        (trainer(lora={"engines": "adapter"}), DENSE, GPU),
+    ),
     "lora-targets": (
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),
         (trainer(lora={"targets": ["q_proj"]}), MOE, GPU),

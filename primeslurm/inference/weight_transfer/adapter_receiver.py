@@ -1,0 +1,102 @@
+"""Weight updates of LoRA runs: workers load a published adapter, which vLLM applies beside the unchanged base weights.
+
+Requests name the adapter ADAPTER, whatever its version. The API server has read the files into the page cache when
+workers read them (`version_gate`). Only `finish_weight_update` needs a pause, for a copy in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+from primeslurm.inference.patches import expect
+from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemInit, policy_files
+from primeslurm.inference.weight_transfer.layerwise import PolicyError, first_three
+from primeslurm.wire.names import ADAPTER, ADAPTER_BACKEND
+from primeslurm.wire.weight_transfer.messages import PolicyDirectory
+
+# vLLM's number of the adapter. Its API server numbers adapters from 1, and there is no other.
+_NUMBER = 1
+
+
+class AdapterTransferEngine(WeightTransferEngine):
+    """Replaces the adapter in place. Version 0 is the model without an adapter."""
+
+    init_info_cls = FilesystemInit
+    update_info_cls = PolicyDirectory
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: FilesystemInit) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        self._read: LoRAModel | None = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: PolicyDirectory) -> None:
+        """Read an adapter into host memory. Raise PolicyError if it is incomplete or does not fit the model."""
+        manager = self.model.lora_manager
+        if update_info.version == 0:
+            zeros = manager.create_dummy_lora(_NUMBER, manager.lora_config.max_lora_rank, self.model.embedding_modules)
+            self._read = zeros
+            return
+        directory = Path(update_info.path)
+        policy_files(directory, update_info.version)
+        reader = WorkerLoRAManager(self.vllm_config, self.device, self.model.embedding_modules)
+        reader._adapter_manager = manager
+        try:
+            self._read = reader._load_adapter(LoRARequest(ADAPTER, _NUMBER, str(directory)))
+        except ValueError as error:
+            raise PolicyError(f"{directory}: {error}") from error
+        # vLLM ignores what it finds no layer for, and would sample from another policy.
+        layers = {*manager.modules, *(name for names in manager.packed_modules.values() for name in names)}
+        if unknown := set(self._read.loras) - layers:
+            raise PolicyError(f"{directory}: the engine has no layer for {len(unknown)} parts: {first_three(unknown)}")
+
+    def finish_weight_update(self) -> None:
+        """Activate the adapter that was read."""
+        if self._read is None:
+            raise PolicyError("no adapter was read")
+        manager, adapter, self._read = self.model.lora_manager, self._read, None
+        manager.remove_adapter(_NUMBER)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(_NUMBER)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def shutdown(self) -> None:
+        """Do nothing, because no resource outlives an update."""
+
+
+class _Resolver(LoRAResolver):
+    """Tells the API server that the adapter exists. Workers have it since their first weight update."""
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        # The path is never read, because workers find the number among their adapters.
+        return LoRARequest(lora_name, _NUMBER, lora_name) if lora_name == ADAPTER else None
+
+
+def use() -> None:
+    """Let requests name the adapter, and let it outlive weight updates."""
+    LoRAResolverRegistry.register_resolver("primeslurm", _Resolver())
+    reset = expect(LoRAModelRunnerMixin, "reset_lora_state", ("self",))
+
+    # After a weight update, vLLM drops all adapters, because it assumes that the base weights were replaced.
+    @functools.wraps(reset)
+    def reset_lora_state(self: Any) -> None:
+        transfer = self.vllm_config.weight_transfer_config
+        if transfer is None or transfer.backend != ADAPTER_BACKEND:
+            reset(self)
+
+    LoRAModelRunnerMixin.reset_lora_state = reset_lora_state
