@@ -11,3 +11,5 @@ ENGINE_HEADER = "X-Primeslurm-Engine"
 STATUS_PATH = "/primeslurm/status"
 # Variable with the only address from which an engine's KV events can be read
 KV_EVENTS_READER = "PRIMESLURM_KV_EVENTS_READER"
+# Ends the options of a Dynamo worker. Those of vLLM's server follow.
+SERVER_OPTIONS_FOLLOW = "--"
