@@ -117,6 +117,10 @@ class LivenessGate(SecretGate):
         else:
             await self.serve_live(scope, receive, send)
 
+    def refusal(self, salt: str = "") -> str:
+        """Return why a request with this cache salt is refused now; empty if it is served."""
+        return self._core.message if self._core.unresponsive else ""
+
     async def serve_live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an authorised request to a responsive core."""
         await self._app(scope, receive, send)

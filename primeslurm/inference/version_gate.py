@@ -38,6 +38,7 @@ _VERSION = re.compile("[0-9]{1,9}")
 LARGEST_CONTROL = 1 << 20
 _SALT_KEY = b'"cache_salt"'
 _SALT = re.compile(_SALT_KEY + rb'\s*:\s*"[^"\\]*:([0-9]{1,9})"')
+_SALT_END = re.compile(r":([0-9]{1,9})\Z")
 _WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/pause", "/resume"}
 
 
@@ -93,6 +94,11 @@ class VersionGate(LivenessGate):
     def __init__(self, app: App) -> None:
         super().__init__(app)
         self._state = GateState()
+
+    def refusal(self, salt: str = "") -> str:
+        if version := _SALT_END.search(salt):
+            self._state.asked_for = max(self._state.asked_for, int(version[1]))
+        return super().refusal(salt) or self._state.closed
 
     async def serve_live(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]

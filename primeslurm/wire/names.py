@@ -17,3 +17,5 @@ KV_EVENTS_READER = "PRIMESLURM_KV_EVENTS_READER"
 ADAPTER = "adapter"
 # Weight-transfer backend of such engines
 ADAPTER_BACKEND = "primeslurm_adapter"
+# Ends the options of a Dynamo worker. Those of vLLM's server follow.
+SERVER_OPTIONS_FOLLOW = "--"

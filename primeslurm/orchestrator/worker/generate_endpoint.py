@@ -64,14 +64,21 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     token_ids: list[Count]
     logprobs: _Logprobs
-    weight_versions: list[_VersionSpan]
+    weight_versions: list[_VersionSpan] | None = None
     finish_reason: Annotated[str, msgspec.Meta(max_length=100)] | None = None
     # Raw, because a string of it would copy 100 MB of base64 for 131,072 tokens of 75 layers and 8 experts.
     routed_experts: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _TransferParams(msgspec.Struct):
+    """What `inference.dynamo_worker` adds to an answer, because Dynamo's frontend drops it elsewhere."""
+
+    weight_versions: list[_VersionSpan] = []
+
+
 class _Answer(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    kv_transfer_params: _TransferParams | None = None
     prompt_token_ids: list[Count] | None = None
     mm_placeholders: dict[str, list[dict[str, Count]]] | None = None
 
@@ -236,7 +243,7 @@ class GenerateEndpoint:
             self._tally.good(engine)
             return completion
         problem = f"{answer.status_code}: {error_text(answer)}"
-        if answer.is_client_error and answer.status_code not in BUSY:
+        if answer.is_client_error and answer.status_code not in _NO_ENGINE:
             raise RefusedError(problem, answer.status_code)
         # A 500 without the engine's header is from the router, which says nothing about an engine.
         if named and answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
@@ -250,6 +257,8 @@ class GenerateEndpoint:
             raise DamagedError(f"token {largest} is not in the vocabulary, which has {self._vocab}")
 
 
+# Dynamo's frontend answers 404 while it has no worker.
+_NO_ENGINE = (*BUSY, httpx.codes.NOT_FOUND)
 _RETRIED = (httpx.HTTPError, MovedError, UnavailableError)
 
 
@@ -278,12 +287,15 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
     for image in (image for kind in (placeholders or {}).values() for image in kind):
         if image.get("offset", prompt) + image.get("length", 1) > prompt:
             raise DamagedError(f"an image beyond the {prompt} tokens of the prompt")
+    spans = choice.weight_versions
+    if spans is None:
+        spans = answer.kv_transfer_params.weight_versions if answer.kv_transfer_params else []
     completion = Completion(
         choice.token_ids,
         logprobs,
-        _versions(choice),
+        _versions(choice, spans),
         choice.finish_reason,
-        prefill_version=_prefill_version(choice),
+        prefill_version=_prefill_version(spans),
         prompt_ids=prompt_ids,
         placeholders=placeholders,
     )
@@ -293,15 +305,14 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
     return replace(completion, routed_experts=experts, routed_from=routed_from)
 
 
-def _prefill_version(choice: _Choice) -> int | None:
+def _prefill_version(spans: list[_VersionSpan]) -> int | None:
     """Return the version of the empty span that a decode engine begins with (primeslurm/inference/prefill_version)."""
-    first = choice.weight_versions[0] if choice.weight_versions else None
-    return first.number if first is not None and first.end == 0 else None
+    return spans[0].number if spans and spans[0].end == 0 else None
 
 
-def _versions(choice: _Choice) -> list[int]:
+def _versions(choice: _Choice, spans: list[_VersionSpan]) -> list[int]:
     versions: list[int] = []
-    for span in choice.weight_versions:
+    for span in spans:
         # vLLM's spans are contiguous. Others would not say clearly which tokens they are for.
         if not len(versions) == span.start <= span.end <= len(choice.token_ids):
             text = f"a policy version of tokens {span.start} to {span.end} of {len(choice.token_ids)}"

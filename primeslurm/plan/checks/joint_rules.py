@@ -9,7 +9,7 @@ from primeslurm.plan.gpus import EXPANDABLE, GIB, alloc_conf
 from primeslurm.plan.placement.resources import component_of
 from primeslurm.recipe.fields.types import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
-from primeslurm.recipe.sections.routers import LlmdRouter
+from primeslurm.recipe.sections.routers import DynamoRouter, LlmdRouter
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 
 # Share of a node's memory that KV cache may take
@@ -29,6 +29,17 @@ def _replay(context: RuleContext) -> bool:
 def _replay_router(context: RuleContext) -> str:
     llmd = isinstance(context.recipe.inference.router, LlmdRouter)
     return "its sidecar drops the routed experts of the prompt" if _replay(context) and llmd else ""
+
+
+def _replay_dynamo(context: RuleContext) -> str:
+    in_dynamo = isinstance(context.recipe.inference.router, DynamoRouter)
+    return "its workers encode routed experts in another way than vLLM" if _replay(context) and in_dynamo else ""
+
+
+def _dynamo_groups(context: RuleContext) -> str:
+    inference = context.recipe.inference
+    untested = isinstance(inference.router, DynamoRouter) and inference.expert_parallel
+    return "its workers number data-parallel ranks themselves" if untested else ""
 
 
 def _replay_workers(context: RuleContext) -> str:
@@ -124,6 +135,8 @@ _POLICY = "inference.router.policy"
 JOINT_RULES = (
     Rule("replay-llm-d", "error", _REPLAY, "Router replay does not work with the llm-d router", _replay_router,
          "set inference.router.type: vllm-router", "llm-d-router#1473"),
+    Rule("replay-dynamo", "error", _REPLAY, "Router replay does not work with the dynamo router", _replay_dynamo,
+         "set inference.router.type: vllm-router", "ai-dynamo 1.6.1 vllm/handlers.py:769"),
     Rule("replay-dense", "error", _REPLAY, "Router replay needs a model with experts",
          lambda c: c.no_experts(c.recipe.trainer.router_replay),
          "set trainer.router_replay: false", "arXiv 2510.11370"),
@@ -146,6 +159,8 @@ JOINT_RULES = (
          "to be safe, set type: multi_node", "not tried"),
     Rule("hybrid-offload", "warning", _OFFLOAD, "KV offload is untested for models with Mamba layers", _hybrid_offload,
          "to be safe, remove it", "not tried"),
+    Rule("dynamo-groups", "warning", "inference.router.type", "Dynamo is untested with groups of data-parallel engines",
+         _dynamo_groups, "to be safe, set type: vllm-router", "not tried"),
     Rule("kv-aware-mamba", "error", _POLICY, "Policy kv_aware does not work for models with Mamba layers",
          lambda c: _kv_aware(c, c.mamba, "vLLM chooses their block size itself, and the router must know it"),
          "set policy: consistent_hash", "vLLM 0.32 platforms/interface.py"),

@@ -89,10 +89,8 @@ class Engines:
         self._recipe, self._device, self._role = recipe, device, role
         self._settings = settings_of(recipe, role)
         self._in_dynamo = isinstance(recipe.inference.router, DynamoRouter)
-        options, module = _shared_options(recipe, self._settings, device, role), MODULE
-        if self._in_dynamo:
-            options, module = dynamo.worker_options(options, role), dynamo.WORKER
-        self._argv = (python, "-m", module, *long_options(options))
+        self._options = _shared_options(recipe, self._settings, device, role)
+        self._run = (python, "-m", dynamo.WORKER if self._in_dynamo else MODULE)
         self._files = kv.engine_files(recipe, device) | _log_files(recipe)
         self._scratch = kv.engine_scratch(recipe, role)
 
@@ -107,9 +105,10 @@ class Engines:
         env = _engine_env(self._recipe, self._settings, self._device, self._role, dp)
         env |= kv_events.engine_env(self._recipe, self._role, router_name(replica))
         if self._in_dynamo:
-            env |= dynamo.worker_env(replica)
-        argv = (*self._argv, *long_options(_rank_options(dp)))
-        return Command(argv, env, tuple(ports), self._files, self._scratch)
+            env |= dynamo.discovery_env(replica)
+        options = self._options | _rank_options(dp)
+        arguments = dynamo.worker_arguments(options, self._role) if self._in_dynamo else long_options(options)
+        return Command((*self._run, *arguments), env, tuple(ports), self._files, self._scratch)
 
 
 def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole) -> dict[str, object]:

@@ -19,7 +19,8 @@ _ADD_TEACHER = "add `teacher: {type: engines, path: ...}`"
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Return everything in the recipe that contradicts another part of the recipe."""
-    problems = {"rl": _rl, "sft": _sft, "serve": _serve, "eval": _router}[recipe.task](recipe)
+    of_task = {"rl": _rl, "sft": _sft, "serve": _serve}.get(recipe.task)
+    problems = of_task(recipe) if of_task else []
     problems += _colocated(recipe) + _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
     problems += _component_options(recipe) + evaluation.violations(recipe) + engine_options.violations(recipe)
     problems += sandboxes.tunnel_violations(_environments_by_field(recipe)) + speculation.violations(recipe)
@@ -43,7 +44,8 @@ def _environments_by_field(recipe: Recipe) -> dict[str, AnyEnvironment]:
 
 
 def _rl(recipe: Recipe) -> list[Violation]:
-    orchestrator, problems = recipe.orchestrator, _router(recipe)
+    orchestrator = recipe.orchestrator
+    problems: list[Violation] = []
     if not recipe.environments:
         fix = "add `environments: [{id: reverse-text}]`"
         problems.append(Violation("environments", "", "task rl needs at least one", fix))
@@ -72,14 +74,6 @@ def _algorithm(orchestrator: Orchestrator) -> list[Violation]:
     if orchestrator.opd_reward:
         unused["opd_reward"] = f"{orchestrator.opd_reward:g}"
     return [Violation(f"orchestrator.{name}", value, why, "leave one out") for name, value in unused.items()]
-
-
-def _router(recipe: Recipe) -> list[Violation]:
-    router = recipe.inference.router
-    if router.type != "dynamo":
-        return []
-    why = "its answers do not say which policy version sampled a token"
-    return [Violation("inference.router.type", router.type, why, "nearest: vllm-router, or use task: serve")]
 
 
 def _serve(recipe: Recipe) -> list[Violation]:

@@ -33,10 +33,7 @@ class VllmRouter(Section):
 
 
 class DynamoRouter(Section):
-    """NVIDIA Dynamo: its frontend, with Dynamo's own vLLM workers in place of vLLM's servers.
-
-    Only for `task: serve`, because its answers do not say which policy version sampled a token.
-    """
+    """NVIDIA Dynamo: its frontend, with Dynamo's own vLLM workers. vLLM's server runs in each, for weight updates."""
 
     type: Literal["dynamo"] = "dynamo"
     mode: Literal["kv", "round-robin", "random", "power-of-two", "least-loaded"] = "kv"

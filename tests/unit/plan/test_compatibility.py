@@ -67,12 +67,16 @@ def decode(**changes: Any) -> dict[str, Any]:
     return on(PD, EP, inference(decode=changes))
 
 
+DYNAMO = inference(router={"type": "dynamo"})
+
 # rule: (what breaks it, what keeps it), each (recipe changes, model, site changes)
 EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict[str, Any], str, dict[str, Any]]]] = {
     "replay-llm-d": (
         (on(REPLAY, inference(router={"type": "llm-d"})), MOE, GPU),
         (on(REPLAY, PD, MOONCAKE), MOE, GPU),
     ),
+    "replay-dynamo": ((on(REPLAY, DYNAMO), MOE, GPU), (DYNAMO, MOE, GPU)),
+    "dynamo-groups": ((on(DYNAMO, EP), MOE, GPU), (DYNAMO, MOE, GPU)),
     "replay-dense": ((REPLAY, DENSE, GPU), (REPLAY, MOE, GPU)),
     "replay-workers": (
         (on(REPLAY, seq_len=32768), MOE, GPU),

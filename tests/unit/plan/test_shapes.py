@@ -195,8 +195,11 @@ def test_dynamo_workers_and_frontend_of_a_replica_find_one_another() -> None:
         assert {option(p, "--disaggregation-mode") for p in members} == {"prefill", "decode"}
         assert option(frontend, "--router-session-affinity-ttl-secs") == "60"
         for worker in members:
-            assert worker.argv[2] == "dynamo.vllm" and worker.health and worker.health.path == "/health"
-            assert not {"--port", "--middleware", "--weight-transfer-config"} & set(worker.argv)
+            assert worker.argv[2] == "primeslurm.inference.dynamo_worker"
+            at = worker.argv.index("--")
+            assert not {"--port", "--middleware"} & set(worker.argv[:at]), "options of vLLM's server come last"
+            assert worker.health and worker.health.path == "/health"
+            assert json.loads(option(worker, "--kv-events-config") or "")["endpoint"].startswith("tcp://127.0.0.1:")
 
 
 KV_AWARE = {"type": "vllm-router", "policy": "kv_aware"}
@@ -237,9 +240,12 @@ def test_kv_events_are_refused_with_options_that_the_router_must_know() -> None:
     assert [each.field for each in violations(Recipe.model_validate(data))] == ["inference.vllm_extra.block_size"]
 
 
-def test_dynamo_cannot_train() -> None:
-    recipe = Recipe.model_validate(recipe_data(inference={"router": {"type": "dynamo"}}))
-    assert [violation.field for violation in violations(recipe)] == ["inference.router.type"]
+def test_dynamo_workers_of_rollouts_have_all_options_of_engines() -> None:
+    plain, in_dynamo = plan_for({}), plan_for({"inference": {"router": {"type": "dynamo"}}})
+    for engine, worker in zip(engines(plain), engines(in_dynamo), strict=True):
+        missing = {word for word in engine.argv if word.startswith("--")} - set(worker.argv)
+        assert missing == {"--enable-scale-out", "--disable-uvicorn-access-log"}
+        assert worker.health == engine.health and worker.ports["http"]
 
 
 def test_llm_d_picks_among_all_engines_and_reaches_decode_engines_by_their_sidecars() -> None:

@@ -81,8 +81,6 @@ def test_string_of_a_recipe_is_refused_or_arrives_unchanged(
 ) -> None:
     value = _valid_prefix(path) + value if prefixed else value
     data = merge(merge(recipe_data(), data), {"name": "test-run", "model": {"path": "/models/tiny"}})
-    if data.get("inference", {}).get("router", {}).get("type") == "dynamo":
-        data |= {"task": "serve", "environments": []}  # Dynamo cannot be used for RL
     if "teacher" in data:
         data = merge(data, {"orchestrator": {"advantages": "opd"}})  # a teacher needs a use
     if "mlflow" in data.get("monitor", {}):
