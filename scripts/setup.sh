@@ -22,7 +22,7 @@ install_system() {
     slurm-wlm munge libibverbs1 librdmacm1 bubblewrap
 }
 
-if [[ " $* " != *" --to "* ]] && system_is_missing; then
+if [[ " $* " != *" --to"[\ =]* ]] && system_is_missing; then
   echo "installing Slurm and bubblewrap" >&2
   # Its output waits until the end: two installations at once would be read by nobody.
   mkdir -p build

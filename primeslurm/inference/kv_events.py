@@ -1,7 +1,8 @@
 """vLLM's publisher of KV events as a run uses it.
 
 Events hold the token ids of prompts, and vllm-router cannot decrypt ZMQ messages or authenticate itself. So the sockets
-accept connections from the node of the replica's router only. Cache salts are hidden in the events as in requests.
+accept connections from the node of the replica's router only. For vllm-router, cache salts are hidden in the events as
+in requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from primeslurm.wire import hidden_salt
 LOOPBACK = "127.0.0.1"
 
 
-def use(reader: str) -> None:
+def use(reader: str, hides_salt: bool) -> None:
     """Make vLLM publish KV events to the address `reader` only. Raise RuntimeError if vLLM's code has changed."""
     from vllm.distributed import kv_events
     from vllm.v1.core.block_pool import BlockPool
@@ -37,7 +38,8 @@ def use(reader: str) -> None:
 
         def publish(self, events: Any) -> None:
             # At a block with more than tokens, such as an image, the router would forget all blocks of this engine.
-            events.events = [event for event in events.events if not any(getattr(event, "extra_keys", None) or ())]
+            if hides_salt:
+                events.events = [each for each in events.events if not any(getattr(each, "extra_keys", None) or ())]
             super().publish(events)
 
         @staticmethod
@@ -63,6 +65,7 @@ def use(reader: str) -> None:
     def own_sources(engine: Any) -> dict[int, Any]:
         return dict(enumerate(sources(engine).values()))
 
-    BlockPool._build_block_stored_event = event_with_marked_salt
+    if hides_salt:
+        BlockPool._build_block_stored_event = event_with_marked_salt
     kv_events.EventPublisherFactory._registry["zmq"] = RunPublisher
     AsyncLLM.get_kv_event_sources = own_sources

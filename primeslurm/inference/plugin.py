@@ -10,7 +10,7 @@ import os
 import sys
 
 from primeslurm.base import compiled_code
-from primeslurm.wire.names import ADAPTER_BACKEND, KV_EVENTS_READER
+from primeslurm.wire.names import ADAPTER_BACKEND, KV_EVENTS_HIDE_SALT, KV_EVENTS_READER
 from primeslurm.wire.transport import secret
 
 # Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
@@ -58,7 +58,7 @@ def register() -> None:
     if "--enable-lora" in sys.argv:
         importlib.import_module("primeslurm.inference.weight_transfer.adapter_receiver").use()
     if reader := os.environ.get(KV_EVENTS_READER):
-        kv_events.use(reader)
+        kv_events.use(reader, hides_salt=KV_EVENTS_HIDE_SALT in os.environ)
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one
         authenticated_store.use()
         encrypted_sockets.use()

@@ -8,6 +8,7 @@ from primeslurm.plan.commands.engine import ADAPTER_RANKS
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.routers import VllmRouter
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.recipe.sections.trainer import Lora
 
 
@@ -53,6 +54,7 @@ def obstacle(recipe: Recipe, shape: ModelShape | None) -> str:
         ),
         f"adapters were not tested behind {inference.router.type}": not isinstance(inference.router, VllmRouter),
         "vllm-router gives no credit for cached blocks to requests for an adapter": inference.reads_kv_events,
+        "a teacher that is the policy scores with the model alone": isinstance(recipe.teacher, PolicyTeacher),
         "adapters were not tested with speculative decoding": inference.speculative,
         "vLLM's kernels for adapters are not batch-invariant": inference.batch_invariant,
     }

@@ -13,6 +13,8 @@ ENGINE_HEADER = "X-Primeslurm-Engine"
 STATUS_PATH = "/primeslurm/status"
 # Variable with the only address from which an engine's KV events can be read
 KV_EVENTS_READER = "PRIMESLURM_KV_EVENTS_READER"
+# Variable that is set if the reader is vllm-router, which would not understand events with cache salts
+KV_EVENTS_HIDE_SALT = "PRIMESLURM_KV_EVENTS_HIDE_SALT"
 # Name by which requests of a LoRA run ask for its adapter, if engines apply it at run time
 ADAPTER = "adapter"
 # Weight-transfer backend of such engines

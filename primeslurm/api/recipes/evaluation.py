@@ -61,8 +61,10 @@ def _version(run_dir: Path, run: str, step: int | None) -> int:
     manifests = {v: filesystem.read_manifest(filesystem.version_dir(run_dir, v)) for v in filesystem.published(run_dir)}
     # Engines of an evaluation load whole models.
     versions = [version for version, manifest in manifests.items() if manifest and manifest.layout == "hf"]
-    if step in versions or (step is None and versions):
-        return versions[-1] if step is None else step
+    if step is None and versions and versions[-1] == max(manifests):
+        return versions[-1]
+    if step in versions:
+        return step
     nearest = [f"nearest: {min(versions, key=lambda version: abs(version - (step or 0)))}"] if versions else []
     export = f"or `primeslurm export {run} DIR --step N`, and `eval` of the recipe with --set model.path=DIR"
     why = f"is not among the published policies in {run_dir / 'weights'}"

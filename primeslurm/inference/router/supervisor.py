@@ -36,7 +36,7 @@ REFUSED_BYTES = 4 * 2**30
 # tokens was, which takes about 11 bytes per token of new prompts and answers.
 MEMORY_BYTES = 16 * 2**30
 # Shortest time between two restarts because of tokens [s], so that a stranger with bad tokens cannot block the run.
-TOKEN_RESTART_S = 600.0
+RESTART_S = 600.0
 _log = logging.getLogger(__name__)
 
 
@@ -113,6 +113,7 @@ class RouterSupervisor:
     _incomplete_since: float = field(default=0.0, init=False)
     _accepted: bool = field(default=False, init=False)  # Whether the running router has accepted the run's secret
     _token_restart: float = field(default=-math.inf, init=False)  # Time of the last restart because of invalid tokens
+    _memory_restart: float = field(default=-math.inf, init=False)  # Time of the last restart because of its memory
 
     def __post_init__(self) -> None:
         self._wanted = workers_of_command(self.argv)
@@ -142,15 +143,20 @@ class RouterSupervisor:
 
     def _too_large(self, pid: int) -> str:
         """Return why a router must be restarted if it uses too much memory; otherwise empty."""
+        # Only its index of cached blocks never shrinks. A restart ends all requests, so it must not be frequent.
+        now = time.monotonic()
+        if "kv_aware" not in self.argv or now < self._memory_restart + RESTART_S:
+            return ""
         with contextlib.suppress(psutil.NoSuchProcess):
             if (used := psutil.Process(pid).memory_info().rss) > self.memory_limit:
+                self._memory_restart = now
                 return f"it uses {used / 2**30:.1f} GiB of memory"
         return ""
 
     async def _round(self, endpoint: RouterHealthEndpoint) -> str:
         """Correct the router's workers once. Return why the router must be restarted; empty if it need not be."""
         now = time.monotonic()
-        if endpoint.refused_bytes > self.refused_bytes_limit and now > self._token_restart + TOKEN_RESTART_S:
+        if endpoint.refused_bytes > self.refused_bytes_limit and now > self._token_restart + RESTART_S:
             self._token_restart = now
             return f"it has cached {endpoint.refused_bytes >> 20} MiB of invalid tokens"
         answer = await self._ask("GET", "/list_workers")

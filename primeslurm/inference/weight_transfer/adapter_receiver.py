@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
-from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -24,7 +24,7 @@ from primeslurm.inference.weight_transfer.layerwise import PolicyError, first_th
 from primeslurm.wire.names import ADAPTER, ADAPTER_BACKEND
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 
-# vLLM's number of the adapter. Its API server numbers adapters from 1, and there is no other.
+# vLLM's number of the adapter. There is no other.
 _NUMBER = 1
 
 
@@ -79,18 +79,17 @@ class AdapterTransferEngine(WeightTransferEngine):
         """Do nothing, because no resource outlives an update."""
 
 
-class _Resolver(LoRAResolver):
-    """Tells the API server that the adapter exists. Workers have it since their first weight update."""
-
-    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        # The path is never read, because workers find the number among their adapters.
-        return LoRARequest(lora_name, _NUMBER, lora_name) if lora_name == ADAPTER else None
-
-
 def use() -> None:
     """Let requests name the adapter, and let it outlive weight updates."""
-    LoRAResolverRegistry.register_resolver("primeslurm", _Resolver())
+    init = expect(OpenAIServingModels, "__init__", ("self",))
     reset = expect(LoRAModelRunnerMixin, "reset_lora_state", ("self",))
+
+    # vLLM would give the adapter a new number each time that it looks for it, and workers know only one.
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        # The path is never read, because workers find the number among their adapters.
+        self.lora_requests[ADAPTER] = LoRARequest(ADAPTER, _NUMBER, ADAPTER)
 
     # After a weight update, vLLM drops all adapters, because it assumes that the base weights were replaced.
     @functools.wraps(reset)
@@ -99,4 +98,5 @@ def use() -> None:
         if transfer is None or transfer.backend != ADAPTER_BACKEND:
             reset(self)
 
+    OpenAIServingModels.__init__ = __init__
     LoRAModelRunnerMixin.reset_lora_state = reset_lora_state

@@ -25,7 +25,7 @@ from primeslurm.orchestrator.worker.generate_endpoint import NO_ANSWER, Completi
 from primeslurm.wire.batches import inline_images, routed_experts
 from primeslurm.wire.batches.frames import Bool
 from primeslurm.wire.batches.inline_images import ImageSpan
-from primeslurm.wire.batches.rollout import LARGEST_REWARD, MAX_METRICS, Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import LARGEST_REWARD, MAX_METRICS, Rollout, RolloutInfo, prefill_tag
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 LONGEST_NAME = 200  # characters of a metric's name that are kept
@@ -141,7 +141,7 @@ def _sequence(
         prefill_version = sampled[i].prefill_version if fresh else None
         for token, is_sampled in zip(node.token_ids, node.mask, strict=True):
             if is_sampled and prefill_version is not None and versions and versions[-1] < 0:
-                versions[-1], prefill_version = prefill_version, None
+                versions[-1], prefill_version = prefill_tag(prefill_version), None
             logprob, version = next(values) if fresh and is_sampled else (0.0, -1)
             tokens.append(token)
             mask.append(fresh and is_sampled)

@@ -11,7 +11,7 @@ from typing import Any
 from primeslurm.plan.commands.command import EngineRole, ReplicaEngines, url_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import DynamoRouter
-from primeslurm.wire.names import KV_EVENTS_READER, SERVED_MODEL
+from primeslurm.wire.names import KV_EVENTS_HIDE_SALT, KV_EVENTS_READER, SERVED_MODEL
 
 # Names of an engine's ports for changes and for past changes
 EVENTS, REPLAY = "kv_events", "kv_replay"
@@ -47,10 +47,10 @@ def publisher(recipe: Recipe, role: EngineRole) -> dict[str, Any] | None:
 
 
 def engine_env(recipe: Recipe, role: EngineRole, router: str) -> dict[str, str]:
-    """Return the variable with the only address that may read the events of an engine: that of its router's node."""
+    """Return the variables with the only address that may read the events of an engine, and the form of salts."""
     if _read_by_worker(recipe):
         return {KV_EVENTS_READER: _LOOPBACK}
-    return {KV_EVENTS_READER: f"${{host:{router}}}"} if ports(recipe, role) else {}
+    return {KV_EVENTS_READER: f"${{host:{router}}}", KV_EVENTS_HIDE_SALT: "1"} if ports(recipe, role) else {}
 
 
 def router_options(workers: ReplicaEngines) -> list[str]:

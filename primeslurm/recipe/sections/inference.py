@@ -90,8 +90,8 @@ class Inference(EngineSettings):
     128 x 128, for example `zai-org/GLM-5-FP8`. Engines then read half the bytes and quantise nothing. Needs
     `quantization: fp8`. Weight updates are sent in FP8 for the weights that this checkpoint stores in FP8."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Dtype of the KV cache. auto: the model's dtype. fp8: half the bytes of bfloat16, but engines then differ more from
-    the trainer (docs/measurements/inference.md)."""
+    """Dtype of the KV cache. auto: the model's dtype. fp8: half the bytes of bfloat16, but engines differ more from the
+    trainer (docs/measurements/inference.md)."""
     speculative: Speculation | None = None
     """Speculative decoding. Default: off."""
     deep_gemm: bool = False

@@ -29,7 +29,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.assembly import generic_model
 from primeslurm.trainer.checkpoints.shards import ByteCounter, ShardReader
-from primeslurm.trainer.components.lora import A, merge
+from primeslurm.trainer.components.lora import A, is_adapter, merge
 from primeslurm.trainer.distributed.cpu_affinity import io_threads
 from primeslurm.trainer.weights import model_directory
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
@@ -101,11 +101,14 @@ def _merged(
     with OpenFiles(files) as opened:
         for layer in layers:
             zeros = {name.removesuffix(A): torch.zeros(()) for name in layer if name.endswith(A)}
-            changes = adapter.to_hf(merge(layer | zeros, lora))
-            if unknown := sorted(changes.keys() - left):
+            buffers = {name: tensor for name, tensor in layer.items() if not is_adapter(name)}
+            changes = adapter.to_hf(merge({name: layer[name] for name in layer.keys() - buffers.keys()} | zeros, lora))
+            changed = {name: opened.tensor(name).float() + change for name, change in changes.items() if name in left}
+            tensors = changed | adapter.to_hf(buffers)
+            if unknown := sorted((changes.keys() | tensors.keys()) - left):
                 raise ValueError(f"{files.directory} has no {', '.join(unknown[:5])}")
-            left -= changes.keys()
-            yield {name: cast(name, opened.tensor(name).float() + change, dtype) for name, change in changes.items()}
+            left -= tensors.keys()
+            yield {name: cast(name, tensor, dtype) for name, tensor in tensors.items()}
         for names in by_layer(sorted(left)):
             yield {name: cast(name, opened.tensor(name), dtype) for name in names}
 

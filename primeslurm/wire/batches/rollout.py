@@ -2,7 +2,7 @@
 
 Entry i of every array describes token i itself. `mask[i]`: the policy sampled this token, and it is trained.
 `logprobs[i]`: the engine's log-probability of that sample. `versions[i]`: the policy version that sampled it, or -1.
-The last token before an answer has the version of the prefill engine, if that had another one (P/D).
+The last token before an answer has `prefill_tag(version)`, if the prefill engine had another version (P/D).
 A trainer shifts: the logits at i-1 predict token i. The first token of a document is never trained.
 """
 
@@ -103,13 +103,19 @@ class Rollout:
 
     @property
     def is_mixed(self) -> bool:
-        return (span := self._sampled_by) is not None and span[0] != span[1]
+        span = self._sampled_by
+        return span is not None and (span[0] != span[1] or int(self.versions.min()) < -1)
 
     @property
     def _sampled_by(self) -> tuple[int, int] | None:
         newest = int(self.versions.max(initial=-1))
-        # The unsigned view avoids a masked copy of a million tokens: there, -1 is larger than every version.
+        # The unsigned view avoids a masked copy of a million tokens: there, negative values are larger than versions.
         return None if newest < 0 else (int(self.versions.view(f"u{self.versions.itemsize}").min()), newest)
+
+
+def prefill_tag(version: int) -> int:
+    """Return the entry of `versions` for a prompt that a prefill engine computed with `version`: below -1."""
+    return -2 - version
 
 
 def _problem(info: RolloutInfo, arrays: Arrays) -> str:

@@ -276,6 +276,7 @@ def receive(
     arriving: list[tuple[Message, torch.Tensor]] = []
     for layer in catalogue:
         incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
+        channel.finish()  # otherwise there would be memory for three layers
         arrived, arriving = arriving, [(message, buffer(message, device)) for _, message in incoming]
         # On GPUs it starts after all that is queued, so start it before the last layer is loaded.
         channel.receive([(sender, data) for (sender, _), (_, data) in zip(incoming, arriving, strict=True)])

@@ -211,7 +211,7 @@ def test_adapters_are_initialized_from_the_seed(moe_model: Path, world: World) -
     assert len({float(first[name].flatten()[0]) for name in drawn}) == len(drawn), "no two are alike"
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe", "llama-tied"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "qwen3_vl_moe", "llama-tied"])
 def test_exported_checkpoint_equals_merged_weights(name: str, world: World, tmp_path: Path) -> None:
     recipe = recipe_of(write(BY_NAME[name], tmp_path / "model"))
     train_step = learner_of(recipe, world)

@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
 from primeslurm.orchestrator.worker.trace_sequences import LONGEST_NAME, sequences
-from primeslurm.wire.batches.rollout import MAX_METRICS, Rollout
+from primeslurm.wire.batches.rollout import MAX_METRICS, Rollout, prefill_tag
 from tests.support.conversations import Conversation, ScriptedEngine, answering, converse, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import SCALAR, fuzzed
 from tests.unit.fuzz.test_messages import is_a_rollout, rollout
@@ -64,7 +64,7 @@ def test_update_between_prefill_and_decode_is_visible_at_the_last_token_of_the_p
     completions = [replace(completion, prefill_version=7) for completion in conversation.completions]
     (tagged,) = sequences(JOB, conversation.trace, completions, 1.0, False)
     (changed,) = np.flatnonzero(tagged.versions != plain.versions)
-    assert tagged.versions[changed] == 7 and not tagged.mask[changed] and tagged.mask[changed + 1]
+    assert tagged.versions[changed] == prefill_tag(7) and not tagged.mask[changed] and tagged.mask[changed + 1]
     assert tagged.is_mixed and not plain.is_mixed
     is_a_rollout(Rollout.decode([bytes(part) for part in tagged.encode()]))
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.support.ports import free_port
 from primeslurm.inference.router import supervisor
 from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
-from primeslurm.inference.router.supervisor import REFUSED_BYTES, TOKEN_RESTART_S, Address, RouterSupervisor
+from primeslurm.inference.router.supervisor import REFUSED_BYTES, RESTART_S, Address, RouterSupervisor
 from primeslurm.records.journal import Journal
 
 
@@ -36,7 +36,7 @@ async def test_router_restarts_at_intervals_after_many_invalid_tokens(
     assert not await supervised._round(endpoint)
     endpoint.refused_bytes = REFUSED_BYTES + 1
     assert "invalid tokens" in await supervised._round(endpoint)
-    now += TOKEN_RESTART_S
+    now += RESTART_S
     assert not await supervised._round(endpoint)
     now += 1
     assert await supervised._round(endpoint)
@@ -47,7 +47,9 @@ async def test_router_that_uses_too_much_memory_is_restarted(tmp_path: Path, mon
     monkeypatch.setattr(RouterSupervisor, "_ask", no_response)
     monkeypatch.setattr(RouterSupervisor, "_start", lambda *_: subprocess.Popen(next(commands)))
     address = Address("127.0.0.1", free_port())
-    supervised = RouterSupervisor([], address, address, Journal(tmp_path, "router-0"), memory_limit=2**10)
+    supervised = RouterSupervisor(
+        ["--policy", "kv_aware"], address, address, Journal(tmp_path, "router-0"), memory_limit=2**10
+    )
     assert await supervised.run() == 0
     assert "GiB of memory" in Path(tmp_path, "events", "router-0.jsonl").read_text()
 
