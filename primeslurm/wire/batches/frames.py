@@ -34,7 +34,7 @@ _DTYPES = {
     **dict.fromkeys(("logprobs", "advantages", "temperatures", "echo_weights", "ref_logprobs"), ("f4",)),
     "routed_experts": ("u1", "u2"),
 }
-_MINIMA = {"token_ids": 0, "positions": 0, "versions": -1}
+_MINIMA = {"token_ids": 0, "positions": 0, "versions": -1_000_000_001}  # the last: tag of the largest version
 
 
 class ArraySpec(msgspec.Struct, frozen=True):

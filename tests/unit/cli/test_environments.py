@@ -154,6 +154,7 @@ def test_data_is_read_with_this_python_if_that_of_jobs_cannot_be_used(
 
 def test_environments_that_no_python_here_can_load_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3")  # has no verifiers
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     site = Site.model_validate({**SITE, "runs": "/runs", "python": "/elsewhere/bin/python"})
     problems, (note,) = environment_problems(
         Recipe.model_validate(recipe_data(environments=[{"id": "fine-words"}])), site, local=False

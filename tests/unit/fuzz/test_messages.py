@@ -21,7 +21,7 @@ from primeslurm.wire import decoding
 from primeslurm.wire.batches import batch_files, inline_images
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 from primeslurm.wire.batches.inline_images import ImageSpan
-from primeslurm.wire.batches.rollout import Rollout, RolloutInfo, TeacherPrompt
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo, TeacherPrompt, prefill_tag
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.stored import digests
@@ -85,7 +85,11 @@ def is_a_rollout(found: Rollout) -> None:
     assert n and found.token_ids.min() >= 0 and found.token_ids.dtype == np.int32
     assert found.mask.shape == found.logprobs.shape == found.versions.shape == (n,)
     assert np.isfinite(found.logprobs).all() and np.isfinite(np.float32(found.info.reward))
-    assert found.versions.min() >= -1 and found.mask.dtype == np.bool_ and found.mask.view(np.uint8).max() <= 1
+    assert (
+        found.versions.min() >= prefill_tag(999_999_999)
+        and found.mask.dtype == np.bool_
+        and found.mask.view(np.uint8).max() <= 1
+    )
     if found.routed_experts is not None:
         assert found.routed_experts.ndim == 3 and len(found.routed_experts) == n
     _ = (found.oldest_version, found.is_mixed)
@@ -289,7 +293,7 @@ NO_ROLLOUT = {
     "routed experts of fewer tokens": array(routed_experts=np.zeros((5, 3, 2), np.uint8)),
     "routed experts without layers": array(routed_experts=np.zeros((6, 2), np.uint8)),
     "routed experts of 2,000 layers": array(routed_experts=np.zeros((6, 2000, 1), np.uint8)),
-    "a version of a token below -1": array(versions=np.full(6, -2, np.int32)),
+    "a version of a token below all tags": array(versions=np.full(6, -2 - 10**9, np.int32)),
     "no tokens": [bytes(part) for part in replace(rollout(0), info=rollout().info).encode()],
     "nothing": [],
 }

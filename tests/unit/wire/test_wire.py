@@ -32,7 +32,7 @@ from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.batch import Batch, BatchInfo, RankShard, Row
 from primeslurm.wire.batches.frames import Frame, IncomingArrays, assembled, from_frames, to_frames
-from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo, prefill_tag
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import orchestrator_link
 from primeslurm.wire.link.messages import Answer, GetBatch, Request
@@ -78,7 +78,8 @@ def rollout(versions: list[int]) -> Rollout:
 
 
 @pytest.mark.parametrize(
-    ("versions", "oldest", "mixed"), [([-1, -1], 3, False), ([-1, 4, 4], 4, False), ([-1, 4, 5], 4, True)]
+    ("versions", "oldest", "mixed"),
+    [([-1, -1], 3, False), ([-1, 4, 4], 4, False), ([-1, 4, 5], 4, True), ([prefill_tag(3), 4, 4], 4, True)],
 )
 def test_rollout_versions(versions: list[int], oldest: int, mixed: bool) -> None:
     found = Rollout.decode([bytes(frame) for frame in rollout(versions).encode()])
