@@ -246,7 +246,9 @@ def test_only_the_address_of_the_router_can_read_events(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(EventPublisherFactory, "_registry", dict(EventPublisherFactory._registry))
     monkeypatch.setattr(AsyncLLM, "get_kv_event_sources", AsyncLLM.get_kv_event_sources)
-    inference_kv_events.use("127.77.0.1")  # a node of an emulated cluster, whose connections come from HOST
+    inference_kv_events.use(
+        "127.77.0.1", hides_salt=False
+    )  # a node of an emulated cluster, whose connections come from HOST
     rank_3 = SimpleNamespace(engine_core=SimpleNamespace(get_kv_event_sources=lambda: {3: "its config"}))
     assert AsyncLLM.get_kv_event_sources(rank_3) == {0: "its config"}
     ports = {kv_events.EVENTS: free_port(), kv_events.REPLAY: free_port()}
