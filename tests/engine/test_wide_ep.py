@@ -111,6 +111,7 @@ def ports_of(server: Server, name: str) -> list[Port]:
     return [Port(name, at.ip, at.port) for at in listening]
 
 
+@pytest.mark.campaign
 async def test_prefill_ranks_transfer_kv_to_any_decode_rank(
     engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import HOST, Server, start_process
@@ -17,7 +18,12 @@ from tests.gpu.test_weights import make_model, recipe, start_engine
 from tests.support.generate import generate, logprobs, metric
 
 pytest.importorskip("mooncake")
-pytestmark = [pytest.mark.gpu, pytest.mark.gpus(1, 12, "module", 4), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpus(1, 12, "module", 4),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA; test_kv_offload covers CPUs"),
+]
 TOKEN_BYTES = 6 * 2 * 4 * 128 * 2
 """Keys and values of a token: 6 layers, 4 heads of 128 numbers in bfloat16."""
 STORE = {"type": "mooncake", "protocol": "tcp", "cpu": {"bytes": 2**29}}
