@@ -39,7 +39,8 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
     teacher = f"teacher={{type: engines, path: {model}, dtype: float32, gpus_per_node: 1}}"
     loss = "trainer.loss={type: dppo, ref_kl: 0.01}"
     settings = ("weights.transport=nccl", teacher, loss)
-    run = demo.submit("reverse_text_replicas.yaml", *(word for setting in settings for word in ("--set", setting)))
+    words = [word for setting in settings for word in ("--set", setting)]
+    run = demo.submit("reverse_text_replicas.yaml", "--name", "lora", *words)
     before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
     victim = process(before, "engine-r1-0")
     for pid in (victim["pid"], process(before, "teacher-0")["pid"]):
@@ -105,12 +106,14 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     assert {process["role"] for process in demo.status(again)["processes"]}.isdisjoint({"trainer", "teacher"})
 
 
+@pytest.mark.campaign
 def test_lora_run_sends_only_its_adapter(demo: Demo, tmp_path: Path) -> None:
     """Engines follow a policy that moves far, also after both they and the trainer were restarted."""
     tiny_model.write_model(tmp_path / "model", "qwen3")
     trainer = "trainer={optimizer: {lr: 0.01}, lora: {rank: 8}}"
     settings = (f"model.path={tmp_path / 'model'}", trainer, "max_steps=10", "checkpoint.interval=3")
-    run = demo.submit("reverse_text_replicas.yaml", *(word for setting in settings for word in ("--set", setting)))
+    words = [word for setting in settings for word in ("--set", setting)]
+    run = demo.submit("reverse_text_replicas.yaml", "--name", "lora", *words)
     before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 3)
     os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
     demo.finish(run)
