@@ -78,16 +78,17 @@ class Load:
         return self.prompt + (self.turns - 1) * self.added + self.turns * self.sampled
 
 
-def load_for(prompt: int, turns: int, gpu_tokens: float, host_tokens: float) -> Load:
+def load_for(prompt: int, sampled: int, turns: int, gpu_tokens: float, host_tokens: float) -> Load:
     """Return a load that fits into host memory and not into the GPU's cache.
 
     Args:
+        sampled: tokens of a completion; 0 means 1/64 of the prompt.
         gpu_tokens: capacity of the GPU's KV cache [tokens].
 
     Raises:
         ValueError: host memory holds less than twice as much as the GPU, or the GPU less than one conversation.
     """
-    one = Load(1, 1, prompt, prompt // 16, prompt // 64, turns)
+    one = Load(1, 1, prompt, prompt // 16, sampled or prompt // 64, turns)
     conversations, at_once = int(FILLED * host_tokens / one.longest), int(BUSY * gpu_tokens / one.longest)
     if at_once < 1:
         raise ValueError(f"the GPU's cache of {gpu_tokens:.0f} tokens is too small for {one.longest}: raise --kv-gib")
@@ -242,6 +243,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "tiny"], default="qwen3_30b_a3b")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a conversation's first turn")
+    parser.add_argument("--sampled", type=int, default=0, help="tokens of a completion; default: 1/64 of the prompt")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=8.0, help="of the GPU's KV cache")
     parser.add_argument("--host-gib", type=float, default=32.0, help="of KV cache in host memory")
@@ -268,7 +270,7 @@ def main(words: list[str]) -> None:
     shm = shutil.disk_usage("/dev/shm").free
     kv_bytes, host_bytes = int(options.kv_gib * GIB), int(min(options.host_gib * GIB, 0.95 * shm))
     try:
-        load = load_for(options.prompt, options.turns, kv_bytes / each, host_bytes / each)
+        load = load_for(options.prompt, options.sampled, options.turns, kv_bytes / each, host_bytes / each)
     except ValueError as error:
         sys.exit(f"error: {error}")
     room = int(load.conversations * load.longest * each / FILLED)

@@ -194,7 +194,7 @@ class Variant:
     head: bool = True
     """Whether the head is float32 if that of the engine is."""
     main: bool = False
-    """Whether it is compared with batch-invariant engines, too."""
+    """Whether to compare the variant with batch-invariant engines, too."""
 
 
 # By build: kernel of attention (None: the trainer's choice), and changes of the recipe

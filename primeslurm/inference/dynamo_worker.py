@@ -17,10 +17,10 @@ from typing import Any
 
 from primeslurm.inference import patches
 from primeslurm.inference.liveness_gate import LivenessGate
-from primeslurm.inference.prefill_version import PREFILL_VERSION
+from primeslurm.inference.prefill_version import PREFILL_VERSION, with_prefill
 from primeslurm.wire.names import SERVER_OPTIONS_FOLLOW
 
-# How often a worker checks whether its policy is confirmed [s]
+# Interval of checks whether a worker's policy is confirmed [s]
 POLL_S = 0.1
 
 # Running servers, because asyncio only keeps weak references to tasks.
@@ -88,9 +88,10 @@ def gated(
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), PREFILL_VERSION: spans[0].version}
             elif spans:
                 # Dynamo's frontend drops all fields that it does not know, but does not look into this one.
-                versions = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
-                if version not in (None, spans[0].version):
-                    versions.insert(0, {"version": version, "start": 0, "end": 0})
+                versions = [
+                    {"version": span.version, "start": span.start, "end": span.end}
+                    for span in with_prefill(spans, version)
+                ]
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), "weight_versions": versions}
             yield output
 

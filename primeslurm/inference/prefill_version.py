@@ -16,10 +16,16 @@ from primeslurm.inference.patches import expect
 PREFILL_VERSION = "primeslurm_prefill_version"
 
 
+def with_prefill(spans: Any, version: object) -> Any:
+    """Return the spans of a completion, after an empty one if the prefill engine had another `version`."""
+    if not spans or not isinstance(version, str) or version == spans[0].version:
+        return spans
+    return [type(spans[0])(version, 0, 0), *spans]
+
+
 def apply() -> None:
     """Patch vLLM. Raise RuntimeError if its code has changed."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-    from vllm.outputs import WeightVersionSpan
 
     original = expect(ServingTokens, "serve_tokens", ("self", "request", "raw_request"))
 
@@ -31,8 +37,8 @@ def apply() -> None:
         for choice in getattr(answer, "choices", ()):  # an error has none
             if prefills and answer.kv_transfer_params and choice.weight_versions:
                 answer.kv_transfer_params[PREFILL_VERSION] = choice.weight_versions[0].version
-            elif isinstance(version, str) and choice.weight_versions and version != choice.weight_versions[0].version:
-                choice.weight_versions.insert(0, WeightVersionSpan(version, 0, 0))
+            else:
+                choice.weight_versions = with_prefill(choice.weight_versions, version)
         return answer
 
     ServingTokens.serve_tokens = serve_tokens

@@ -55,6 +55,11 @@ def start_replica(model: Path, tmp_path: Path) -> Iterator[StartReplica]:
         server.stop()
 
 
+async def confirm_first_policy(workers: Sequence[Server], client: ConnectEngine, model: Path) -> None:
+    for worker in workers:
+        await client(worker).apply(PolicyVersion(0, str(model)), 600)
+
+
 async def completed(router: Server, salt: str, prompt: list[int] = PROMPT, length: int = 8) -> Completion:
     """Generate as a rollout does, which retries until a worker serves the policy."""
     endpoint = GenerateEndpoint(lambda: router.url, max_len=4096, timeout_s=600)
@@ -100,8 +105,7 @@ async def test_requests_go_to_the_worker_that_has_cached_their_prefix(
     start_replica: StartReplica, client: ConnectEngine, model: Path
 ) -> None:
     router, workers = start_replica(["engine", "engine"])
-    for worker in workers:
-        await client(worker).apply(PolicyVersion(0, str(model)), 600)
+    await confirm_first_policy(workers, client, model)
     prompts = [[first, *PROMPT * 4] for first in (2, 3, 4)]
     for prompt in prompts:
         await completed(router, "r:0", prompt)
@@ -121,8 +125,7 @@ async def test_prefill_and_decode_workers_answer_as_one(
     start_replica: StartReplica, client: ConnectEngine, model: Path
 ) -> None:
     router, workers = start_replica(["prefill", "decode"])
-    for worker in workers:
-        await client(worker).apply(PolicyVersion(0, str(model)), 600)
+    await confirm_first_policy(workers, client, model)
     answer = await completed(router, "r:0")
     assert answer.versions == [0] * 8
     expected = reference_logprobs(model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]

@@ -8,6 +8,7 @@ The checkpoint may have been written by any number of ranks. Adapters of a LoRA 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -82,6 +83,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         write(_frozen(files, frozen, encoding.dtype), "model-frozen.safetensors")
     quantization = encoding.quantization(set(index))
     model_directory.write_companions(source, partial, index, sum(sizes), encoding.dtype_name, quantization)
+    for file in set(index.values()):
+        shutil.copymode(partial / "config.json", partial / file)  # safetensors 0.8 writes files for their owner alone
     durable.sync_tree(partial)
     durable.rename(partial, out)
 

@@ -42,6 +42,7 @@ def test_export_matches_published_weights(moe_model: Path, world: World, tmp_pat
     assert (done.code, done.out) == (0, f"{out}\n"), done.err
     expected = tensors(filesystem.version_dir(run, 1))
     actual = tensors(out)
+    assert {file.stat().st_mode for file in out.iterdir()} == {(out / "config.json").stat().st_mode}
     assert set(actual) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -16,7 +16,16 @@ from primeslurm.inference.version_gate import VersionGate
 from primeslurm.wire.transport import secret
 from tests.unit.inference.test_version_gate import FakeEngineApp, update
 
-SPAN = SimpleNamespace(version="3", start=0, end=2)
+
+class Span(NamedTuple):
+    """As vLLM's WeightVersionSpan."""
+
+    version: str
+    start: int
+    end: int
+
+
+SPAN = Span("3", 0, 2)
 VERSIONS = [{"version": "3", "start": 0, "end": 2}]
 
 

@@ -13,15 +13,15 @@ from primeslurm.plan.commands.engine import ALONE, Engines
 
 def test_conversations_outgrow_the_gpu_and_fit_into_host_memory() -> None:
     gpu, host = 87_381, 349_525  # 8 and 32 GiB of Qwen3-30B-A3B's KV cache
-    load = load_for(8192, 3, gpu, host)
+    load = load_for(8192, 0, 3, gpu, host)
     assert load.longest == 8192 + 2 * 512 + 3 * 128
     assert 2 * gpu < load.conversations * load.longest < host
     # other conversations have filled the GPU's cache since a conversation's last turn
     assert (load.conversations - 2 * load.at_once) * load.prompt > gpu > load.at_once * load.longest
     with pytest.raises(ValueError, match="raise --kv-gib"):
-        load_for(8192, 3, 8192, host)
+        load_for(8192, 0, 3, 8192, host)
     with pytest.raises(ValueError, match="raise --host-gib"):
-        load_for(8192, 3, gpu, 2 * gpu)
+        load_for(8192, 0, 3, gpu, 2 * gpu)
 
 
 def test_engine_has_the_offload_tier_of_its_cell(tmp_path: Path) -> None:
