@@ -123,6 +123,15 @@ def _warmup_skipped(context: RuleContext) -> str:
     return ""
 
 
+def _warmup_skipped_fp8(context: RuleContext) -> str:
+    if context.recipe.inference.quantization != "fp8" or context.site.device == "cpu":
+        return ""
+    for request, settings in context.engines():
+        if settings.env.get("VLLM_DEEP_GEMM_WARMUP") == "skip":
+            return f"{request.role} engines would compile kernels during their first requests and count as unresponsive"
+    return ""
+
+
 def _decode_recompute(context: RuleContext) -> str:
     for request, settings, ranks in context.expert_groups():
         tokens, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
@@ -281,6 +290,9 @@ ENGINE_RULES = (
          "vLLM 0.32 config/vllm.py: 'DBO with model runner V2 is under development'"),
     Rule("warmup-skipped", "warning", "inference.env", "DeepGEMM must be warmed up under DeepEP", _warmup_skipped,
          "remove VLLM_DEEP_GEMM_WARMUP", "DeepEP aborts after 100 s: vllm#53282"),
+    Rule("warmup-skipped-fp8", "warning", "inference.env", "DeepGEMM must be warmed up before the first requests",
+         _warmup_skipped_fp8, "remove VLLM_DEEP_GEMM_WARMUP",
+         "seen on 2 H200: a prefill engine of 0.6 billion parameters did not answer for 45 s and counted as down"),
     Rule("decode-recompute", "warning", "inference.decode.max_num_batched_tokens",
          "A decode engine needs tokens for preempted requests", _decode_recompute,
          "leave it out, or set it to max_num_seqs + 256", "vLLM 0.32: preemption recomputes the whole request"),

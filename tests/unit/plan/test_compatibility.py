@@ -136,6 +136,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (decode(env={"VLLM_DEEP_GEMM_WARMUP": "skip"}), MOE, GPU),
         (decode(env={"VLLM_DEEP_GEMM_WARMUP": "full"}), MOE, GPU),
     ),
+    "warmup-skipped-fp8": (
+        (inference(quantization="fp8", env={"VLLM_DEEP_GEMM_WARMUP": "skip"}), MOE, GPU),
+        (inference(quantization="fp8"), MOE, GPU),
+    ),
     "decode-recompute": (
         (on(decode(max_num_seqs=96, max_num_batched_tokens=96), seq_len=2**17), MOE, GPU),
         (on(decode(max_num_seqs=96), seq_len=2**17), MOE, GPU),
