@@ -23,7 +23,7 @@ from transformers import NemotronHConfig, Qwen3_5MoeTextConfig
 from benchmarks.live_memory import Passes, passes
 from primeslurm.models import model_builder
 from primeslurm.nn.layers import scan
-from primeslurm.trainer.components.activation_checkpointing import POLICIES
+from primeslurm.trainer.assembly.build import POLICIES
 
 RESULT = Path(__file__).resolve().parent / "results" / "recurrence_memory.json"
 SMALL = {"vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 1}

@@ -18,7 +18,7 @@ from primeslurm.base.unresponsive_timer import scheduling_delay_s
 from primeslurm.node.agent.node_agent import TICK_RETRY_S, NodeAgent
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, record_bad_node
-from primeslurm.node.head.exporter import TARGETS_FILE, Exporter, start_exporter, targets
+from primeslurm.node.head.exporter import TARGETS_FILE, Exporter, RunCollector, start_exporter, targets
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.head.job_end import (
     MARGIN_S,
@@ -32,7 +32,6 @@ from primeslurm.node.head.job_end import (
     termination,
 )
 from primeslurm.node.head.process_states import fleet_state
-from primeslurm.node.head.run_metrics import RunCollector
 from primeslurm.node.head.unresponsive_ranks import THRESHOLDS, QuietThresholds
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan

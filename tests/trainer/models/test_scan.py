@@ -14,7 +14,7 @@ from benchmarks.live_memory import passes
 from primeslurm.models import model_builder
 from primeslurm.nn.kernels import elementwise
 from primeslurm.nn.layers import scan
-from primeslurm.trainer.components.activation_checkpointing import POLICIES
+from primeslurm.trainer.assembly.build import POLICIES
 from tests.trainer.families import BY_NAME
 
 LENGTH = 250

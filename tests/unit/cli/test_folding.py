@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.cli.views.differences import difference_table, summary_of
+from primeslurm.cli.verbs.diff import difference_table, summary_of
 from primeslurm.cli.views.folding import fold, ranges
 from primeslurm.cli.views.plan import every_row, folded_rows
 from primeslurm.plan.planner import derive

@@ -28,7 +28,7 @@ from primeslurm.records.events import decode
 from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
-from primeslurm.trainer.loops.prefetch import Prefetch
+from primeslurm.trainer.loops.rl import Prefetch
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.batch import Batch, BatchInfo, RankShard, Row
 from primeslurm.wire.batches.frames import Frame, IncomingArrays, assembled, from_frames, to_frames
