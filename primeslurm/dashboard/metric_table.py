@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.records.growing_file import GrowingFile
 from primeslurm.records.metrics import FILE, Row, is_evaluation, parse_row, with_rl_names
+from primeslurm.records.reading import GrowingFile
 
 Values = NDArray[np.float64]
 _NOT_METRICS = ("step", "time")

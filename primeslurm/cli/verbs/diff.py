@@ -16,10 +16,9 @@ from primeslurm.base.errors import ExitCode
 from primeslurm.base.units import count, gib, tokens
 from primeslurm.cli.options import JsonOpt, LocalOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import note, print_json
-from primeslurm.cli.views.folding import fold, pattern
 from primeslurm.cli.views.plan import amount_text
 from primeslurm.cli.views.plan_verdict import resources, role_rows
-from primeslurm.cli.views.tables import light_table, out
+from primeslurm.cli.views.tables import fold, light_table, out, pattern
 from primeslurm.plan.model import Plan
 from primeslurm.run.diff import Difference
 

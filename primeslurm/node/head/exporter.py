@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from primeslurm.base import files
 from primeslurm.plan.model import VLLM_ROLES, Plan
 from primeslurm.records.fleet import FleetView
-from primeslurm.records.growing_file import GrowingFile
 from primeslurm.records.metrics import FILE, Row, is_evaluation, parse_row, with_rl_names
+from primeslurm.records.reading import GrowingFile
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import Addresses
 

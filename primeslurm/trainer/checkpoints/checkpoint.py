@@ -43,7 +43,7 @@ from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
-from primeslurm.wire.stored import checkpoint_retention, checkpoints
+from primeslurm.wire.stored import checkpoints
 
 log = logging.getLogger(__name__)
 # Name suffixes of optimizer moments
@@ -287,7 +287,7 @@ class Checkpoints:
     def _announce(self, step: int) -> None:
         link, keep = self._link, self._config.keep
         needed = retry_until_written(lambda: link.committed(step)) if link is not None else []
-        retry_until_written(lambda: checkpoint_retention.prune(self._run_dir, keep, needed))
+        retry_until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
 
     def _on_main(self, action: Any, doing: str) -> None:
         failure: Exception | None = None

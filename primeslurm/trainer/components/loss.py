@@ -12,12 +12,45 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from primeslurm.recipe.sections.losses import CispoLoss, CustomLoss, DppoLoss, GrpoClipLoss, GspoLoss, IpoLoss, Loss
-from primeslurm.trainer.components.documents import Documents
 from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro batch: the packed sequences, and the padding of each row."""
+
+    index: torch.Tensor
+    """Document number of each token (int64, in the shape of the targets)."""
+    count: int
+    """Number of documents, the same on all ranks that share the rows."""
+    group: Any = None
+    """Process group of the ranks that share the rows. None: this rank has whole rows."""
+
+    @classmethod
+    def of(cls, positions: torch.Tensor) -> Documents:
+        """Number the documents of packed rows. `positions` [rows, seq_len] restart at 0 with each document."""
+        index = (positions == 0).flatten().cumsum(0) - 1
+        return cls(index.view(positions.shape), int(index[-1]) + 1)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Average values [trained tokens] over each token's document, without gradient. Returns [trained tokens].
+
+        A collective of the ranks that share the rows, including those without trained tokens.
+        """
+        with torch.no_grad():
+            both = torch.stack([values, torch.ones_like(values)])
+            sums = both.new_zeros(2, self.count).index_add_(1, self.index, both)
+            if self.group is not None:
+                dist.all_reduce(sums, group=self.group)
+            total, tokens = sums[:, self.index]
+            return total / tokens
+
 
 # Limit of the absolute difference between teacher and trainer log-probabilities. Above about 16, exp(u) - 1 - u has no
 # precise float32 gradient.

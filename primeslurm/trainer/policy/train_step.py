@@ -18,8 +18,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import micro_batch_rows
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.base.phase_timer import PhaseTimer
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import LossFunction, Targets, cross_entropy, from_recipe
+from primeslurm.trainer.components.loss import Documents, LossFunction, Targets, cross_entropy, from_recipe
 from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
