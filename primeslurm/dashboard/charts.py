@@ -31,14 +31,10 @@ class ChartSpec(NamedTuple):
     section: str
     title: str
     unit: str
-    lines: tuple[tuple[str, str], ...]
-    """(label, metric)."""
-    log: bool = False
-    """Logarithmic values."""
-    stacked: bool = False
-    """The lines are parts of a whole."""
-    evaluation: bool = False
-    """Metrics of evaluations, which have fewer steps."""
+    lines: tuple[tuple[str, str], ...]  # (label, metric)
+    log: bool = False  # logarithmic values
+    stacked: bool = False  # the lines are parts of a whole
+    evaluation: bool = False  # metrics of evaluations, which have fewer steps
 
 
 _CHARTS = (

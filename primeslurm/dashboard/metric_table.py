@@ -65,8 +65,7 @@ class MetricTable:
         self._file = GrowingFile(run_dir / FILE)
         self.lock = threading.RLock()
         self.trained = Columns()
-        self.evaluated = Columns()
-        """Rows of evaluations, in the order in which they ended."""
+        self.evaluated = Columns()  # rows of evaluations, in the order in which they ended
         self.generation = 0
         """Counts how often the file was replaced, which happens when a run resumes from an earlier step."""
 

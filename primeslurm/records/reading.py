@@ -81,10 +81,8 @@ class Appended(NamedTuple):
     """New complete lines of a file."""
 
     lines: list[bytes]
-    replaced: bool
-    """The file is a new one or was truncated, so earlier lines do not count."""
-    complete: bool
-    """Nothing more could be read now."""
+    replaced: bool  # the file is a new one or was truncated, so earlier lines do not count
+    complete: bool  # nothing more could be read now
 
 
 class GrowingFile:

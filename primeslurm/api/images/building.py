@@ -44,8 +44,7 @@ class ImageBuilder:
     """Builds images. With `dry_run`, missing programs are listed in `problems` instead of raising UsageError."""
 
     def __init__(self, images: Collection[WantedImage], dry_run: bool = False) -> None:
-        self.problems: list[Violation] = []
-        """Programs that a dry run did not find."""
+        self.problems: list[Violation] = []  # programs that a dry run did not find
         # An image from a registry needs apptainer alone.
         self._tools = {runtime: self._working(runtime) for runtime in {i.runtime for i in images if not i.pulled}}
         if shutil.which("apptainer") is None and any(image.runtime == "apptainer" for image in images):

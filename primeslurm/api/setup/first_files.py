@@ -33,19 +33,13 @@ class PartitionOffer:
 
     partition: str
     nodes: int
-    gpus: int
-    """Per node; 0 for a CPU partition."""
-    gres: str
-    """Generic resource to request, with the type of GPU if Slurm knows it."""
+    gpus: int  # per node; 0 for a CPU partition
+    gres: str  # generic resource to request, with the type of GPU if Slurm knows it
     cpus: int
-    memory_gib: int | None
-    """Per node. None: slurm.conf does not set it."""
-    max_minutes: int | None
-    """Longest job. None: no limit."""
-    account: str
-    """Account for jobs; empty if Slurm does not require accounts."""
-    qos: str
-    """QOS for jobs; empty if the default can be used."""
+    memory_gib: int | None  # Per node. None: slurm.conf does not set it.
+    max_minutes: int | None  # Longest job. None: no limit.
+    account: str  # account for jobs; empty if Slurm does not require accounts
+    qos: str  # QOS for jobs; empty if the default can be used
 
     @property
     def size(self) -> tuple[int, int, float]:
@@ -64,14 +58,10 @@ class PartitionOffer:
 class Proposal:
     """Partitions, accounts and QOS of this user."""
 
-    gpu: PartitionOffer | None
-    """The largest partition with GPUs."""
-    cpu: PartitionOffer | None
-    """The largest partition without GPUs whose nodes can be in the same job."""
-    offers: tuple[PartitionOffer, ...]
-    """All partitions, the largest first."""
-    refused: tuple[str, ...]
-    """Partitions that this user may not use now."""
+    gpu: PartitionOffer | None  # the largest partition with GPUs
+    cpu: PartitionOffer | None  # the largest partition without GPUs whose nodes can be in the same job
+    offers: tuple[PartitionOffer, ...]  # all partitions, the largest first
+    refused: tuple[str, ...]  # partitions that this user may not use now
     accounts: tuple[str, ...]
     qos_names: tuple[str, ...]
 
@@ -192,13 +182,10 @@ class FirstFiles:
     """Paths of the files, and the facts they are based on."""
 
     recipe: Path
-    site: Path | None
-    """None: there is no Slurm with GPUs here, and the recipe runs with `--local`."""
+    site: Path | None  # None: there is no Slurm with GPUs here, and the recipe runs with `--local`
     proposal: Proposal | None
-    why_local: str = ""
-    """Reason why there is no site file."""
-    embedded: str = ""
-    """Name of the embedded cluster that `SLURM_CONF` belongs to; empty for another Slurm."""
+    why_local: str = ""  # reason why there is no site file
+    embedded: str = ""  # name of the embedded cluster that `SLURM_CONF` belongs to; empty for another Slurm
 
 
 def write_first_files(directory: Path) -> FirstFiles:

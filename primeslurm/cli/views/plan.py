@@ -21,8 +21,7 @@ from primeslurm.recipe import Recipe
 class ProcessRow:
     """Similar processes on similar nodes."""
 
-    nodes: str
-    """Empty if the row above has the same nodes."""
+    nodes: str  # empty if the row above has the same nodes
     role: str
     process: str
     ports: str

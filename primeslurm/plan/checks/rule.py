@@ -22,10 +22,8 @@ class RuleContext:
 
     recipe: Recipe
     site: Site
-    requests: Sequence[ResourceRequest]
-    """Empty if the recipe cannot be placed."""
-    shape: ModelShape | None
-    """None if it is unknown."""
+    requests: Sequence[ResourceRequest]  # empty if the recipe cannot be placed
+    shape: ModelShape | None  # None if it is unknown
 
     @property
     def trains(self) -> bool:
@@ -114,13 +112,10 @@ class Rule:
     name: str
     level: Literal["error", "warning"]
     field: str
-    rule: str
-    """The rule in words, for findings and for the table in the docs."""
-    finds: Callable[[RuleContext], str]
-    """Describes how the recipe breaks the rule. Empty: it does not."""
+    rule: str  # the rule in words, for findings and for the table in the docs
+    finds: Callable[[RuleContext], str]  # Describes how the recipe breaks the rule. Empty: it does not.
     fix: str
-    source: str
-    """Source of the fact."""
+    source: str  # source of the fact
 
     def value(self, recipe: Recipe) -> str:
         """Return the recipe's value of the field; empty if it is not set or not a single value."""

@@ -17,8 +17,7 @@ class Cause(msgspec.Struct, frozen=True):
 
     cause: str
     fix: str
-    evidence: str = ""
-    """Log line that points to the cause."""
+    evidence: str = ""  # log line that points to the cause
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class FailureSignature:
     fix: str
     symptom: bool = False
     """Usually follows from a failure elsewhere, so another process that failed at the same time is blamed first."""
-    transient: bool = False
-    """Another node, or the same node later, may not have the fault."""
+    transient: bool = False  # another node, or the same node later, may not have the fault
 
 
 def _known(pattern: str, cause: str, fix: str, *, symptom: bool = False, transient: bool = False) -> FailureSignature:

@@ -52,17 +52,12 @@ _SILENCE = re.compile(r"silent for (\d+) s")
 class Failure(msgspec.Struct, frozen=True):
     """A failure of one component."""
 
-    time: float
-    """Unix time of the failure."""
-    component: str
-    """Process, agent or node."""
-    node: str
-    """Name of its node; empty if unknown."""
+    time: float  # Unix time of the failure
+    component: str  # process, agent or node
+    node: str  # name of its node; empty if unknown
     how: str
-    code: int | None = None
-    """Exit code; a negative number is a signal."""
-    recovered: bool = False
-    """The component works again."""
+    code: int | None = None  # exit code; a negative number is a signal
+    recovered: bool = False  # the component works again
 
 
 def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:

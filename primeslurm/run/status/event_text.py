@@ -22,10 +22,8 @@ DIED = ("backoff", "fallen", "failed")
 class EventText(msgspec.Struct, frozen=True):
     """Text of a notable event."""
 
-    time: float
-    """Unix time."""
-    who: str
-    """Process, node or component that the text is about."""
+    time: float  # Unix time
+    who: str  # process, node or component that the text is about
     text: str
     level: Level = "info"
 

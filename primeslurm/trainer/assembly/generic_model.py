@@ -232,8 +232,7 @@ LANGUAGE_MODELS = ("language_model", "text_model")
 class VisionParts:
     """Vision encoder and language model of a model of transformers."""
 
-    inner: Any
-    """The whole model."""
+    inner: Any  # the whole model
     encoder: nn.Module
     language_model: nn.Module
 
@@ -275,8 +274,7 @@ class PatchReader:
                 "leave model.vlm out to train on text"
             )
         self._parts, self._frozen = parts, frozen
-        self.merge = int(sizes.spatial_merge_size)
-        """Patches per token, in height and in width."""
+        self.merge = int(sizes.spatial_merge_size)  # patches per token, in height and in width
         self.patch_values = int(sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2)
 
     def embedded(self, tokens: torch.Tensor, positions: torch.Tensor, images: VisionInput) -> dict[str, torch.Tensor]:

@@ -25,12 +25,9 @@ from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
 class Documents:
     """The documents of a micro batch: the packed sequences, and the padding of each row."""
 
-    index: torch.Tensor
-    """Document number of each token (int64, in the shape of the targets)."""
-    count: int
-    """Number of documents, the same on all ranks that share the rows."""
-    group: Any = None
-    """Process group of the ranks that share the rows. None: this rank has whole rows."""
+    index: torch.Tensor  # document number of each token (int64, in the shape of the targets)
+    count: int  # number of documents, the same on all ranks that share the rows
+    group: Any = None  # Process group of the ranks that share the rows. None: this rank has whole rows.
 
     @classmethod
     def of(cls, positions: torch.Tensor) -> Documents:
@@ -61,19 +58,13 @@ MAX_TEACHER_DIFFERENCE = 15.0
 class Targets:
     """Targets of a micro batch: tensors [rows, len] of all positions, or [trained tokens] for losses."""
 
-    labels: torch.Tensor
-    """Token that the position predicts."""
-    logprobs: torch.Tensor
-    """The engine's log-probability of the token."""
+    labels: torch.Tensor  # token that the position predicts
+    logprobs: torch.Tensor  # the engine's log-probability of the token
     advantages: torch.Tensor
-    temperatures: torch.Tensor
-    """Sampling temperature of the token."""
-    on_policy: torch.Tensor
-    """Whether the current policy sampled the whole rollout."""
-    ref_logprobs: torch.Tensor
-    """The teacher's log-probability of a sampled token. 0 without a teacher."""
-    documents: Documents
-    """Assignment of tokens to sequences."""
+    temperatures: torch.Tensor  # sampling temperature of the token
+    on_policy: torch.Tensor  # whether the current policy sampled the whole rollout
+    ref_logprobs: torch.Tensor  # The teacher's log-probability of a sampled token. 0 without a teacher.
+    documents: Documents  # assignment of tokens to sequences
     echo_weights: torch.Tensor | None = None
     """Cross-entropy weight of observed tokens; 0 for sampled tokens. None: all tokens were sampled."""
 
@@ -223,10 +214,8 @@ class Importance:
 
     weight: torch.Tensor
     """Weight of each token. Its gradient is weight * grad(log p), so times an advantage it is a policy gradient."""
-    moved: torch.Tensor
-    """The quantity that the trust region bounds, without gradient: p_trainer - p_engine, or a ratio."""
-    capped: torch.Tensor | None = None
-    """Whether `ratio_cap` limits the weight. None: the loss has no `ratio_cap`."""
+    moved: torch.Tensor  # the quantity that the trust region bounds, without gradient: p_trainer - p_engine, or a ratio
+    capped: torch.Tensor | None = None  # Whether `ratio_cap` limits the weight. None: the loss has no `ratio_cap`.
 
 
 def importance(

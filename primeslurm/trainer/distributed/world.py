@@ -50,12 +50,9 @@ class World:
     device: torch.device
     control: Any
     interrupt: Interrupt
-    store: str
-    """host:port of rank 0's TCPStore, which other processes can join."""
-    timeout_s: float = 1800.0
-    """Timeout of `control` [s]."""
-    host: torch.device = _HOST
-    """Device of offloaded state."""
+    store: str  # host:port of rank 0's TCPStore, which other processes can join
+    timeout_s: float = 1800.0  # timeout of `control` [s]
+    host: torch.device = _HOST  # device of offloaded state
 
     @property
     def is_main(self) -> bool:

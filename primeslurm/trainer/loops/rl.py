@@ -106,8 +106,7 @@ class Choice(enum.IntEnum):
     FINISHED = 1
     INTERRUPTED = 2
     FAILED = 3
-    TRANSFER = 4
-    """Send the current policy to engines that lack it. They cannot generate a batch before."""
+    TRANSFER = 4  # Send the current policy to engines that lack it. They cannot generate a batch before.
 
 
 class WeightTransfer(Protocol):

@@ -154,8 +154,7 @@ class Peak(NamedTuple):
     """Peak rates of matrix products [TFLOP/s]."""
 
     bf16: float
-    fp8: float | None
-    """None if the GPU has no FP8 products."""
+    fp8: float | None  # None if the GPU has no FP8 products
 
 
 # By words of the device name. The entry with most words that fit is taken: "NVIDIA H100 PCIe" is not an SXM board.

@@ -55,16 +55,11 @@ class Quantized:
 class Groups:
     """A layout of rows sorted by group, padded so that every group begins and ends at a multiple of BLOCK."""
 
-    sizes: list[int]
-    """Number of rows of each group, including padding."""
-    bounds: torch.Tensor
-    """Begin of each group and end of the last one, in padded rows [groups + 1] int32."""
-    places: torch.Tensor
-    """Padded row of each row [rows] int64."""
-    sources: torch.Tensor
-    """Source row of each padded row [padded rows] int32, -1 for padding."""
-    owners: torch.Tensor
-    """Group of each padded row [padded rows] int32, -1 for padding."""
+    sizes: list[int]  # number of rows of each group, including padding
+    bounds: torch.Tensor  # begin of each group and end of the last one, in padded rows [groups + 1] int32
+    places: torch.Tensor  # padded row of each row [rows] int64
+    sources: torch.Tensor  # source row of each padded row [padded rows] int32, -1 for padding
+    owners: torch.Tensor  # group of each padded row [padded rows] int32, -1 for padding
 
     @classmethod
     @functools.lru_cache(maxsize=1)
