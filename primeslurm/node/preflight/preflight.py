@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from pydantic import BaseModel
 
 from primeslurm.base.durable import retry_until_written
 from primeslurm.base.files import FileWatcher, digest, read_json, write_json
@@ -23,13 +21,7 @@ from primeslurm.base.units import duration
 from primeslurm.node.host.fabric import find_hcas
 from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
-from primeslurm.plan.checks.environments import Interpreter, environments_by_field, probe_environments
 from primeslurm.plan.model import VLLM_ROLES, Node, Plan
-from primeslurm.recipe.sections.evaluation import Evaluation
-from primeslurm.recipe.sections.inference import Inference
-from primeslurm.recipe.sections.orchestrator import Environment
-from primeslurm.recipe.sections.teacher import Teacher, TeacherEngines
-from primeslurm.recipe.sections.trainer import Model
 from primeslurm.records import resolved_recipe
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import FleetView, PreflightCheck, PreflightReference, PreflightState, SharedCheck
@@ -220,8 +212,9 @@ class Preflight:
     def _models(self) -> list[PreflightCheck]:
         if self._plan.emulated:
             return [PreflightCheck("model", "ok", "skipped: an emulated run loads no model")]
+        from primeslurm.node.preflight import recipe_inputs  # agents of emulated runs need not keep it in memory
 
-        inputs = read(Path(self._plan.run_dir))
+        inputs = recipe_inputs.read(Path(self._plan.run_dir))
         return [] if inputs is None else [self._model(path) for path in inputs.models]
 
     def _model(self, path: str) -> PreflightCheck:
@@ -245,8 +238,9 @@ class Preflight:
         workers = any(p.role == "environment" for node in self._candidates for p in node.processes)
         if self._plan.emulated or not workers:
             return []
+        from primeslurm.node.preflight import recipe_inputs
 
-        inputs = read(Path(self._plan.run_dir))
+        inputs = recipe_inputs.read(Path(self._plan.run_dir))
         if inputs is None:
             return []
         labels, problems = inputs.load_environments(self._plan.task, self._tmp)
@@ -310,35 +304,3 @@ def _guarded(doing: str, step: Callable[[], list[PreflightCheck]]) -> list[Prefl
         return step()
     except Exception as error:  # an unforeseen error excludes the node, and is reported as the reason
         return [PreflightCheck(doing, "failed", f"{doing}: {type(error).__name__}: {error}")]
-
-
-class RecipeInputs(BaseModel):
-    """`recipe.resolved.json`. Its other sections are ignored."""
-
-    model: Model
-    inference: Inference = Inference()
-    teacher: Teacher | None = None
-    environments: tuple[Environment, ...] = ()
-    evaluation: Evaluation | None = None
-
-    @property
-    def models(self) -> list[str]:
-        teachers = [self.teacher.path] if isinstance(self.teacher, TeacherEngines) else []
-        return [self.model.path, *filter(None, [self.inference.model]), *teachers]
-
-    def load_environments(self, task: str, tmp: Path) -> tuple[list[str], list[str]]:
-        """Load the environments with this Python, and return their labels and the problems."""
-        trained = self.environments if task == "rl" else ()
-        evaluated = self.evaluation.environments if self.evaluation else ()
-        result = probe_environments(
-            environments_by_field(trained, evaluated), self.model, Interpreter(sys.executable, {}), tmp
-        )
-        problems = [*map(str, result.violations), *map(str, result.missing)]
-        if result.missing_package:
-            problems = [f"{sys.executable} has no {result.missing_package}"]
-        return [each.label for each in (*trained, *evaluated)], problems
-
-
-def read(run_dir: Path) -> RecipeInputs | None:
-    value = read_json(run_dir / resolved_recipe.FILE)
-    return None if value is None else RecipeInputs.model_validate(value)
