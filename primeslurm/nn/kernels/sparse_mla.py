@@ -16,10 +16,7 @@ and return [rows, queries, heads, rank] in the dtype of the queries. All argumen
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,10 +51,10 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs [queries, heads, rank] and the log-sum-exp of the scores [queries, heads, 1]."""
     if _has_kernel(query, rank):
-        from primeslurm.nn.kernels import sparse_mla_kernel
+        from primeslurm.nn.kernels import flash_mla, sparse_mla_kernel
 
-        if fits(query, where, rank):
-            return forward(query, keys, where, scale)
+        if flash_mla.fits(query, where, rank):
+            return flash_mla.forward(query, keys, where, scale)
         return sparse_mla_kernel.forward(query, keys, where, rank, scale)
     out = query.new_empty(*query.shape[:2], rank)
     normaliser = query.new_empty(*query.shape[:2], 1, dtype=torch.float32)
@@ -172,36 +169,3 @@ def _by_head(tensor: torch.Tensor) -> torch.Tensor:
 _attend = custom_op("primeslurm::attend_gathered", _forward, mutates_args=())
 _attend_backward = custom_op("primeslurm::attend_gathered_backward", _backward, mutates_args=())
 _attend.register_autograd(_differentiate, setup_context=_save)
-
-
-# Sizes that the kernels support: rank, rotary part, and numbers of heads
-RANK, ROPE, HEADS = 512, 64, (64, 128)
-# The number of selected keys has to be a multiple of this
-SLOTS = 128
-
-
-@functools.cache
-def _library() -> ModuleType | None:
-    try:
-        return importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
-    except ImportError:
-        return None
-
-
-def fits(query: torch.Tensor, where: torch.Tensor, rank: int) -> bool:
-    """Return whether the kernels are installed and support queries [queries, heads, rank + rope] with these keys."""
-    shape = query.shape[1] in HEADS and rank == RANK and query.shape[2] == RANK + ROPE
-    return shape and where.shape[1] % SLOTS == 0 and query.is_cuda and _library() is not None
-
-
-def forward(
-    query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same as `sparse_mla._forward`."""
-    # FlashMLA's backward pass supports dense attention only, so `sparse_mla_backward` uses these results.
-    library = _library()
-    assert library is not None
-    out, _, normaliser = library.flash_mla_sparse_fwd(
-        query.contiguous(), keys.unsqueeze(1).contiguous(), where.unsqueeze(1).contiguous(), scale, RANK
-    )
-    return out, normaliser.unsqueeze(-1)
