@@ -112,7 +112,7 @@ def attention(cp: int) -> Literal["flex", "varlen"]:
 
 def _checkpointing(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
     """Return torchtitan's checkpointing. Compiled `full` is ours, because re-routed tokens fail an assertion there."""
-    return SelectiveAC.Config() if name == "selective" else build.policy(name, compiled)
+    return SelectiveAC.Config() if name == "selective" else build.checkpointing_policy(name, compiled)
 
 
 def _loss(recipe: Recipe, rows: int, model: Any) -> Any:

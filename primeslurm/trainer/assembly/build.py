@@ -150,7 +150,7 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
         training=draft.settings.training,
         parallelism=draft.settings.parallelism,
         compile_config=CompileConfig(enable=bool(trainer.compile)),
-        ac_config=policy(checkpointing, bool(trainer.compile) and not sparse),
+        ac_config=checkpointing_policy(checkpointing, bool(trainer.compile) and not sparse),
         dump_folder="",
     )
 
@@ -262,16 +262,16 @@ class ChosenExpertsAC(SelectiveAC):
 
 
 # Name in recipes to torchtitan's config, for layers that are not compiled
-POLICIES: dict[str, ActivationCheckpointing.Config | None] = {
+CHECKPOINTING_POLICIES: dict[str, ActivationCheckpointing.Config | None] = {
     "none": None,
     "selective": MatrixProductsAC.Config(),
     "full": FullAC.Config(),
 }
 
 
-def policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
+def checkpointing_policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
     """Return torchtitan's config for a recipe's `activation_checkpointing`. None means no checkpointing."""
-    return ChosenExpertsAC.Config() if compiled and name == "full" else POLICIES[name]
+    return ChosenExpertsAC.Config() if compiled and name == "full" else CHECKPOINTING_POLICIES[name]
 
 
 def replace_modules(draft: ModelDraft) -> None:
