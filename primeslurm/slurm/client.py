@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from primeslurm.base.errors import ClusterError
 from primeslurm.base.hostlists import compress, expand
-from primeslurm.slurm import partitions
 from primeslurm.slurm.accounting import (
     ASSOCIATION_FORMAT,
     NO_ACCOUNTING,
@@ -27,6 +26,16 @@ from primeslurm.slurm.accounting import (
     parse_qos,
 )
 from primeslurm.slurm.environment import clean, inherited_by_jobs
+from primeslurm.slurm.partitions import (
+    NODE_FORMAT,
+    Partition,
+    Reservation,
+    fields,
+    is_usable,
+    parse_partitions,
+    parse_reservations,
+    plain_state,
+)
 
 if TYPE_CHECKING:
     from primeslurm.recipe import Site
@@ -60,7 +69,7 @@ class NodeState:
     """A node and its state."""
 
     name: str
-    state: str  # Slurm's short word: idle, alloc, mix, down, drain ..
+    state: str  # Slurm's short word: idle, alloc, mix, down, drain ...
     responding: bool  # whether the node's daemon answers the controller
     reason: str
 
@@ -131,17 +140,15 @@ class SlurmClient:
         except ClusterError:
             return False
 
-    def partitions(self) -> dict[str, partitions.Partition]:
+    def partitions(self) -> dict[str, Partition]:
         """Return all partitions by name, including those that are hidden from this user."""
-        nodes = self._nodes(partitions.NODE_FORMAT)
-        return partitions.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"), nodes)
+        nodes = self._nodes(NODE_FORMAT)
+        return parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"), nodes)
 
     def nodes(self) -> list[NodeState]:
         states: dict[str, NodeState] = {}
         for name, state, reason in self._nodes("%N|%t|%E"):
-            states[name] = NodeState(
-                name, partitions.plain_state(state), "*" not in state, "" if reason == "none" else reason
-            )
+            states[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
         return list(states.values())
 
     def nodes_of(self, partition: str, reservation: str | None = None) -> dict[str, str]:
@@ -158,7 +165,7 @@ class SlurmClient:
         """Return the nodes of partitions, and whether each runs jobs now or soon. Arguments as in `nodes_of`."""
         return {
             name: {
-                node: partitions.is_usable(state, reserved=reservation is not None)
+                node: is_usable(state, reserved=reservation is not None)
                 for node, state in self.nodes_of(name, reservation).items()
             }
             for name in sorted(names)
@@ -168,10 +175,10 @@ class SlurmClient:
         # Hidden partitions need --all, and sinfo refuses --partition together with it.
         return self._table("sinfo", "--noheader", "--all", "--Node", f"--format={columns}")
 
-    def reservations(self) -> list[partitions.Reservation]:
+    def reservations(self) -> list[Reservation]:
         """Return the reservations that this user may see."""
         try:
-            return partitions.parse_reservations(self._run("scontrol", "--all", "--oneliner", "show", "reservation"))
+            return parse_reservations(self._run("scontrol", "--all", "--oneliner", "show", "reservation"))
         except ClusterError as error:
             if "No reservations" in str(error):
                 return []
@@ -338,7 +345,7 @@ class SlurmClient:
 
 def parse_job(text: str) -> JobState:
     """Parse the output of `scontrol --oneliner show job` for one job: a line per component."""
-    values = [partitions.fields(line) for line in text.splitlines() if line.strip()]
+    values = [fields(line) for line in text.splitlines() if line.strip()]
     values.sort(key=_offset)
     leader = values[0]
     components = [

@@ -181,8 +181,11 @@ class LoadWindow:
 
 
 def rounded(loads: Mapping[str, Load]) -> dict[str, Load]:
-    values = {name: msgspec.structs.astuple(load) for name, load in loads.items()}
-    return {name: Load(*(round(v, 4) if isinstance(v, float) else v for v in load)) for name, load in values.items()}
+    return {name: msgspec.structs.replace(load, **_rounded_fields(load)) for name, load in loads.items()}
+
+
+def _rounded_fields(load: Load) -> dict[str, float]:
+    return {name: round(v, 4) for name, v in msgspec.structs.asdict(load).items() if isinstance(v, float)}
 
 
 def _sum(engines: Sequence[_Engine]) -> Load:
