@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -12,23 +11,21 @@ from typing import Any, Literal, cast
 import torch
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 from torchtitan.models.common.param_init import skip_param_init
 
 from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
 from primeslurm.nn import compat
 from primeslurm.nn.adapters import adapter_for_checkpoint
-from primeslurm.nn.layers import sparse_attention
 from primeslurm.nn.layers.parallelize import configure_compiler
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Memory
 from primeslurm.trainer.assembly import generic_model
+from primeslurm.trainer.assembly.converters import CONVERTERS
 from primeslurm.trainer.base.model_draft import ModelDraft
-from primeslurm.trainer.components import fp8_gather, logprobs, lora, matrix_products, router_replay, varlen_attention
+from primeslurm.trainer.components import activation_checkpointing, fp8_gather, lora
 from primeslurm.trainer.components.activation_offload import ActivationOffload
-from primeslurm.trainer.distributed import deepep, token_permutation
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
@@ -150,7 +147,7 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
         training=draft.settings.training,
         parallelism=draft.settings.parallelism,
         compile_config=CompileConfig(enable=bool(trainer.compile)),
-        ac_config=checkpointing_policy(checkpointing, bool(trainer.compile) and not sparse),
+        ac_config=activation_checkpointing.policy(checkpointing, bool(trainer.compile) and not sparse),
         dump_folder="",
     )
 
@@ -233,87 +230,3 @@ def _check_names(policy: PolicyModel, names: set[str], stored_names: set[str]) -
             f"{policy.source}: the checkpoint does not match its config; "
             f"missing: {', '.join(sorted(missing)[:5]) or 'none'}; unknown: {', '.join(sorted(unknown)[:5]) or 'none'}"
         )
-
-
-class MatrixProductsAC(SelectiveAC):
-    """torchtitan's selective checkpointing, except that results of `bmm` are recomputed and selected keys are saved."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        """Config of SelectiveAC."""
-
-    def get_save_ops(self) -> set[Any]:
-        # Our models use bmm inside the chunks of recurrent layers, which are recomputed anyway, and for absorbed
-        # queries of latent attention, which are larger than everything else that the layer saves.
-        return set(super().get_save_ops()) - {torch.ops.aten.bmm.default} | {sparse_attention.SELECTING}
-
-
-class ChosenExpertsAC(SelectiveAC):
-    """Checkpointing of whole compiled layers that saves a layer's input and its top-k results (the chosen experts)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        """Config of SelectiveAC."""
-
-    def get_save_ops(self) -> set[Any]:
-        # A compiled layer rounds differently in the forward pass and in the recomputation, so the router could choose
-        # other experts there. The counts of tokens per expert are those of the forward pass and would not match.
-        return {torch.ops.aten.topk.default}
-
-
-# Name in recipes to torchtitan's config, for layers that are not compiled
-CHECKPOINTING_POLICIES: dict[str, ActivationCheckpointing.Config | None] = {
-    "none": None,
-    "selective": MatrixProductsAC.Config(),
-    "full": FullAC.Config(),
-}
-
-
-def checkpointing_policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
-    """Return torchtitan's config for a recipe's `activation_checkpointing`. None means no checkpointing."""
-    return ChosenExpertsAC.Config() if compiled and name == "full" else CHECKPOINTING_POLICIES[name]
-
-
-def replace_modules(draft: ModelDraft) -> None:
-    compat.replace_modules(draft.config)
-
-
-def freeze_vision_encoder(draft: ModelDraft) -> None:
-    """Freeze or train the vision encoder as `model.vlm` says. Raise ValueError if the model has no encoder."""
-    settings = draft.recipe.model.vlm
-    if settings is None:
-        return
-    vision = getattr(draft.config, "vision", None)
-    if vision is None:
-        raise ValueError("model.vlm: the model has no vision encoder")
-    vision.frozen = settings.freeze_vision_encoder
-
-
-def fit(draft: ModelDraft) -> None:
-    """Add the parallelism and training settings to the config, as torchtitan's own trainer does."""
-    draft.config.update_from_config(config=draft.settings)
-
-
-def build_on_meta(draft: ModelDraft) -> None:
-    draft.adapter = draft.spec.state_dict_adapter(draft.config, None)
-    with torch.device("meta"):
-        draft.model = draft.config.build()
-
-
-# All converters, in the order in which they run
-CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
-    # Changes of the config. They replace different modules, so their order matters only where a comment says so.
-    replace_modules,
-    varlen_attention.convert,
-    deepep.convert,
-    token_permutation.convert,  # after deepep: it replaces the dispatchers that deepep has left
-    logprobs.convert,
-    router_replay.convert,
-    freeze_vision_encoder,
-    fit,  # configures the token dispatchers: after both
-    build_on_meta,
-    # Changes of the built model.
-    deepep.split_into_chunks,
-    matrix_products.convert,  # finds projections by torchtitan's classes: before LoRA replaces the classes
-    lora.convert,  # freezes everything but adapters: after all converters that add parameters
-)

@@ -13,11 +13,16 @@ class ModelDraft:
     """State of a model during its conversion."""
 
     recipe: Recipe
-    spec: Any  # torchtitan's `ModelSpec`
-    settings: Any = None  # torchtitan's `parallelism` and `training` configs
-    stored_fp8: frozenset[str] = frozenset()  # names of the weights that the source checkpoint stores in FP8
-    model: Any = None  # the model on the meta device, once it is built
-    adapter: Any = None  # the state dict adapter to Hugging Face's format, once the model is built
+    spec: Any
+    """torchtitan's `ModelSpec`."""
+    settings: Any = None
+    """torchtitan's `parallelism` and `training` configs."""
+    stored_fp8: frozenset[str] = frozenset()
+    """Names of the weights that the source checkpoint stores in FP8."""
+    model: Any = None
+    """The model on the meta device, once it is built."""
+    adapter: Any = None
+    """The state dict adapter to Hugging Face's format, once the model is built."""
 
     @property
     def config(self) -> Any:

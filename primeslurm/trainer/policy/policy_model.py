@@ -25,16 +25,24 @@ class PolicyModel:
     model: Any
     adapter: Any
     dims: Dims
-    hf_names: set[str]  # all tensor names of the checkpoint in Hugging Face format, over all ranks
-    source: Path  # model directory that the model was built from
-    dtype: torch.dtype  # Compute dtype. Parameters are float32.
-    device: torch.device  # Compute device. Parameters may be in host memory.
-    shared: ContextParallel | None = None  # Context parallelism. None: this rank has whole rows.
-    lora: Lora | None = None  # LoRA settings. None: all weights are trained.
+    hf_names: set[str]
+    """All tensor names of the checkpoint in Hugging Face format, over all ranks."""
+    source: Path
+    """Model directory that the model was built from."""
+    dtype: torch.dtype
+    """Compute dtype. Parameters are float32."""
+    device: torch.device
+    """Compute device. Parameters may be in host memory."""
+    shared: ContextParallel | None = None
+    """Context parallelism. None: this rank has whole rows."""
+    lora: Lora | None = None
+    """LoRA settings. None: all weights are trained."""
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Tensors of the checkpoint that are not trained, but that engines expect. On rank 0 only."""
-    stored_fp8: frozenset[str] = frozenset()  # names of the weights that the source checkpoint stores in FP8
-    compiled: bool = False  # whether layers are compiled
+    stored_fp8: frozenset[str] = frozenset()
+    """Names of the weights that the source checkpoint stores in FP8."""
+    compiled: bool = False
+    """Whether layers are compiled."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         return lora.base_weights(self.model)

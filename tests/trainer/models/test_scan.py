@@ -14,7 +14,7 @@ from benchmarks.live_memory import passes
 from primeslurm.models import model_builder
 from primeslurm.nn.kernels import elementwise
 from primeslurm.nn.layers import scan
-from primeslurm.trainer.assembly.build import CHECKPOINTING_POLICIES
+from primeslurm.trainer.components.activation_checkpointing import POLICIES
 from tests.trainer.families import BY_NAME
 
 LENGTH = 250
@@ -120,7 +120,7 @@ def once(decoder: Decoder, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(("case_name", "part"), LAYERS)
 def test_activation_checkpointing_keeps_less(case_name: str, part: str) -> None:
     kept = {}
-    for name, policy in CHECKPOINTING_POLICIES.items():
+    for name, policy in POLICIES.items():
         decoder = Decoder(layer(case_name, part))
         if policy is not None:
             policy.build(dump_folder="").apply(decoder)
