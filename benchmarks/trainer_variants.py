@@ -24,8 +24,7 @@ from primeslurm.orchestrator.batching.packing import Document
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import logprobs
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import Targets
+from primeslurm.trainer.components.loss import Documents, Targets
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Row, stack

@@ -330,10 +330,9 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     import torch
 
     from benchmarks.training_models import SHAPES
-    from primeslurm.base.gpu_peaks import peak_of
     from primeslurm.models.hf_config import shape_of
     from primeslurm.nn.kernels import linear_attention
-    from primeslurm.trainer.policy.flops_meter import adapter_weights
+    from primeslurm.trainer.policy.flops_meter import adapter_weights, peak_of
 
     if options.plain_recurrence:
         linear_attention.fits = lambda mixed: False

@@ -60,10 +60,8 @@ class DryRun:
     """Plan and batch script of a dry run."""
 
     plan: Plan
-    script: str
-    """The batch script; empty for a run without Slurm."""
-    unasked: tuple[str, ...] = ()
-    """Checks that could not be made, and why."""
+    script: str  # the batch script; empty for a run without Slurm
+    unasked: tuple[str, ...] = ()  # checks that could not be made, and why
     details: str = ""
 
 
@@ -73,8 +71,7 @@ class Submitted:
 
     plan: Plan
     attempt: int
-    job_id: str
-    """Id of the Slurm job, or of the process that runs a local attempt."""
+    job_id: str  # id of the Slurm job, or of the process that runs a local attempt
 
 
 def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:

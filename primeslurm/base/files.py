@@ -429,8 +429,7 @@ class Appender:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun = False
-        self._failed_at: int | None = None
-        """File size before the append that failed [bytes]."""
+        self._failed_at: int | None = None  # file size before the append that failed [bytes]
 
     def append(self, lines: bytes) -> None:
         """Append complete lines. After an OSError none of these lines is in the file, now or later."""
@@ -493,8 +492,7 @@ class FileWatcher:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int, int] | None = None
-        self.fault = ""
-        """Error of the last read; empty if the file was read or does not exist."""
+        self.fault = ""  # error of the last read; empty if the file was read or does not exist
 
     def changed(self, *, wait: bool = False) -> Any | None:
         """Return the content if it changed since the last call; None otherwise, or if the file is missing or invalid.

@@ -15,8 +15,7 @@ class UnresponsiveTimer:
     """Counts the seconds since the last heartbeat of one process."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        """Seconds without a heartbeat, at the last check."""
+        self.seconds = 0.0  # seconds without a heartbeat, at the last check
         self._looked_at: float | None = None
         self._heard: int | None = None
 

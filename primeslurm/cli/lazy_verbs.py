@@ -25,10 +25,8 @@ EXAMPLES = "Examples:"
 class Verb(NamedTuple):
     """A command of `primeslurm`."""
 
-    place: str
-    """Module of `cli.verbs`, and name in it."""
-    help: str
-    """One imperative line, the same as the first line of the function's docstring."""
+    place: str  # module of `cli.verbs`, and name in it
+    help: str  # one imperative line, the same as the first line of the function's docstring
     fails: Mapping[ExitCode, str] = MappingProxyType({})
     """Meaning of exit codes for this verb, beyond `EXIT_CODES`. Help shows it."""
 

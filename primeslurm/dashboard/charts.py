@@ -31,99 +31,49 @@ class ChartSpec(NamedTuple):
     section: str
     title: str
     unit: str
-    lines: tuple[tuple[str, str], ...]
-    """(label, metric)."""
-    log: bool = False
-    """Logarithmic values."""
-    stacked: bool = False
-    """The lines are parts of a whole."""
-    evaluation: bool = False
-    """Metrics of evaluations, which have fewer steps."""
+    lines: tuple[tuple[str, str], ...]  # (label, metric)
+    log: bool = False  # logarithmic values
+    stacked: bool = False  # the lines are parts of a whole
+    evaluation: bool = False  # metrics of evaluations, which have fewer steps
 
 
 _CHARTS = (
     ChartSpec("Learning", "Reward", "mean of the batch", (("mean", "reward/mean"), ("std. deviation", "reward/std"))),
-    ChartSpec(
-        "Learning",
-        "KL",
-        "nats per token",
-        (
-            ("same policy", "trainer/mismatch_kl"),
-            ("off policy", "trainer/off_policy_kl"),
-            ("to the reference", "trainer/ref_kl"),
-            ("to the teacher", "teacher/kl"),
-        ),
-        log=True,
-    ),
+    ChartSpec("Learning", "KL", "nats per token",
+              (("same policy", "trainer/mismatch_kl"), ("off policy", "trainer/off_policy_kl"),
+               ("to the reference", "trainer/ref_kl"), ("to the teacher", "teacher/kl")), log=True),
     ChartSpec("Learning", "Entropy", "nats per token", (("entropy", "trainer/entropy"),)),
     ChartSpec("Learning", "Loss", "per token", (("loss", "trainer/loss"),)),
     ChartSpec("Learning", "Gradient norm", "before clipping", (("norm", "trainer/grad_norm"),)),
     ChartSpec("Learning", "Groups without signal", "fraction", (("all rewards equal", "groups/zero_signal"),)),
-    ChartSpec(
-        "Rollouts",
-        "Staleness",
-        "policy versions",
-        (
-            ("mean", "staleness/mean"),
-            ("largest", "staleness/max"),
-            ("oldest token", "staleness/oldest_token_max"),
-        ),
-    ),
-    ChartSpec(
-        "Rollouts", "Length", "tokens", (("sampled", "rollouts/sampled_mean"), ("whole", "rollouts/length_mean"))
-    ),
+    ChartSpec("Rollouts", "Staleness", "policy versions",
+              (("mean", "staleness/mean"), ("largest", "staleness/max"),
+               ("oldest token", "staleness/oldest_token_max"))),
+    ChartSpec("Rollouts", "Length", "tokens",
+              (("sampled", "rollouts/sampled_mean"), ("whole", "rollouts/length_mean"))),
     ChartSpec("Rollouts", "Turns", "per rollout", (("turns", "rollouts/turns_mean"),)),
-    ChartSpec(
-        "Rollouts",
-        "Truncated",
-        "fraction",
-        (("at a token limit", "rollouts/cut_off"), ("to seq_len", "rollouts/longer_than_seq_len")),
-    ),
-    ChartSpec(
-        "Rollouts",
-        "Lost rollouts",
-        "per step",
-        (
-            ("too old", "rollouts/dropped_stale"),
-            ("failed", "rollouts/failed"),
-            ("lost", "rollouts/lost"),
-            ("mixed version (kept)", "rollouts/mixed_version"),
-        ),
-    ),
+    ChartSpec("Rollouts", "Truncated", "fraction",
+              (("at a token limit", "rollouts/cut_off"), ("to seq_len", "rollouts/longer_than_seq_len"))),
+    ChartSpec("Rollouts", "Lost rollouts", "per step",
+              (("too old", "rollouts/dropped_stale"), ("failed", "rollouts/failed"), ("lost", "rollouts/lost"),
+               ("mixed version (kept)", "rollouts/mixed_version"))),
     ChartSpec("Rollouts", "Time of a rollout", "s", (("mean", "rollouts/seconds_mean"),)),
-    ChartSpec(
-        "Speed",
-        "Parts of a step",
-        "s in the trainer",
-        (
-            ("waiting for a batch", "trainer/seconds/wait"),
-            ("forward and backward", "trainer/seconds/forward_backward"),
-            ("optimizer", "trainer/seconds/optimizer"),
-            ("publishing weights", "trainer/seconds/publish"),
-            ("snapshot", "trainer/seconds/snapshot"),
-            ("checkpoint", "trainer/seconds/checkpoint"),
-        ),
-        stacked=True,
-    ),
+    ChartSpec("Speed", "Parts of a step", "s in the trainer",
+              (("waiting for a batch", "trainer/seconds/wait"),
+               ("forward and backward", "trainer/seconds/forward_backward"),
+               ("optimizer", "trainer/seconds/optimizer"), ("publishing weights", "trainer/seconds/publish"),
+               ("snapshot", "trainer/seconds/snapshot"), ("checkpoint", "trainer/seconds/checkpoint")), stacked=True),
     ChartSpec("Speed", "Time of a step", "s", (("step", "throughput/step_seconds"),)),
-    ChartSpec(
-        "Speed",
-        "Tokens",
-        "per second",
-        (("sampled", "throughput/tokens_per_s"), ("trained, while training", "trainer/tokens_per_s")),
-    ),
+    ChartSpec("Speed", "Tokens", "per second",
+              (("sampled", "throughput/tokens_per_s"), ("trained, while training", "trainer/tokens_per_s"))),
     ChartSpec("Speed", "Model FLOPs utilization", "fraction", (("MFU", "trainer/mfu"),)),
     ChartSpec("Speed", "Computation", "TFLOP/s per GPU", (("model FLOPs", "trainer/tflops_per_gpu"),)),
-    ChartSpec(
-        "Speed",
-        "Idle time",
-        "fraction",
-        (("trainer", "trainer/idle_fraction"), *((role, f"engines/{role}/idle_fraction") for role in _ROLES)),
-    ),
+    ChartSpec("Speed", "Idle time", "fraction",
+              (("trainer", "trainer/idle_fraction"), *((role, f"engines/{role}/idle_fraction") for role in _ROLES))),
     ChartSpec("Speed", "Weight update", "s", (("all engines current", "policy/update_seconds"),)),
     ChartSpec("Queues", "Rollouts in flight", "rollouts", (("in flight", "queue/inflight"),)),
     ChartSpec("Queues", "Groups", "groups", (("ready", "queue/ready_groups"), ("open", "queue/open_groups"))),
-)
+)  # fmt: skip
 _OF_ENGINES = (
     ("KV cache in use", "fraction", "kv_usage_mean"),
     ("Running requests", "per engine", "running_mean"),

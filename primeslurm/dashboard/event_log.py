@@ -11,7 +11,7 @@ import msgspec
 
 from primeslurm.base import files
 from primeslurm.records.events import decode, in_order
-from primeslurm.records.growing_file import GrowingFile
+from primeslurm.records.reading import GrowingFile
 from primeslurm.records.record import Event
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status.event_text import notable

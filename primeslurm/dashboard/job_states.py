@@ -23,8 +23,7 @@ _NOT_ENDED = ("PENDING", "CONFIGURING", "COMPLETING", SUBMITTING, NO_ANSWER, *AL
 @dataclass(frozen=True)
 class _Answer:
     state: str | None
-    until: float
-    """Time by `clock` until which the state is used."""
+    until: float  # time by `clock` until which the state is used
 
 
 class JobStates:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.records.growing_file import GrowingFile
 from primeslurm.records.metrics import FILE, Row, is_evaluation, parse_row, with_rl_names
+from primeslurm.records.reading import GrowingFile
 
 Values = NDArray[np.float64]
 _NOT_METRICS = ("step", "time")
@@ -65,8 +65,7 @@ class MetricTable:
         self._file = GrowingFile(run_dir / FILE)
         self.lock = threading.RLock()
         self.trained = Columns()
-        self.evaluated = Columns()
-        """Rows of evaluations, in the order in which they ended."""
+        self.evaluated = Columns()  # rows of evaluations, in the order in which they ended
         self.generation = 0
         """Counts how often the file was replaced, which happens when a run resumes from an earlier step."""
 

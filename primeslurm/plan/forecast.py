@@ -11,21 +11,14 @@ class RoleMemory(Section):
     role: str
     gpu: str
     gpu_gib: float
-    limit_gib: float
-    """Memory that the role may use."""
-    parts: dict[str, float]
-    """Memory by purpose. The KV cache gets the rest."""
-    needed_gib: float
-    """Memory that must fit: everything but the KV cache."""
-    host_gib_per_node: float = 0.0
-    """Host memory per node for offloaded data and checkpoint copies."""
+    limit_gib: float  # memory that the role may use
+    parts: dict[str, float]  # Memory by purpose. The KV cache gets the rest.
+    needed_gib: float  # memory that must fit: everything but the KV cache
+    host_gib_per_node: float = 0.0  # host memory per node for offloaded data and checkpoint copies
     kv_bytes_per_token: int = 0
-    kv_tokens: int = 0
-    """Tokens in the KV cache of one GPU."""
-    longest: float = 0.0
-    """Sequences of the longest length that all engines of the role hold at once."""
-    typical: float = 0.0
-    """Sequences of a quarter of the longest length that they hold."""
+    kv_tokens: int = 0  # tokens in the KV cache of one GPU
+    longest: float = 0.0  # sequences of the longest length that all engines of the role hold at once
+    typical: float = 0.0  # sequences of a quarter of the longest length that they hold
 
     @property
     def free_gib(self) -> float:
@@ -40,14 +33,12 @@ class Quantity(Section):
     value: float
     unit: str
     how: str
-    most: float | None = None
-    """Upper bound, if `value` is a lower bound."""
+    most: float | None = None  # upper bound, if `value` is a lower bound
 
 
 class Estimate(Section):
     """Memory and other quantities of a run, as far as the model and the GPUs are known."""
 
-    source: str
-    """Source of the model's shape."""
+    source: str  # source of the model's shape
     roles: tuple[RoleMemory, ...] = ()
     amounts: tuple[Quantity, ...] = ()

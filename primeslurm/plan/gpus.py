@@ -22,14 +22,10 @@ class Gpu:
     """One type of GPU."""
 
     name: str
-    memory_gib: float
-    """Total memory that CUDA reports."""
-    sm: int
-    """Compute capability, for example 90 for 9.0."""
-    bf16_tflops: float
-    """Dense peak."""
-    nic_gbps: float
-    """Network bandwidth per GPU of a typical 8-GPU node [Gbit/s]."""
+    memory_gib: float  # total memory that CUDA reports
+    sm: int  # compute capability, for example 90 for 9.0
+    bf16_tflops: float  # dense peak
+    nic_gbps: float  # network bandwidth per GPU of a typical 8-GPU node [Gbit/s]
 
 
 # From the vendor's data sheets. Memory is what nvidia-smi shows, slightly less than on the sheet.

@@ -40,32 +40,25 @@ class Process(Section):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: str
-    """Unique in the Plan, for example decode-r0-1."""
+    name: str  # unique in the Plan, for example decode-r0-1
     role: Role
-    node: int
-    """Global node index."""
+    node: int  # global node index
     replica: int | None = None
     argv: tuple[str, ...]
     env: dict[str, str] = {}
-    log: str
-    """Log file, relative to the attempt directory."""
+    log: str  # log file, relative to the attempt directory
     ports: dict[str, int] = {}
     """Preferred number of each port, by name. The agent probes it and publishes the number in use."""
-    fixed_ports: tuple[str, ...] = ()
-    """Names of ports that must have exactly these numbers."""
-    gpus: tuple[int, ...] = ()
-    """Indices of the node's GPUs that this process sees."""
+    fixed_ports: tuple[str, ...] = ()  # names of ports that must have exactly these numbers
+    gpus: tuple[int, ...] = ()  # indices of the node's GPUs that this process sees
     restart: Restart = "in_place"
     """in_place: its agent restarts it with back-off. unit: its restart group restarts. attempt: the attempt ends."""
     restart_group: str | None = Field(None, alias="unit")
     """Name of the group of processes that only work together, such as trainer ranks. None: it restarts alone."""
     max_restarts: int = MAX_RESTARTS
     health: Health | None = None
-    heartbeats: HeartbeatLimits | None = Field(None, alias="beats")
-    """None: the process sends no heartbeats."""
-    files: dict[str, str] = {}
-    """Text of files to write before the start, with placeholders, by name under `${tmp}`."""
+    heartbeats: HeartbeatLimits | None = Field(None, alias="beats")  # None: the process sends no heartbeats
+    files: dict[str, str] = {}  # text of files to write before the start, with placeholders, by name under `${tmp}`
     scratch: tuple[str, ...] = ()
     """Directories on the node's disk that are created empty for the attempt and removed when it ends."""
     imports: tuple[str, ...] = ()
@@ -82,8 +75,7 @@ class Node(Section):
 
     index: int
     group: int
-    role: NodeRole | Literal["all"]
-    """all: the processes of all roles share the node (`layout: one_node`)."""
+    role: NodeRole | Literal["all"]  # all: the processes of all roles share the node (`layout: one_node`).
     index_in_group: int
     processes: tuple[Process, ...] = ()
 
@@ -93,20 +85,14 @@ class HetGroup(Section):
 
     index: int
     name: str
-    nodes: int
-    """Nodes requested from Slurm, including spares."""
-    spares: int = 0
-    """Nodes that replace failed ones of the component."""
+    nodes: int  # nodes requested from Slurm, including spares
+    spares: int = 0  # nodes that replace failed ones of the component
     partition: str
-    gres: str | None
-    """Generic resources per node, for example gpu:8. None: none are requested."""
-    gpus_per_node: str | None = None
-    """GPUs per node in place of `gres`, for example 8 or h200:8."""
+    gres: str | None  # Generic resources per node, for example gpu:8. None: none are requested.
+    gpus_per_node: str | None = None  # GPUs per node in place of `gres`, for example 8 or h200:8
     cpus_per_task: int
-    mem: str | None = None
-    """Memory per node."""
-    mem_per_cpu: str | None = None
-    """Memory per core, in place of `mem`."""
+    mem: str | None = None  # memory per node
+    mem_per_cpu: str | None = None  # memory per core, in place of `mem`
     constraint: str | None = None
     nodelist: str | None = None
     switches: str | None = None
@@ -138,8 +124,7 @@ class JobOptions(Section):
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
-    avoid: tuple[str, ...] = ()
-    """Nodes that failed recently. They are excluded, too."""
+    avoid: tuple[str, ...] = ()  # Nodes that failed recently. They are excluded, too.
     dependency: str | None = None
     mail_user: str | None = None
     mail_types: tuple[str, ...] = ()
@@ -148,14 +133,11 @@ class JobOptions(Section):
     priority: int | None = None
     requeue: bool = True
     signal_s: int = 120
-    extra: tuple[str, ...] = ()
-    """Other sbatch options, set on every component."""
+    extra: tuple[str, ...] = ()  # other sbatch options, set on every component
     modules: tuple[str, ...] = ()
     prologue: tuple[str, ...] = ()
-    srun: tuple[str, ...] = ()
-    """Additional options of the job's srun."""
-    launcher: tuple[str, ...] = ()
-    """Command prefix that enters a container."""
+    srun: tuple[str, ...] = ()  # additional options of the job's srun
+    launcher: tuple[str, ...] = ()  # command prefix that enters a container
 
     @property
     def excluded(self) -> str | None:
@@ -165,18 +147,15 @@ class JobOptions(Section):
 class Totals(Section):
     """Sums that are always printed."""
 
-    nodes: int
-    """Working nodes, without spares."""
+    nodes: int  # working nodes, without spares
     spares: int = 0
-    gpus: int
-    """GPUs of the job, including those of spare nodes."""
+    gpus: int  # GPUs of the job, including those of spare nodes
     trainer_gpus: int
     engines: int
     inference_nodes: int
     routers: int
     teacher_engines: int = 0
-    environment_nodes: int = 0
-    """0: environments run on the head node."""
+    environment_nodes: int = 0  # 0: environments run on the head node
 
 
 class WeightTransport(Section):
@@ -189,13 +168,11 @@ class WeightTransport(Section):
 class Finding(Section):
     """A result of a check of the Plan."""
 
-    level: Level
-    """error: refused. blocked: valid, but a real submit is refused here and now. warning, note: advice."""
+    level: Level  # error: refused. blocked: valid, but a real submit is refused here and now. warning, note: advice.
     field: str
     text: str
     fix: str = ""
-    value: str = ""
-    """Value of the field. Empty if the text names it or the field is not set."""
+    value: str = ""  # Value of the field. Empty if the text names it or the field is not set.
 
     def __str__(self) -> str:
         given = f" = {self.value}" if self.value else ""
@@ -220,32 +197,23 @@ class Plan(Section):
     nodes: tuple[Node, ...]
     replicas: tuple[Replica, ...]
     totals: Totals
-    env: dict[str, str]
-    """Environment of every process on every node."""
-    library_path: tuple[str, ...] = ()
-    """Directories at the front of every LD_LIBRARY_PATH."""
+    env: dict[str, str]  # environment of every process on every node
+    library_path: tuple[str, ...] = ()  # directories at the front of every LD_LIBRARY_PATH
     interface: str | None = None
-    hcas: tuple[str, ...] = ()
-    """HCAs from the site file. Empty: each node uses its active ones."""
-    addresses: dict[str, str] = {}
-    """Address of each node by name, from the site file."""
+    hcas: tuple[str, ...] = ()  # HCAs from the site file. Empty: each node uses its active ones.
+    addresses: dict[str, str] = {}  # address of each node by name, from the site file
     pass_env: tuple[str, ...] = ()
     """Variables that must be set at submission. Slurm and the agents pass them on. No file holds their values."""
     stall_timeout_s: int
     max_attempts: int
-    node_silent_s: int = 90
-    """A node without a heartbeat for this long [s] is lost."""
+    node_silent_s: int = 90  # a node without a heartbeat for this long [s] is lost
     node_start_s: int = 300
     """Longest time between the starts of the first and any other agent [s]. Nodes may have to pull images first."""
-    bad_node_hours: int = 24
-    """Hours for which later jobs avoid a failed node."""
-    prometheus: Literal["token", "open", "off"] = "token"
-    """Access to the metrics that the head serves."""
-    weight_transport: WeightTransport | None = None
-    """None in plans of older versions."""
+    bad_node_hours: int = 24  # hours for which later jobs avoid a failed node
+    prometheus: Literal["token", "open", "off"] = "token"  # access to the metrics that the head serves
+    weight_transport: WeightTransport | None = None  # None in plans of older versions
     findings: tuple[Finding, ...] = ()
-    estimate: Estimate | None = None
-    """None if the model's shape is unknown."""
+    estimate: Estimate | None = None  # None if the model's shape is unknown
 
     def to_json(self) -> str:
         """Return canonical JSON: fields in definition order, two-space indent, trailing newline."""

@@ -36,15 +36,11 @@ from primeslurm.recipe.sections.teacher import ServedTeacher
 class RecipeFiles:
     """The files that a recipe names: their paths, shapes and problems."""
 
-    located: Recipe
-    """The recipe with absolute paths of the models and data that exist here."""
+    located: Recipe  # the recipe with absolute paths of the models and data that exist here
     model: ModelFiles
-    teacher: ModelFiles | None
-    """None if the run serves no teacher."""
-    problems: tuple[Violation, ...] = ()
-    """Why the files cannot be used."""
-    absent: tuple[Finding, ...] = ()
-    """Files that must exist when the job runs."""
+    teacher: ModelFiles | None  # None if the run serves no teacher
+    problems: tuple[Violation, ...] = ()  # why the files cannot be used
+    absent: tuple[Finding, ...] = ()  # files that must exist when the job runs
 
     @property
     def blocked(self) -> bool:
@@ -58,8 +54,7 @@ class Planned:
     """A Plan and the recipe that its processes read."""
 
     plan: Plan
-    recipe: Recipe
-    """The recipe with absolute paths and without open fields."""
+    recipe: Recipe  # the recipe with absolute paths and without open fields
 
     def listening_at(self, addresses: dict[str, str]) -> Planned:
         """Return this plan with node addresses that were unknown when it was made, as in `Site.network.addresses`."""

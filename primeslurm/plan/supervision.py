@@ -21,16 +21,13 @@ class Health(Section):
 
     port: str
     path: str = "/health"
-    start_timeout_s: int = 1800
-    """Longest time from the start to the first 200 [s]."""
-    hang_timeout_s: int = 60
-    """A ready process that gives no HTTP answer for this long [s] is restarted."""
+    start_timeout_s: int = 1800  # longest time from the start to the first 200 [s]
+    hang_timeout_s: int = 60  # a ready process that gives no HTTP answer for this long [s] is restarted
 
 
 class HeartbeatLimits(Section):
     """Timeouts of the heartbeats that a process's main loop sends (`records.heartbeats`)."""
 
-    start_timeout_s: int = 1800
-    """Longest time from the start to the first heartbeat [s]."""
+    start_timeout_s: int = 1800  # longest time from the start to the first heartbeat [s]
     hang_timeout_s: int = 300
     """Longest time between two heartbeats [s], unless the process has announced a longer phase."""

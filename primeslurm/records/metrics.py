@@ -51,7 +51,7 @@ class MetricsLog:
         mlflow: options of `monitors.MlflowMonitor`; None disables MLflow.
 
     Raises:
-        MonitorError: the package of a monitor is missing.
+        PrimeslurmError: the package of a monitor is missing.
     """
 
     def __init__(

@@ -41,10 +41,6 @@ MLFLOW_FIX = "install mlflow-skinny there, or remove monitor.mlflow from the rec
 SampleRow = Mapping[str, str | float]
 
 
-class MonitorError(PrimeslurmError):
-    """A monitor's package is missing."""
-
-
 class MetricsMonitor(Protocol):
     """Shows the metrics of a run elsewhere. Steps ascend; a resumed run repeats the steps after its checkpoint."""
 
@@ -149,7 +145,7 @@ class MlflowMonitor:
         try:
             from mlflow import MlflowClient
         except ImportError as error:
-            raise MonitorError(f"{MLFLOW_MISSING}: {MLFLOW_FIX}") from error
+            raise PrimeslurmError(f"{MLFLOW_MISSING}: {MLFLOW_FIX}") from error
         # MLflow's defaults wait up to ten minutes for a server that is down.
         for name, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "20")):
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)

@@ -41,8 +41,7 @@ class BadNode(msgspec.Struct, frozen=True):
     run: str
     attempt: int
     time: float
-    expires: float
-    """Unix time from which the node is used again."""
+    expires: float  # Unix time from which the node is used again
 
 
 class BadNodeLedger:

@@ -36,13 +36,11 @@ RECIPE_NOT_COMPARED = ("schema", "name")
 class Difference(msgspec.Struct, frozen=True):
     """A value that differs. `a` or `b` is None if that side does not have it."""
 
-    where: str
-    """"recipe", or the part of the plan: job, totals, group train, replica 0, or the role of processes."""
+    where: str  # "recipe", or the part of the plan: job, totals, group train, replica 0, or the role of processes
     field: str
     a: str | None
     b: str | None
-    members: list[str] = []
-    """Processes that have this difference."""
+    members: list[str] = []  # processes that have this difference
 
 
 def diff(a: Plan, b: Plan) -> list[Difference]:

@@ -26,25 +26,20 @@ class RunOverview(msgspec.Struct, frozen=True):
 
     run: str
     task: str
-    created_at: float
-    """Unix time; 0 if unknown."""
+    created_at: float  # Unix time; 0 if unknown
     attempt: int
     job_id: str | None
-    phase: str
-    """As `RunStatus.phase`."""
+    phase: str  # as `RunStatus.phase`
     reason: str
     step: int | None
     max_steps: int
-    reward: float | None = None
-    """Mean of the newest step's batch."""
+    reward: float | None = None  # mean of the newest step's batch
     loss: float | None = None
     seconds_per_step: float | None = None
     tokens_per_s: float | None = None
-    updated_at: float = 0.0
-    """Unix time of the newest step, or of the attempt's end; 0 before the first step."""
+    updated_at: float = 0.0  # Unix time of the newest step, or of the attempt's end; 0 before the first step
     health: Health = "ok"
-    problem: str = ""
-    """Why `health` is not ok."""
+    problem: str = ""  # why `health` is not ok
 
     @property
     def active(self) -> bool:

@@ -27,12 +27,9 @@ class TresLimits:
     per_job: Mapping[str, int] = field(default_factory=dict)
     per_node: Mapping[str, int] = field(default_factory=dict)
     per_user: Mapping[str, int] = field(default_factory=dict)
-    total: Mapping[str, int] = field(default_factory=dict)
-    """Limit for all jobs of the QOS or association together."""
-    least: Mapping[str, int] = field(default_factory=dict)
-    """Smallest amount that a job must request."""
-    jobs: int | None = None
-    """Jobs that may run at a time. Each component of a heterogeneous job counts."""
+    total: Mapping[str, int] = field(default_factory=dict)  # limit for all jobs of the QOS or association together
+    least: Mapping[str, int] = field(default_factory=dict)  # smallest amount that a job must request
+    jobs: int | None = None  # Jobs that may run at a time. Each component of a heterogeneous job counts.
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,7 @@ class Association:
     """Membership of the user in an account, for all partitions or one."""
 
     account: str
-    partition: str
-    """Empty: all partitions."""
+    partition: str  # empty: all partitions
     qos_names: frozenset[str]
     default_qos: str
     limits: TresLimits = TresLimits()
@@ -65,8 +61,7 @@ class Accounting:
     default_account: str = ""
     associations: tuple[Association, ...] = ()
     qos: Mapping[str, Qos] = field(default_factory=dict)
-    subaccounts: bool = False
-    """Whether a partition's account lists include subaccounts. Only Slurm knows those."""
+    subaccounts: bool = False  # Whether a partition's account lists include subaccounts. Only Slurm knows those.
 
     def association(self, account: str | None, partition: str) -> Association | None:
         """Return the association of a job. One for its partition takes precedence."""

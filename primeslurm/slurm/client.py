@@ -69,10 +69,8 @@ class NodeState:
     """A node and its state."""
 
     name: str
-    state: str
-    """Slurm's short word: idle, alloc, mix, down, drain ..."""
-    responding: bool
-    """Whether the node's daemon answers the controller."""
+    state: str  # Slurm's short word: idle, alloc, mix, down, drain ...
+    responding: bool  # whether the node's daemon answers the controller
     reason: str
 
 
@@ -84,10 +82,8 @@ class JobComponent:
     offset: int
     partition: str
     state: str
-    nodes: str
-    """Host list in Slurm's notation. Empty while the job is pending."""
-    reason: str = ""
-    """Why the component is pending. Empty: no reason."""
+    nodes: str  # Host list in Slurm's notation. Empty while the job is pending.
+    reason: str = ""  # Why the component is pending. Empty: no reason.
 
 
 @dataclass(frozen=True)
@@ -95,22 +91,17 @@ class JobState:
     """State of a job. `source` is sacct if the controller no longer knows the job."""
 
     job_id: str
-    state: str
-    """State of the leading component, for example PENDING."""
-    reason: str
-    """Why the job is pending or ended. Empty: no reason."""
+    state: str  # state of the leading component, for example PENDING
+    reason: str  # Why the job is pending or ended. Empty: no reason.
     restarts: int
-    start: str
-    """Start or expected start in ISO format, or Unknown."""
+    start: str  # start or expected start in ISO format, or Unknown
     exit_code: int | None
     components: tuple[JobComponent, ...]
     source: Literal["scontrol", "sacct"]
-    size: int = 1
-    """Number of components at submission. Slurm forgets components some minutes after their end."""
+    size: int = 1  # Number of components at submission. Slurm forgets components some minutes after their end.
     shares: tuple[str, ...] = ()
     """User, account and QOS, whose limits count all of their jobs together. Empty words for none."""
-    preempted_at: float | None = None
-    """Start of a preemption [Unix s]. None: the job was not preempted."""
+    preempted_at: float | None = None  # Start of a preemption [Unix s]. None: the job was not preempted.
     ends_at: float | None = None
     """When Slurm ends the job: at its time limit, or after the grace time of a preemption [Unix s]. None: unknown."""
 

@@ -54,12 +54,10 @@ _GPUS = {
 class ClusterFacts:
     """Slurm's report about the cluster and this user."""
 
-    partitions: dict[str, Partition]
-    """All partitions, including hidden ones."""
+    partitions: dict[str, Partition]  # all partitions, including hidden ones
     reservations: tuple[Reservation, ...] = ()
     accounting: Accounting = NO_ACCOUNTING
-    groups: frozenset[str] | None = None
-    """Unix groups of the user. None for root, who may use every partition."""
+    groups: frozenset[str] | None = None  # Unix groups of the user. None for root, who may use every partition.
 
 
 def cluster_facts(client: SlurmClient) -> ClusterFacts:
@@ -271,8 +269,7 @@ def _gres_problems(
 @dataclass(frozen=True)
 class _Shortage:
     why: str
-    nearest: int
-    """The largest amount that enough nodes have."""
+    nearest: int  # the largest amount that enough nodes have
 
 
 def _shortage(

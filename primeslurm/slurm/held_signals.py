@@ -17,8 +17,7 @@ HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class HeldSignals:
     """Message to print when the delayed signals are delivered."""
 
-    done: str = ""
-    """Result of the delayed block, for example a submission. Empty: nothing was done."""
+    done: str = ""  # Result of the delayed block, for example a submission. Empty: nothing was done.
 
 
 @contextmanager

@@ -39,8 +39,7 @@ class InstalledDifference:
     node: str
     part: str
     found: str | None
-    wanted: str
-    """Locked version. Empty: any version."""
+    wanted: str  # Locked version. Empty: any version.
     required: bool
 
 

@@ -52,8 +52,7 @@ class JobOutput:
 
     def __init__(self, path: Path, start: str) -> None:
         self._path, self._start = path, start
-        self._read = 0
-        """Offset after the last whole line [bytes]."""
+        self._read = 0  # offset after the last whole line [bytes]
         self._begun = False
 
     def _rest(self, handle: BinaryIO) -> bytes:

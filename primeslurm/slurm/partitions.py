@@ -47,12 +47,10 @@ class PartitionNode:
     """A node of a partition."""
 
     name: str
-    state: str
-    """sinfo's short word, with the signs after it."""
+    state: str  # sinfo's short word, with the signs after it
     cpus: int
     memory_mib: int
-    gres: str
-    """sinfo's text, for example gpu:h100:8(S:0-1). Empty: none."""
+    gres: str  # sinfo's text, for example gpu:h100:8(S:0-1). Empty: none.
     features: frozenset[str] = frozenset()
 
 
@@ -61,23 +59,19 @@ class Partition:
     """A partition and its rules for jobs. None: no limit, or everybody."""
 
     name: str
-    state: str
-    """UP, DOWN, DRAIN or INACTIVE."""
+    state: str  # UP, DOWN, DRAIN or INACTIVE
     nodes: tuple[PartitionNode, ...] = ()
     max_minutes: int | None = None
     min_nodes: int = 0
     max_nodes: int | None = None
     max_cpus_per_node: int | None = None
-    max_memory_mib: int | None = None
-    """Per node."""
+    max_memory_mib: int | None = None  # per node
     groups: frozenset[str] | None = None
     accounts: frozenset[str] | None = None
     denied_accounts: frozenset[str] = frozenset()
-    qos_names: frozenset[str] | None = None
-    """QOS that jobs may use."""
+    qos_names: frozenset[str] | None = None  # QOS that jobs may use
     denied_qos: frozenset[str] = frozenset()
-    qos: str = ""
-    """QOS whose limits hold for all jobs of the partition."""
+    qos: str = ""  # QOS whose limits hold for all jobs of the partition
     root_only: bool = False
     needs_reservation: bool = False
 
@@ -89,8 +83,7 @@ class Reservation:
     name: str
     start: str
     end: str
-    nodes: str
-    """Host list."""
+    nodes: str  # host list
     maintenance: bool
     active: bool
 
@@ -100,8 +93,7 @@ class Gres:
     """A generic resource of a node or of a request."""
 
     name: str
-    type: str
-    """Empty: any type."""
+    type: str  # empty: any type
     count: int
 
 

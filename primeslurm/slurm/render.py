@@ -1,4 +1,4 @@
-"""Render the batch script of a Plan. The template only loops: decisions are in plan, `sbatch_options` or here."""
+"""Render the batch script of a Plan. The template only loops: decisions are in plan or here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.templating import environment
 from primeslurm.base.units import count
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import JOB_OUTPUT, HetGroup, Plan
 from primeslurm.recipe.fields.section import Section
 from primeslurm.records.job_output import MARK
 from primeslurm.slurm.launch_failures import START
-from primeslurm.slurm.sbatch_options import sbatch_lines
 
 # Module that a job starts on every node. It gets the folder of the pickled agent.
 AGENT_MODULE = "primeslurm.node.start_agent"
@@ -90,3 +89,84 @@ def _texts(path: str, section: Section) -> dict[str, str]:
         elif isinstance(value, tuple):
             texts |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
     return texts
+
+
+# sbatch options by long name. None and False are left out. True is an option without value.
+Options = dict[str, object]
+
+
+def sbatch_lines(plan: Plan, group: HetGroup) -> list[str]:
+    """Return the `#SBATCH` options of one component, one string per line."""
+    lines = [_identity(plan, group), _resources(plan, group), _behaviour(plan)]
+    if group.index == 0:
+        lines.append(_once(plan))
+    words = [
+        " ".join(_word(name, value) for name, value in line.items() if value not in (None, False)) for line in lines
+    ]
+    return [word for word in [*words, " ".join(map(quote, plan.job.extra))] if word]
+
+
+def quote(value: str) -> str:
+    """Quote a word for sbatch, which treats backslashes as escapes even between single quotes."""
+    if value and all(character.isalnum() or character in "-_=./,:@%+" for character in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _word(name: str, value: object) -> str:
+    return f"--{name}" if value is True else f"--{name}={quote(str(value))}"
+
+
+def _identity(plan: Plan, group: HetGroup) -> Options:
+    job = plan.job
+    return {
+        "job-name": job.name if group.index == 0 else f"{job.name}/{group.name}",
+        "time": job.time,
+        "time-min": job.time_min,
+        "account": job.account,
+        "qos": job.qos,
+        "reservation": job.reservation,
+        "nice": job.nice,
+        "priority": job.priority,
+    }
+
+
+def _resources(plan: Plan, group: HetGroup) -> Options:
+    return {
+        "partition": group.partition,
+        "nodes": group.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": group.cpus_per_task,
+        "gres": group.gres,
+        "gpus-per-node": group.gpus_per_node,
+        "mem": group.mem,
+        "mem-per-cpu": group.mem_per_cpu,
+        "constraint": group.constraint,
+        "nodelist": group.nodelist,
+        "exclude": plan.job.excluded,
+        "switches": group.switches,
+        "exclusive": group.exclusive,
+        "no-kill": plan.survives_nodes,
+    }
+
+
+def _behaviour(plan: Plan) -> Options:
+    job = plan.job
+    return {
+        "signal": f"USR2@{job.signal_s}",
+        "requeue" if job.requeue else "no-requeue": True,
+        "open-mode": "append",
+        # Slurm expands % in file names; %% is a plain one.
+        "output": str(Path(plan.run_dir.replace("%", "%%")) / JOB_OUTPUT.format("%j")),
+    }
+
+
+def _once(plan: Plan) -> Options:
+    job = plan.job
+    return {
+        "comment": job.comment,
+        "dependency": job.dependency,
+        "licenses": job.licenses,
+        "mail-user": job.mail_user,
+        "mail-type": ",".join(job.mail_types) or None,
+    }

@@ -16,9 +16,8 @@ from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
 from primeslurm.recipe.rules.sampling import EXACT, OFF, is_off
 from primeslurm.recipe.sections.losses import DppoLoss
 from primeslurm.recipe.sections.orchestrator import COLDEST, HOTTEST, Sampling
-from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.logprobs import logit_scores
-from primeslurm.trainer.components.loss import Targets, from_recipe
+from primeslurm.trainer.components.loss import Documents, Targets, from_recipe
 from tests.engine.conftest import STATUS_S, StartEngine
 from tests.support.models import make_model
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.recipe.sections.losses import GspoLoss
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import Targets, from_recipe
+from primeslurm.trainer.components.loss import Documents, Targets, from_recipe
 from primeslurm.trainer.distributed.context_parallel import ContextParallel
 
 SEQ_LEN = 64

@@ -11,8 +11,7 @@ from pathlib import Path
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
-from primeslurm.trainer.distributed import collective_count
-from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.distributed.world import World, count_collectives, join
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
@@ -29,9 +28,9 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
     for step in range(1, recipe.max_steps + 1):
         routed = recipe.trainer.router_replay
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len, routed=routed)
-        before = collective_count.started()
+        before = count_collectives()
         metrics.append(train_step.train(batch, timer))
-        metrics[-1]["collectives"] = collective_count.started() - before
+        metrics[-1]["collectives"] = count_collectives() - before
     Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     return metrics
 

@@ -83,10 +83,8 @@ def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple
 class _Probed(Generic[T]):
     """Result of a probe."""
 
-    result: T | None
-    """None if neither Python could be used."""
-    why: str = ""
-    """Why the Python of the jobs could not be used; empty if it was."""
+    result: T | None  # None if neither Python could be used
+    why: str = ""  # why the Python of the jobs could not be used; empty if it was
 
     def notes(self, field: str, later: str) -> list[Finding]:
         """Return a note unless the Python of the jobs was used. `later` says what checks the same on the nodes."""

@@ -65,12 +65,9 @@ def with_warnings(planned: Planned, violations: Sequence[Violation]) -> Planned:
 class Check:
     """Findings about a recipe on a site."""
 
-    plan: Plan | None
-    """None if there are errors that prevent a plan, or that would end the run."""
-    findings: tuple[Finding, ...] = ()
-    """All findings, the most severe first."""
-    details: tuple[str, ...] = ()
-    """Output of Slurm commands that failed."""
+    plan: Plan | None  # None if there are errors that prevent a plan, or that would end the run
+    findings: tuple[Finding, ...] = ()  # all findings, the most severe first
+    details: tuple[str, ...] = ()  # output of Slurm commands that failed
 
     @property
     def errors(self) -> tuple[Violation, ...]:
@@ -96,8 +93,7 @@ class Check:
 class Examination:
     """Plan and findings of a recipe."""
 
-    planned: Planned | None
-    """None if reading, planning or loading the recipe found an error."""
+    planned: Planned | None  # None if reading, planning or loading the recipe found an error
     errors: tuple[Violation, ...]
     others: tuple[Finding, ...]
     details: tuple[str, ...] = ()
@@ -129,12 +125,9 @@ def no_query(plans: Sequence[Plan], complete: bool) -> SlurmAnswer:
 class SlurmAnswer:
     """Slurm's objections to a plan."""
 
-    problems: tuple[Violation, ...] = ()
-    """Reasons why the job could never start."""
-    note: str = ""
-    """Reason why Slurm could not be queried; empty if it answered."""
-    details: str = ""
-    """Output of the Slurm command that failed."""
+    problems: tuple[Violation, ...] = ()  # reasons why the job could never start
+    note: str = ""  # reason why Slurm could not be queried; empty if it answered
+    details: str = ""  # output of the Slurm command that failed
 
 
 # Takes variants of one recipe's plan, and whether the first one is final. Returns problems that all variants have.
@@ -219,8 +212,7 @@ class _PlannedVariant:
     errors: list[Violation]
     others: list[Finding]
     planned: Planned | None
-    unusable: bool
-    """Files exist here but cannot be used."""
+    unusable: bool  # files exist here but cannot be used
 
 
 def _plan_variant(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool, strict: bool) -> _PlannedVariant:

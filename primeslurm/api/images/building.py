@@ -29,10 +29,6 @@ _BUILDERS = {"apptainer": ("podman", "buildah", "docker")}
 _LINES, _LINE = 10, 300
 
 
-class ImageBuildError(PrimeslurmError):
-    """Images could not be built."""
-
-
 def is_there(image: WantedImage) -> bool:
     """True if an image was built, and the container engine of this machine still has it."""
     if task_images.built_image(image.images, image.digest, image.runtime) is None:
@@ -44,8 +40,7 @@ class ImageBuilder:
     """Builds images. With `dry_run`, missing programs are listed in `problems` instead of raising UsageError."""
 
     def __init__(self, images: Collection[WantedImage], dry_run: bool = False) -> None:
-        self.problems: list[Violation] = []
-        """Programs that a dry run did not find."""
+        self.problems: list[Violation] = []  # programs that a dry run did not find
         # An image from a registry needs apptainer alone.
         self._tools = {runtime: self._working(runtime) for runtime in {i.runtime for i in images if not i.pulled}}
         if shutil.which("apptainer") is None and any(image.runtime == "apptainer" for image in images):
@@ -83,7 +78,7 @@ class ImageBuilder:
     def build(self, images: Sequence[WantedImage], jobs: int, progress: Callable[[str], None]) -> None:
         """Build images, `jobs` at a time, and call `progress` with a line of text after each.
 
-        Raises ImageBuildError that names all failed images. The others are built.
+        Raises PrimeslurmError that names all failed images. The others are built.
         """
         failed = []
         with ThreadPoolExecutor(jobs) as pool:
@@ -101,7 +96,7 @@ class ImageBuilder:
                 self._stop()
                 raise
         if failed:
-            raise ImageBuildError("\n".join([f"{len(failed)} of {len(images)} images were not built", *failed]))
+            raise PrimeslurmError("\n".join([f"{len(failed)} of {len(images)} images were not built", *failed]))
 
     def _build(self, image: WantedImage) -> None:
         tool, is_sif = self._tools.get(image.runtime, ""), image.runtime == "apptainer"
@@ -128,7 +123,7 @@ class ImageBuilder:
         with log.open("ab") as output:
             with self._lock:
                 if self._stopped:
-                    raise ImageBuildError("was interrupted")
+                    raise PrimeslurmError("was interrupted")
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
                 self._running.add(process)
             code = process.wait()
@@ -137,7 +132,7 @@ class ImageBuilder:
             stopped = self._stopped
         if code:
             last_lines = [] if stopped else _ending(log, kept_log)
-            raise ImageBuildError("\n  ".join([f"{command[0]} {command[1]} ended with exit code {code}", *last_lines]))
+            raise PrimeslurmError("\n  ".join([f"{command[0]} {command[1]} ended with exit code {code}", *last_lines]))
 
     def _stop(self) -> None:
         with self._lock:
@@ -157,7 +152,7 @@ def _ending(log: Path, kept_log: Path) -> list[str]:
 
 
 def _workdir(tool: str, tag: str) -> str:
-    """Return the working directory of an image; empty if it has none. Raises ImageBuildError."""
+    """Return the working directory of an image; empty if it has none. Raises PrimeslurmError."""
     command = [tool, "image", "inspect", "--format", "{{.Config.WorkingDir}}", tag]
     if tool == "buildah":
         command = [tool, "inspect", "--type", "image", "--format", "{{.OCIv1.Config.WorkingDir}}", tag]
@@ -165,7 +160,7 @@ def _workdir(tool: str, tag: str) -> str:
         command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
     if done.returncode:
-        raise ImageBuildError(f"{tool} cannot read the working directory of the image: {done.stderr.strip()[-300:]}")
+        raise PrimeslurmError(f"{tool} cannot read the working directory of the image: {done.stderr.strip()[-300:]}")
     return "" if done.stdout.strip() == "/" else done.stdout.strip()
 
 

@@ -18,10 +18,8 @@ TASKSET = "harbor-local"
 class TaskSource:
     """Tasks whose images are needed."""
 
-    tasks: Path
-    """Directory that contains the tasks, at any depth."""
-    names: tuple[str, ...] | None
-    """Names of task directories; None for all."""
+    tasks: Path  # directory that contains the tasks, at any depth
+    names: tuple[str, ...] | None  # names of task directories; None for all
     images: Path
     runtime: str
 
@@ -33,11 +31,9 @@ class WantedImage:
     digest: str
     runtime: str
     images: Path
-    environment: Path
-    """Directory of the Dockerfile."""
+    environment: Path  # directory of the Dockerfile
     tasks: tuple[str, ...]
-    pulled: str | None = None
-    """Name of the image in a registry. None: the image is built from a Dockerfile."""
+    pulled: str | None = None  # Name of the image in a registry. None: the image is built from a Dockerfile.
 
     @property
     def name(self) -> str:

@@ -25,10 +25,8 @@ class Comparison:
 
     a: Plan
     b: Plan
-    recipe: list[Difference]
-    """Fields that differ. Empty if a run has no readable recipe."""
-    plan: list[Difference]
-    """All differences of the plans."""
+    recipe: list[Difference]  # Fields that differ. Empty if a run has no readable recipe.
+    plan: list[Difference]  # all differences of the plans
 
     @property
     def same(self) -> bool:
@@ -39,8 +37,7 @@ class Comparison:
 class _Side:
     plan: Plan
     recipe: Mapping[str, Any]
-    resolved: Mapping[str, Any]
-    """The recipe with absolute paths and all defaults."""
+    resolved: Mapping[str, Any]  # the recipe with absolute paths and all defaults
     is_run: bool
 
 

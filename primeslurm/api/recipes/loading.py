@@ -47,12 +47,9 @@ class LoadedRecipe:
     site: Site
     source: Path
     local: bool
-    files: RecipeFiles | None
-    """Metadata of the recipe's files; None for an emulated run, which does not need them."""
-    cluster: ClusterSpec | None = None
-    """Embedded cluster of an emulated run without a site."""
-    planned: Planned | None = None
-    """Plan that was made before the embedded cluster started."""
+    files: RecipeFiles | None  # metadata of the recipe's files; None for an emulated run, which does not need them
+    cluster: ClusterSpec | None = None  # embedded cluster of an emulated run without a site
+    planned: Planned | None = None  # plan that was made before the embedded cluster started
     draft: Draft[Recipe] | None = None
     """The recipe's raw data, which tells a check the causes of errors from their consequences."""
 

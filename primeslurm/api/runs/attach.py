@@ -25,8 +25,7 @@ class Attachment:
 
     argv: list[str]
     environment: Mapping[str, str]
-    process: str | None
-    """None if the target is a node."""
+    process: str | None  # None if the target is a node
     host: str
 
 
@@ -34,14 +33,10 @@ class Attachment:
 class Target:
     """A process or node of a running attempt."""
 
-    node: int
-    """Index of the node in the plan."""
-    group: int
-    """Index of the node's component in a heterogeneous job."""
-    process: str | None
-    """None if the target is the node itself."""
-    report: AgentReport
-    """The last heartbeat of the node."""
+    node: int  # index of the node in the plan
+    group: int  # index of the node's component in a heterogeneous job
+    process: str | None  # None if the target is the node itself
+    report: AgentReport  # the last heartbeat of the node
 
 
 def attachment(run: Run, name: str, command: Sequence[str], *, terminal: bool) -> Attachment:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
 from primeslurm.base import files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.files import write_atomic
-from primeslurm.records.rollouts import RolloutTranscript
+from primeslurm.records.rollouts import AgentConversation, RolloutSummary, RolloutTranscript, TokenSequence
 
 SUFFIXES = (".jsonl", ".parquet")
 # Rollouts that are in memory at once.
@@ -82,70 +83,27 @@ def _schema() -> Any:
     """Return the same columns for every export: those of `RolloutSummary`, and `conversations`."""
     import pyarrow as pa
 
-    integer, real, text, flag = pa.int64(), pa.float64(), pa.string(), pa.bool_()
-    numbers = pa.map_(text, real)
-    call = pa.struct({"id": text, "name": text, "arguments": text})
-    message = pa.struct(
-        {
-            "role": text,
-            "content": text,
-            "reasoning": text,
-            "tool_calls": pa.list_(call),
-            "tool_call_id": text,
-            "name": text,
-            "sampled": flag,
-            "images": integer,
-            "omitted": integer,
-            "started_s": real,
-            "ended_s": real,
-        }
-    )
-    span = pa.struct({"message": integer, "start": integer, "end": integer})
-    sequence = pa.struct(
-        {
-            "spans": pa.list_(span),
-            "token_ids": pa.list_(pa.int32()),
-            "pieces": pa.list_(text),
-            "sampled": pa.list_(flag),
-            "trained": pa.list_(flag),
-            "versions": pa.list_(pa.int32()),
-            "logprobs": pa.list_(pa.float32()),
-            "trainer_logprobs": pa.list_(pa.float32()),
-            "ref_logprobs": pa.list_(pa.float32()),
-            "advantages": pa.list_(pa.float32()),
-        }
-    )
-    conversation = {"agent": text, "reward": real, "messages": pa.list_(message), "tools": pa.list_(text)}
-    columns = {
-        "id": text,
-        "group": text,
-        "environment": text,
-        "state": text,
-        "step": integer,
-        "attempt": integer,
-        "example": integer,
-        "task": integer,
-        "agents": pa.list_(text),
-        "reward": real,
-        "length_penalty": real,
-        "reward_parts": numbers,
-        "metrics": numbers,
-        "advantage": real,
-        "opened_version": integer,
-        "oldest_version": integer,
-        "newest_version": integer,
-        "staleness": integer,
-        "truncated": flag,
-        "evaluation": flag,
-        "error": text,
-        "dropped": text,
-        "tokens": integer,
-        "sampled_tokens": integer,
-        "trained_tokens": integer,
-        "turns": integer,
-        "seconds": real,
-        "time": real,
-        "finish_reason": text,
-        "conversations": pa.list_(pa.struct(conversation | {"sequences": pa.list_(sequence)})),
-    }
-    return pa.schema(columns)
+    conversations = _arrow_type(inspect.type_info(list[AgentConversation]))
+    return pa.schema([*_arrow_type(inspect.type_info(RolloutSummary)), ("conversations", conversations)])
+
+
+def _arrow_type(kind: Any, *, narrow: bool = False) -> Any:
+    """Return the Arrow type of a record's field. Numbers of token sequences have 32 bits (`narrow`), others 64."""
+    import pyarrow as pa
+
+    match kind:
+        case inspect.StructType(cls=cls, fields=fields):
+            return pa.struct([(each.name, _arrow_type(each.type, narrow=cls is TokenSequence)) for each in fields])
+        case inspect.ListType(item_type=item):
+            return pa.list_(_arrow_type(item, narrow=narrow))
+        case inspect.DictType(key_type=key, value_type=value):
+            return pa.map_(_arrow_type(key), _arrow_type(value))
+        case inspect.UnionType(types=types):  # with None, because Arrow's fields may be null
+            return _arrow_type(next(each for each in types if not isinstance(each, inspect.NoneType)), narrow=narrow)
+        case inspect.IntType():
+            return pa.int32() if narrow else pa.int64()
+        case inspect.FloatType():
+            return pa.float32() if narrow else pa.float64()
+        case inspect.BoolType():
+            return pa.bool_()
+    return pa.string()

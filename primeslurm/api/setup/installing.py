@@ -43,12 +43,9 @@ class InstallStep:
     """A command of an installation."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those of this process."""
-    advice: str = ""
-    """Printed if the command fails."""
-    or_else: tuple[str, ...] = ()
-    """Command to run if the first one fails."""
+    env: Mapping[str, str] = field(default_factory=dict)  # variables in addition to those of this process
+    advice: str = ""  # printed if the command fails
+    or_else: tuple[str, ...] = ()  # command to run if the first one fails
 
     def run(self, what: str) -> None:
         """Run the command, with its output on stderr. Raises PrimeslurmError if it fails."""
@@ -78,10 +75,8 @@ class Installation:
     what: str
     steps: tuple[InstallStep, ...]
     stamp: Path
-    content: str | None
-    """Content of the stamp when the installation is complete. None: the steps write the file."""
-    started: str = ""
-    """Content of the stamp while the steps run."""
+    content: str | None  # Content of the stamp when the installation is complete. None: the steps write the file.
+    started: str = ""  # content of the stamp while the steps run
 
     @property
     def done(self) -> bool:

@@ -21,10 +21,8 @@ class ReadyRecipe:
     """A recipe that ships with the package."""
 
     name: str
-    purpose: str
-    """One line, from the comment at the top of the file."""
-    nodes: int
-    """Number of nodes on the example site, including spares."""
+    purpose: str  # one line, from the comment at the top of the file
+    nodes: int  # number of nodes on the example site, including spares
     gpus: int
     path: Path
 

@@ -10,34 +10,25 @@ import typer
 from primeslurm.api.recipes.loading import check as examine
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import ExitCode
-from primeslurm.cli.options import (
-    JsonOpt,
-    LocalOpt,
-    NameOpt,
-    NoSlurmOpt,
-    RecipeArg,
-    SetOpt,
-    SiteOpt,
-    VerboseOpt,
-)
+from primeslurm.cli import options
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.findings import show_all, summary
 from primeslurm.recipe import Recipe, Site
 
 
 def plan(
-    recipe: RecipeArg,
-    site: SiteOpt = None,
-    set_: SetOpt = None,
-    name: NameOpt = None,
-    local: LocalOpt = False,
+    recipe: options.RecipeArg,
+    site: options.SiteOpt = None,
+    set_: options.SetOpt = None,
+    name: options.NameOpt = None,
+    local: options.LocalOpt = False,
     placement: Annotated[bool, typer.Option("--placement", help="Show which process runs where, too.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Show the placement with one row per process.")] = False,
     node: Annotated[
         int | None, typer.Option("--node", help="Show only the commands of a node's processes.", metavar="N")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every number of the plan, too.")] = False,
-    as_json: JsonOpt = False,
+    as_json: options.JsonOpt = False,
 ) -> None:
     """Show whether a recipe fits, and what it needs.
 
@@ -63,10 +54,10 @@ def plan(
 
 
 def render_(
-    recipe: RecipeArg,
-    site: SiteOpt = None,
-    set_: SetOpt = None,
-    name: NameOpt = None,
+    recipe: options.RecipeArg,
+    site: options.SiteOpt = None,
+    set_: options.SetOpt = None,
+    name: options.NameOpt = None,
 ) -> None:
     """Print the batch script that submit sends to Slurm.
 
@@ -77,14 +68,14 @@ def render_(
 
 
 def check(
-    recipe: RecipeArg,
-    site: SiteOpt = None,
-    set_: SetOpt = None,
-    name: NameOpt = None,
-    local: LocalOpt = False,
-    no_slurm: NoSlurmOpt = False,
-    verbose: VerboseOpt = False,
-    as_json: JsonOpt = False,
+    recipe: options.RecipeArg,
+    site: options.SiteOpt = None,
+    set_: options.SetOpt = None,
+    name: options.NameOpt = None,
+    local: options.LocalOpt = False,
+    no_slurm: options.NoSlurmOpt = False,
+    verbose: options.VerboseOpt = False,
+    as_json: options.JsonOpt = False,
 ) -> None:
     """Check a recipe against site, model files and Slurm.
 

@@ -23,8 +23,7 @@ from primeslurm.records.rollouts import RolloutSummary
 from primeslurm.run.rollouts.query import RolloutQuery
 
 LIMIT = 50
-FOLLOW_S = 2.0
-"""Interval between two looks for new rollouts."""
+FOLLOW_S = 2.0  # interval between two looks for new rollouts
 
 
 def rollouts(

@@ -14,18 +14,7 @@ from primeslurm.api.runs.run import Run, find_run
 from primeslurm.api.submission import DryRun, Submitted
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.units import count
-from primeslurm.cli.options import (
-    JsonOpt,
-    LocalOpt,
-    NameOpt,
-    NoSlurmOpt,
-    RecipeArg,
-    RunArg,
-    RunsOpt,
-    SetOpt,
-    SiteOpt,
-    VerboseOpt,
-)
+from primeslurm.cli import options
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.findings import show_findings
 from primeslurm.cli.views.plan import show_plan
@@ -49,17 +38,17 @@ WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the r
 
 
 def submit(
-    recipe: RecipeArg,
-    site: SiteOpt = None,
-    set_: SetOpt = None,
-    name: NameOpt = None,
-    local: LocalOpt = False,
+    recipe: options.RecipeArg,
+    site: options.SiteOpt = None,
+    set_: options.SetOpt = None,
+    name: options.NameOpt = None,
+    local: options.LocalOpt = False,
     emulate: EmulateOpt = False,
     dry_run: DryRunOpt = False,
     wait: WaitOpt = False,
-    no_slurm: NoSlurmOpt = False,
-    verbose: VerboseOpt = False,
-    as_json: JsonOpt = False,
+    no_slurm: options.NoSlurmOpt = False,
+    verbose: options.VerboseOpt = False,
+    as_json: options.JsonOpt = False,
 ) -> None:
     """Submit a recipe as one job, or run it on this machine.
 
@@ -94,14 +83,14 @@ def eval_(
     step: Annotated[
         int | None, typer.Option("--step", help="Step of the run's policy. Default: the newest.", metavar="N")
     ] = None,
-    site: SiteOpt = None,
-    set_: SetOpt = None,
-    name: NameOpt = None,
-    runs: RunsOpt = None,
-    local: LocalOpt = False,
+    site: options.SiteOpt = None,
+    set_: options.SetOpt = None,
+    name: options.NameOpt = None,
+    runs: options.RunsOpt = None,
+    local: options.LocalOpt = False,
     dry_run: DryRunOpt = False,
     wait: WaitOpt = False,
-    as_json: JsonOpt = False,
+    as_json: options.JsonOpt = False,
 ) -> None:
     """Evaluate a model, or a policy of a run.
 
@@ -122,10 +111,10 @@ def eval_(
 
 
 def resume(
-    run: RunArg,
-    runs: RunsOpt = None,
+    run: options.RunArg,
+    runs: options.RunsOpt = None,
     wait: WaitOpt = False,
-    as_json: JsonOpt = False,
+    as_json: options.JsonOpt = False,
 ) -> None:
     """Resume a run from its last checkpoint.
 

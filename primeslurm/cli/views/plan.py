@@ -10,9 +10,8 @@ from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.units import duration, number, size
 from primeslurm.cli.output import note
 from primeslurm.cli.views.findings import show_findings, totals
-from primeslurm.cli.views.folding import fold, pattern, ranges
 from primeslurm.cli.views.plan_verdict import show_verdict
-from primeslurm.cli.views.tables import light_table, out
+from primeslurm.cli.views.tables import fold, light_table, out, pattern, ranges
 from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.recipe import Recipe
@@ -22,8 +21,7 @@ from primeslurm.recipe import Recipe
 class ProcessRow:
     """Similar processes on similar nodes."""
 
-    nodes: str
-    """Empty if the row above has the same nodes."""
+    nodes: str  # empty if the row above has the same nodes
     role: str
     process: str
     ports: str

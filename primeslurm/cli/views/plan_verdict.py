@@ -32,8 +32,7 @@ class RoleRow:
     nodes: int
     processes: int
     gpus: int
-    memory: RoleMemory | None
-    """None if there is no estimate."""
+    memory: RoleMemory | None  # None if there is no estimate
 
     @property
     def free_gib(self) -> float:

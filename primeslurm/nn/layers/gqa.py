@@ -44,14 +44,11 @@ class Attention(BaseAttention):
         head_dim: int
         qkv_linear: QKVLinear.Config
         wo: Linear.Config
-        q_norm: RMSNorm.Config | None = None
-        """Over one head, or over all heads if it is as wide as they are."""
+        q_norm: RMSNorm.Config | None = None  # over one head, or over all heads if it is as wide as they are
         k_norm: RMSNorm.Config | None = None
         rope: Rotary.Config | None = None
-        window: int | None = None
-        """Sliding window [tokens], including the token itself. None: no window."""
-        gate: Linear.Config | None = None
-        """Its output scales attention's output, per head or per value."""
+        window: int | None = None  # Sliding window [tokens], including the token itself. None: no window.
+        gate: Linear.Config | None = None  # its output scales attention's output, per head or per value
         gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
 
     def __init__(self, config: Config) -> None:
@@ -93,10 +90,8 @@ class GqaBlock(TransformerBlock):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
-        post_attention_norm: RMSNorm.Config | None = None
-        """Norm of attention's output."""
-        post_ffn_norm: RMSNorm.Config | None = None
-        """Norm of the second half's output."""
+        post_attention_norm: RMSNorm.Config | None = None  # norm of attention's output
+        post_ffn_norm: RMSNorm.Config | None = None  # norm of the second half's output
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.decoder import Decoder
 
-from primeslurm.nn.layers.compiled import compile_layers
+from primeslurm.nn.layers.scan import HeadScan
+from primeslurm.nn.layers.sparse_attention import SparseAttention
 
 
 def parallelize(
@@ -42,3 +47,33 @@ def parallelize(
         edp_mesh=parallel_dims.get_optional_mesh([*replicate, "efsdp"]) if parallel_dims.ep_enabled else None,
     )
     return model
+
+
+# Names that the compiler gives to values that differ between micro batches: the number of documents, the longest one,
+# and the keys that a shard of a row sees
+_VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
+
+# Maximum number of compiled variants: each kind of layer, with and without gradients. torch's default is 8, after which
+# further layers fail.
+RECOMPILE_LIMIT = 32
+
+
+def configure_compiler() -> None:
+    """Configure the compiler, so that it does not specialize on the shapes of the first micro batch."""
+    torch.compiler.config.dynamic_sources = ",".join(_VARYING)
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+
+
+def compile_layers(model: Any, config: CompileConfig, dims: ParallelDims) -> None:
+    """Compile each layer, or only its feed-forward part if sparse attention or recurrences cannot be traced."""
+    # Activation checkpointing wraps the compiled module, so that the recomputation runs the same code.
+    parts = {name: part for name, layer in model.layers.items() if (part := _traceable(layer)) is not None}
+    held = torch.nn.Module()
+    held.layers = torch.nn.ModuleDict(parts)
+    apply_compile(held, compile_config=config, parallel_dims=dims)
+
+
+def _traceable(layer: Any) -> torch.nn.Module | None:
+    if not any(isinstance(module, SparseAttention | HeadScan) for module in layer.modules()):
+        return layer
+    return layer.moe if layer.moe_enabled else layer.feed_forward

@@ -21,13 +21,11 @@ from primeslurm.nn.kernels import elementwise
 class Chunks:
     """Masks of the positions in chunks."""
 
-    pairs: torch.Tensor
-    """[B, C, l, s]: s is not after l, and in the same document."""
+    pairs: torch.Tensor  # [B, C, l, s]: s is not after l, and in the same document
     entered: torch.Tensor
     """[B, C, l]: l is in the document with which the previous chunk ended, so it sees that chunk's state. In the first
     chunk: l is in a document that began before these rows."""
-    left: torch.Tensor
-    """[B, C, l]: l is in the document with which the chunk ends, so it contributes to the state."""
+    left: torch.Tensor  # [B, C, l]: l is in the document with which the chunk ends, so it contributes to the state
 
 
 def chunks(positions: torch.Tensor, size: int) -> Chunks:

@@ -23,14 +23,11 @@ class Rotary(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        inverse_frequencies: tuple[float, ...]
-        """One per pair of values."""
-        scale: float = 1.0
-        """Factor of sine and cosine (YaRN's attention factor)."""
+        inverse_frequencies: tuple[float, ...]  # one per pair of values
+        scale: float = 1.0  # factor of sine and cosine (YaRN's attention factor)
         axes: tuple[int, ...] = ()
         """For each frequency, the coordinate of image tokens that it rotates by: 0 time, 1 height, 2 width."""
-        interleaved: bool = False
-        """Pairs are neighbors. False: a pair is one value of each half."""
+        interleaved: bool = False  # Pairs are neighbors. False: a pair is one value of each half.
 
     inverse_frequencies: torch.Tensor
 

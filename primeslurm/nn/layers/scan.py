@@ -36,10 +36,8 @@ class HeadScan(nn.Module):
 
     def __init__(self, heads: int, chunk: int) -> None:
         super().__init__()
-        self.heads = heads
-        """Number of heads of the whole layer."""
-        self.chunk = chunk
-        """Positions that the recurrence computes at once."""
+        self.heads = heads  # number of heads of the whole layer
+        self.chunk = chunk  # positions that the recurrence computes at once
 
     def forward(self, by_token: Tensors, by_head: Parameters, positions: torch.Tensor) -> torch.Tensor:
         """Return outputs in float32, [rows, length, heads, value size].

@@ -33,14 +33,10 @@ QUERIES = 2048
 class Context:
     """Visible keys of this rank's queries. It is passed in place of attention masks."""
 
-    first: torch.Tensor
-    """Index (in the whole row) of the first token of each query's document [rows, local_len]."""
-    last: torch.Tensor
-    """Index of each query itself [rows, local_len]."""
-    offset: int = 0
-    """Index of the first local query."""
-    group: ProcessGroup | None = None
-    """Ranks that share the rows. None: this rank has whole rows."""
+    first: torch.Tensor  # index (in the whole row) of the first token of each query's document [rows, local_len]
+    last: torch.Tensor  # index of each query itself [rows, local_len]
+    offset: int = 0  # index of the first local query
+    group: ProcessGroup | None = None  # Ranks that share the rows. None: this rank has whole rows.
     selections: dict[int, torch.Tensor] = field(default_factory=dict)
     """Selected keys by layer, for layers that share them and for the recomputation of the layer itself."""
 
@@ -212,8 +208,7 @@ class SparseMla(Module):
     class Config(Module.Config):
         """Config of the core."""
 
-        dense: bool
-        """Whether to compute all scores at once, for rows not longer than the selection."""
+        dense: bool  # whether to compute all scores at once, for rows not longer than the selection
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -246,11 +241,9 @@ class SparseAttention(Attention):
     class Config(Attention.Config):
         """Config of the attention. `inner_attention` is a `SparseMla.Config`."""
 
-        indexer: Indexer.Config | None
-        """Indexer. None: the layer uses the selection of layer `selected_by`."""
+        indexer: Indexer.Config | None  # Indexer. None: the layer uses the selection of layer `selected_by`.
         selected_by: int
-        shared: bool
-        """Whether later layers use this layer's selection."""
+        shared: bool  # whether later layers use this layer's selection
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -26,14 +26,10 @@ from primeslurm.nn import compat
 class VisionInput:
     """The images of some packed rows, and their place in the rows."""
 
-    pixels: torch.Tensor
-    """[patches, values], all images one after the other."""
-    grids: torch.Tensor
-    """[images, 3]: patches of each image in time, height and width."""
-    features: torch.Tensor
-    """[rows, length]: index of the encoder's output that a token stands for; -1 for text."""
-    coordinates: torch.Tensor
-    """[rows, length, 3]: time, height and width of a token; all equal for text."""
+    pixels: torch.Tensor  # [patches, values], all images one after the other
+    grids: torch.Tensor  # [images, 3]: patches of each image in time, height and width
+    features: torch.Tensor  # [rows, length]: index of the encoder's output that a token stands for; -1 for text
+    coordinates: torch.Tensor  # [rows, length, 3]: time, height and width of a token; all equal for text
 
     def spread(self, outputs: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Put the encoder's outputs [image tokens, dim] into rows. Other tokens keep `text` [rows, length, dim]."""
@@ -46,8 +42,7 @@ class VisionEncoder(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        hf: Any
-        """Config of transformers."""
+        hf: Any  # config of transformers
         frozen: bool = True
 
     def __init__(self, config: Config) -> None:
@@ -55,8 +50,7 @@ class VisionEncoder(Module):
         hf = config.hf
         self.encoder = AutoModel.from_config(hf).requires_grad_(not config.frozen)
         self.frozen = config.frozen
-        self.merge = int(hf.spatial_merge_size)
-        """Patches per token, in height and in width."""
+        self.merge = int(hf.spatial_merge_size)  # patches per token, in height and in width
         self.patch_values = int(hf.in_channels * hf.temporal_patch_size * hf.patch_size**2)
 
     def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -96,10 +96,6 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-class UnknownPlaceholder(KeyError):
-    """The Plan names a process, port or value that does not exist."""
-
-
 def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, str]) -> str:
     """Replace the placeholders in a text of the Plan that belongs to `process`.
 
@@ -107,7 +103,7 @@ def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, 
     `${port:NAME:http}`, `${addr:NAME:http}`, and `${word}` for each word in `values`.
 
     Raises:
-        UnknownPlaceholder: the text names something that does not exist.
+        KeyError: the text names something that does not exist.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -123,6 +119,6 @@ def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, 
                 return f"{addresses.hosts[first]}:{addresses.ports[first][second]}"
             return values[word]
         except KeyError:
-            raise UnknownPlaceholder(f"{match[0]} in {process}") from None
+            raise KeyError(f"{match[0]} in {process}") from None
 
     return _PLACEHOLDER.sub(fill, text)

@@ -18,21 +18,10 @@ from primeslurm.base.unresponsive_timer import scheduling_delay_s
 from primeslurm.node.agent.node_agent import TICK_RETRY_S, NodeAgent
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, record_bad_node
-from primeslurm.node.head.exporter import TARGETS_FILE, Exporter, start_exporter, targets
+from primeslurm.node.head import job_end
+from primeslurm.node.head.exporter import TARGETS_FILE, Exporter, RunCollector, start_exporter, targets
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
-from primeslurm.node.head.job_end import (
-    MARGIN_S,
-    Termination,
-    ask_slurm,
-    boot_clock,
-    grace_time,
-    must_stop_before_warning,
-    seconds_left,
-    seconds_to_stop,
-    termination,
-)
 from primeslurm.node.head.process_states import fleet_state
-from primeslurm.node.head.run_metrics import RunCollector
 from primeslurm.node.head.unresponsive_ranks import THRESHOLDS, QuietThresholds
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
@@ -116,9 +105,9 @@ class Head(threading.Thread):
         self._killed_at = math.inf  # when Slurm kills what still runs
         self._ending_at = 0.0
         self._ticked_at = now
-        self._job_ends_at = boot_clock() + seconds_left(agent.plan, os.environ, time.time())
+        self._job_ends_at = job_end.boot_clock() + job_end.seconds_left(agent.plan, os.environ, time.time())
         self._unreadable_since: dict[int, float] = {}  # by rank, for heartbeats that cannot be read
-        self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
+        self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - job_end.MARGIN_S, 10.0))
 
     def end(self, ending: Ending) -> None:
         self._requested = self._requested or ending
@@ -206,17 +195,17 @@ class Head(threading.Thread):
         if cause.known and cause.ending.outcome is Outcome.CANCELLED and self.ending.outcome is Outcome.PREEMPTED:
             self.ending = cause.ending  # the user cancels a job during its grace time: it must not be requeued
 
-    def _why_terminated(self) -> Termination:
+    def _why_terminated(self) -> job_end.Termination:
         job, kill_wait_s = None, KILL_WAIT_S
         if self.plan.executor == "slurm":
-            job, kill_wait_s = ask_slurm(os.environ.get("SLURM_JOB_ID", ""))
-        return termination(job, restarts(os.environ), kill_wait_s, time.time())
+            job, kill_wait_s = job_end.ask_slurm(os.environ.get("SLURM_JOB_ID", ""))
+        return job_end.termination(job, restarts(os.environ), kill_wait_s, time.time())
 
-    def _why_warned(self) -> Termination | None:
+    def _why_warned(self) -> job_end.Termination | None:
         # Only a preemption leaves less time than the warning before the time limit, which the Plan knows.
         if self.plan.executor != "slurm":
             return None
-        return grace_time(*ask_slurm(os.environ.get("SLURM_JOB_ID", "")), time.time())
+        return job_end.grace_time(*job_end.ask_slurm(os.environ.get("SLURM_JOB_ID", "")), time.time())
 
     def _unreadable_ranks(self, now: float) -> set[int]:
         """Return the ranks whose heartbeats cannot be read, as long as that excuses them."""
@@ -232,11 +221,11 @@ class Head(threading.Thread):
         if self._records.read(lambda: files.exists(self.attempt.cancel_file), otherwise=False):
             return Ending(Outcome.CANCELLED, "cancelled by the user")
         trainer = self._records.read(lambda: self.attempt.state("trainer-rank-0", TrainerState), otherwise=None)
-        stop_s = seconds_to_stop(trainer)
-        if self._requested is None and must_stop_before_warning(
-            boot_clock(), self._job_ends_at, self.plan.job.signal_s, stop_s
+        stop_s = job_end.seconds_to_stop(trainer)
+        if self._requested is None and job_end.must_stop_before_warning(
+            job_end.boot_clock(), self._job_ends_at, self.plan.job.signal_s, stop_s
         ):
-            self._grace_s = stop_s - MARGIN_S
+            self._grace_s = stop_s - job_end.MARGIN_S
             reason = f"time limit: a last checkpoint may take {duration(stop_s)}, more than Slurm's warning leaves"
             return Ending(Outcome.PREEMPTED, reason)
         return self._requested

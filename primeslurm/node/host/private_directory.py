@@ -22,10 +22,6 @@ LONGEST_FOR_SOCKETS = LONGEST_SOCKET - len("/01234567-89ab-cdef-0123-456789abcde
 _LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
-class UnsafeDirectoryError(OSError):
-    """Other users could replace a directory."""
-
-
 def random_word() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(WORD))
 
@@ -41,15 +37,14 @@ class PrivateDirectory:
         """Make the directory, accessible for this user only, and missing parents.
 
         Raises:
-            UnsafeDirectoryError: other users may rename entries of its parent.
-            OSError: it cannot be made, or exists.
+            OSError: it cannot be made, it exists, or other users may rename entries of its parent.
         """
         parent = self.path.parent
         parent.mkdir(parents=True, exist_ok=True)
         if swappable(parent):
             mode = f"{stat.S_IMODE(parent.stat().st_mode):04o}"
             why = f"may be written by everybody and is not sticky (mode {mode}): others could replace what is in it"
-            raise UnsafeDirectoryError(f"{parent} {why}; chmod +t {parent}, or another directory")
+            raise OSError(f"{parent} {why}; chmod +t {parent}, or another directory")
         if os.path.lexists(self.path):
             raise FileExistsError(f"{self.path} is there already")
         # It gets its name after it is locked, so that clean-up finds it locked or not at all.

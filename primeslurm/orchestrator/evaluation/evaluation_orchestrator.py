@@ -12,17 +12,8 @@ import msgspec
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
-from primeslurm.orchestrator.rollouts import worker_deaths
+from primeslurm.orchestrator.rollouts import worker_deaths, worker_pool
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_pool import (
-    EnginesAnswered,
-    JobLost,
-    RolloutEnded,
-    WorkerDied,
-    WorkerEvent,
-    WorkerPool,
-    WorkerUnusable,
-)
 from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
@@ -66,7 +57,7 @@ class EvaluationOrchestrator:
             recipe, arguments, VERSION, incarnation, self._journal, self._metrics, self._recorder
         )
         self._deaths = worker_deaths.load(arguments.run_dir)
-        self._workers = WorkerPool(
+        self._workers = worker_pool.WorkerPool(
             arguments.env_bind, max_per_node=recipe.deployment.max_rollouts_per_node, deaths=self._deaths
         )
         workers = {each.label: each.workers for each in recipe.evaluation_environments}
@@ -150,25 +141,25 @@ class EvaluationOrchestrator:
         finally:
             self._workers.close()
 
-    def _handle(self, event: WorkerEvent) -> None:
+    def _handle(self, event: worker_pool.WorkerEvent) -> None:
         # Workers may still report jobs that were cancelled. The guards ignore those.
         match event:
-            case RolloutEnded(job, outcome) if self._evaluator.runs(job):
+            case worker_pool.RolloutEnded(job, outcome) if self._evaluator.runs(job):
                 self._evaluator.result(job, outcome)
                 if isinstance(outcome, JobFailure):
                     self._failures.failed(job, outcome.error, self._clock(), outcome.cause)
                 else:
                     self._failures.finished(job, outcome[0].info.environment, self._clock())
                 self._wake.set()
-            case JobLost(job) if self._evaluator.runs(job):
+            case worker_pool.JobLost(job) if self._evaluator.runs(job):
                 self._evaluator.lost(job)
-            case WorkerUnusable(environment, worker, error):
+            case worker_pool.WorkerUnusable(environment, worker, error):
                 self._evaluator.unusable(environment, worker, error)
                 self._failures.not_started(environment, worker, error, self._clock())
                 self._wake.set()
-            case WorkerDied(environment, _, guilty):
+            case worker_pool.WorkerDied(environment, _, guilty):
                 self._give_up_tasks(environment, guilty)
-            case EnginesAnswered(answers):
+            case worker_pool.EnginesAnswered(answers):
                 self._policy.take_answers(answers)
 
     def _give_up_tasks(self, environment: str, guilty: Sequence[Job]) -> None:

@@ -5,24 +5,15 @@ from __future__ import annotations
 import logging
 
 from primeslurm.orchestrator.pipeline.context import PipelineContext
-from primeslurm.orchestrator.rollouts import worker_deaths
+from primeslurm.orchestrator.rollouts import worker_deaths, worker_pool
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_pool import (
-    EnginesAnswered,
-    JobKeeper,
-    JobLost,
-    RolloutEnded,
-    WorkerDied,
-    WorkerEvent,
-    WorkerUnusable,
-)
 from primeslurm.orchestrator.telemetry.rollout_failures import headline
 
 log = logging.getLogger(__name__)
 
 
-class CollectStage(JobKeeper):
+class CollectStage(worker_pool.JobKeeper):
     """Input: events of the worker pool. Output: complete groups. Also decides about jobs of an earlier orchestrator."""
 
     def __init__(self, context: PipelineContext) -> None:
@@ -32,27 +23,27 @@ class CollectStage(JobKeeper):
         self._recorder = context.recorder
         self._run_dir = context.arguments.run_dir
 
-    def handle(self, event: WorkerEvent) -> RolloutGroup | None:
+    def handle(self, event: worker_pool.WorkerEvent) -> RolloutGroup | None:
         """Take one event. Returns the group that it completed."""
         match event:
-            case RolloutEnded(job, JobFailure() as failure):
+            case worker_pool.RolloutEnded(job, JobFailure() as failure):
                 self._failed(job, failure)
-            case RolloutEnded():
+            case worker_pool.RolloutEnded():
                 return self._finished(event)
-            case JobLost(job):
+            case worker_pool.JobLost(job):
                 if self._dispatcher.runs(job):
                     self._dispatcher.lost(job)
                 elif self._evaluator.runs(job):
                     self._evaluator.lost(job)
-            case WorkerUnusable(environment, worker, error):
+            case worker_pool.WorkerUnusable(environment, worker, error):
                 log.warning("worker %d cannot serve %s: %s", worker, environment, error)
                 if self._is_training(environment):
                     self._monitor.worker_failed(environment, worker, error)
                 else:
                     self._evaluator.unusable(environment, worker, error)
-            case WorkerDied():
+            case worker_pool.WorkerDied():
                 self._worker_died(event)
-            case EnginesAnswered(answers):
+            case worker_pool.EnginesAnswered(answers):
                 self._policy.take_answers(answers)
         return None
 
@@ -68,7 +59,7 @@ class CollectStage(JobKeeper):
     def holds_result(self, job: str) -> bool:
         return self._dispatcher.holds_result(job)
 
-    def _finished(self, event: RolloutEnded) -> RolloutGroup | None:
+    def _finished(self, event: worker_pool.RolloutEnded) -> RolloutGroup | None:
         job, rollout = event
         assert not isinstance(rollout, JobFailure)
         if self._evaluator.runs(job):
@@ -99,7 +90,7 @@ class CollectStage(JobKeeper):
             reason = headline(failure.error)
             self._monitor.task_given_up(group.environment, group.example, reason, group.task, kills=False)
 
-    def _worker_died(self, event: WorkerDied) -> None:
+    def _worker_died(self, event: worker_pool.WorkerDied) -> None:
         """Give up the tasks that are now known to kill workers."""
         worker_deaths.save_deaths(self._run_dir, self._deaths)
         for job in event.guilty:

@@ -24,16 +24,8 @@ from primeslurm.base.model_files import model_directory
 from primeslurm.chat.messages import ConversationError
 from primeslurm.chat.template import ASKED, SAID, VALUE, ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds
-from primeslurm.models import family_of, model_types
+from primeslurm.models import family_of, model_types, renderers
 from primeslurm.models.extending_renderer import extending_config
-from primeslurm.models.renderers import (
-    AUTO,
-    DEFAULT,
-    is_import_path,
-    renderer_traits,
-    renderers_of,
-    tools_unsupported_reason,
-)
 from primeslurm.orchestrator.rendering import template_comparison
 
 log = logging.getLogger(__name__)
@@ -53,7 +45,7 @@ class Rendering:
 
 
 def select_renderer(
-    model: str, renderer: str = AUTO, options: Mapping[str, Any] | None = None, images: bool = False
+    model: str, renderer: str = renderers.AUTO, options: Mapping[str, Any] | None = None, images: bool = False
 ) -> Rendering:
     """Select the renderer of a model (path or hub id) by `model.renderer` and `model.renderer_options` of the recipe.
 
@@ -68,13 +60,13 @@ def _select(model: str, renderer: str, options_json: str, images: bool) -> Rende
     model_type, options = model_type_of(model), json.loads(options_json)
     if images:
         _check_images(model_type)
-    elif reason := tools_unsupported_reason(model_type, model, renderer, options):
+    elif reason := renderers.tools_unsupported_reason(model_type, model, renderer, options):
         return _select_template(model, options, reason)
-    if renderer == DEFAULT:
+    if renderer == renderers.DEFAULT:
         return _select_template(model, options)
-    if renderer != AUTO:
+    if renderer != renderers.AUTO:
         return Rendering(renderer_config(renderer, options))
-    return _select_from_family(model, renderers_of(model_type or "", model), options, images)
+    return _select_from_family(model, renderers.renderers_of(model_type or "", model), options, images)
 
 
 def _select_from_family(model: str, names: Sequence[str], options: dict[str, Any], images: bool) -> Rendering:
@@ -83,7 +75,7 @@ def _select_from_family(model: str, names: Sequence[str], options: dict[str, Any
     shown = template_comparison.shows_tools(tokenizer, options)
     differences = []
     for name in names:
-        described = renderer_traits(name).describes_tools
+        described = renderers.renderer_traits(name).describes_tools
         conversations = template_comparison.probes(shown, described)
         # The first variant that agrees wins, so the renderer's own defaults are preferred.
         for config in _variants(tokenizer, name, options):
@@ -120,14 +112,14 @@ def _select_template(model: str, options: dict[str, Any], no_tools: str = "") ->
         why = "no token ends an answer, by its chat template, its tokenizer or generation_config.json"
     if why:
         raise RenderingError(f"messages cannot be rendered for {model}: {why}; correct it, or {_NAME_ONE}")
-    return Rendering(renderer_config(DEFAULT, options), no_tools)
+    return Rendering(renderer_config(renderers.DEFAULT, options), no_tools)
 
 
 def _variants(tokenizer: Any, name: str, options: dict[str, Any]) -> Iterator[RendererConfig]:
     """Yield a renderer's config, then the config with each default that models of a family have in different ways."""
     # Small models of Qwen3.5 do not think by default, the template of Kimi-K2.7 keeps all thoughts, and every
     # MiniMax-M2 has its own system prompt for conversations without one.
-    fields = set() if is_import_path(name) else set(type(config_from_name(name)).model_fields)
+    fields = set() if renderers.is_import_path(name) else set(type(config_from_name(name)).model_fields)
     variants = [options]
     if "enable_thinking" in fields - set(options):
         variants.append({**options, "enable_thinking": False})
@@ -136,7 +128,7 @@ def _variants(tokenizer: Any, name: str, options: dict[str, Any]) -> Iterator[Re
     for variant in variants:
         yield renderer_config(name, variant)
     system = template_comparison.default_system(tokenizer, options)
-    if system is not None and not is_import_path(name):
+    if system is not None and not renderers.is_import_path(name):
         for variant in variants:
             yield extending_config(name, variant, system)
 
@@ -151,7 +143,7 @@ def _check_images(model_type: str | None) -> None:
 def renderer_config(name: str, options: dict[str, Any]) -> RendererConfig:
     """Return the config of a renderer by name or import path. Raise RenderingError if it has no such option."""
     try:
-        if is_import_path(name):
+        if renderers.is_import_path(name):
             return CustomRendererConfig(import_path=name.replace(":", "."), **options)
         type(config_from_name(name))(**options)
     except ValidationError as error:

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -21,19 +21,6 @@ Sample = dict[str, float]  # values of one engine at one moment: gauges, and cou
 
 ENGINE = re.compile(r"^(?P<role>\w+?)-r(?P<replica>\d+)-")  # beginning of the process name of a replica's engine
 GAUGES = ("running", "waiting", "waiting_capacity", "waiting_deferred", "kv_usage")
-COUNTERS = (
-    "generated",
-    "prompted",
-    "computed",
-    "preemptions",
-    "requests",
-    "prefix_queries",
-    "prefix_hits",
-    "external_queries",
-    "external_hits",
-    "drafted",
-    "accepted",
-)
 _FIELDS = {  # metrics that are summed over all their labels
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -54,6 +41,7 @@ _LABELLED = {  # metrics with one label that selects the value
     ("vllm:num_requests_waiting_by_reason", "reason", "deferred"): "waiting_deferred",
     ("vllm:prompt_tokens_by_source_total", "source", "local_compute"): "computed",
 }
+COUNTERS = tuple(field for field in (*_FIELDS.values(), *_LABELLED.values()) if field not in GAUGES)
 _LINE_STARTS = tuple(f"{name}{end}" for name in {*_FIELDS, *(name for name, _, _ in _LABELLED)} for end in ("{", " "))
 
 _CONCURRENT = 32  # Engines that are asked at once. A thousand answers together would block the event loop.
@@ -75,14 +63,8 @@ def parse(text: str) -> Sample:
     sample: Sample = {}
     for family in text_string_to_metric_families(lines + "\n"):
         for name, labels, value, *_ in family.samples:
-            field = _FIELDS.get(name) or next(
-                (
-                    f
-                    for (metric, label, wanted), f in _LABELLED.items()
-                    if metric == name and labels.get(label) == wanted
-                ),
-                "",
-            )
+            labelled = (_LABELLED.get((name, *label), "") for label in labels.items())
+            field = _FIELDS.get(name) or next(filter(None, labelled), "")
             if field and math.isfinite(value):  # Prometheus has NaN and +Inf, too
                 sample[field] = sample.get(field, 0.0) + value
     return sample
@@ -199,10 +181,11 @@ class LoadWindow:
 
 
 def rounded(loads: Mapping[str, Load]) -> dict[str, Load]:
-    def round_value(value: Any) -> Any:
-        return round(value, 4) if isinstance(value, float) else value
+    return {name: msgspec.structs.replace(load, **_rounded_fields(load)) for name, load in loads.items()}
 
-    return {name: Load(*map(round_value, msgspec.structs.astuple(load))) for name, load in loads.items()}
+
+def _rounded_fields(load: Load) -> dict[str, float]:
+    return {name: round(v, 4) for name, v in msgspec.structs.asdict(load).items() if isinstance(v, float)}
 
 
 def _sum(engines: Sequence[_Engine]) -> Load:

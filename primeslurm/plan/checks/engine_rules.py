@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.checks.rule import Rule, RuleContext, when
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine_defaults import DEEPEP_BUFFERS, tokens_per_request
 from primeslurm.plan.gpus import GIB
@@ -105,16 +105,6 @@ def _dbo_backend(context: RuleContext) -> str:
     return ""
 
 
-def _dbo_cpu(context: RuleContext) -> str:
-    used = any(settings.dbo for _, settings in context.engines())
-    return "vLLM ignores it on CPUs" if used and context.site.device == "cpu" else ""
-
-
-def _dbo_unfinished(context: RuleContext) -> str:
-    used = any(settings.dbo for _, settings in context.engines())
-    return "it runs on vLLM's second model runner only, where vLLM calls it unfinished" if used else ""
-
-
 def _warmup_skipped(context: RuleContext) -> str:
     for request, settings, ranks in context.expert_groups():
         skipped = settings.env.get("VLLM_DEEP_GEMM_WARMUP") == "skip"
@@ -143,26 +133,9 @@ def _decode_recompute(context: RuleContext) -> str:
     return ""
 
 
-def _eplb(context: RuleContext) -> bool:
-    return any(settings.eplb for _, settings in context.engines())
-
-
-def _eplb_ep(context: RuleContext) -> str:
-    return "expert_parallel is false" if _eplb(context) and not context.recipe.inference.expert_parallel else ""
-
-
-def _eplb_cpu(context: RuleContext) -> str:
-    return "vLLM moves experts only between GPUs" if _eplb(context) and context.site.device == "cpu" else ""
-
-
-def _eplb_updates(context: RuleContext) -> str:
-    updated = _eplb(context) and context.recipe.task == "rl"
-    return "a weight update would overwrite experts that EPLB has moved" if updated else ""
-
-
 def _fp8_gpu(context: RuleContext) -> str:
     inference = context.recipe.inference
-    if context.site.device == "cpu":
+    if context.on_cpus:
         return "CPUs have no FP8 kernels" if inference.quantization else ""
     uses_fp8 = "fp8" in (inference.quantization, inference.kv_cache_dtype)
     return context.older_gpu(89) if uses_fp8 else ""
@@ -172,11 +145,6 @@ def _quantised_twice(context: RuleContext) -> str:
     # If the model is trained, engines get what the trainer can read: a bfloat16 policy, unless it is in FP8 blocks.
     stored = context.shape.quantization if context.shape and (context.shape.fp8_blocks or not context.trains) else None
     return f"the checkpoint is already {stored}" if stored and context.recipe.inference.quantization else ""
-
-
-def _engine_model(context: RuleContext) -> str:
-    inference = context.recipe.inference
-    return "quantization is not set" if inference.model and inference.quantization is None else ""
 
 
 def _deep_gemm_fp8(context: RuleContext) -> str:
@@ -190,30 +158,13 @@ def _deep_gemm_fp8(context: RuleContext) -> str:
 def _batch_invariant_gpu(context: RuleContext) -> str:
     if not context.recipe.inference.batch_invariant:
         return ""
-    return "vLLM ignores it on CPUs" if context.site.device == "cpu" else context.older_gpu(80)
-
-
-def _batch_invariant_dsa(context: RuleContext) -> str:
-    sparse = context.shape is not None and context.shape.indexer is not None
-    return "the model has sparse attention" if sparse and context.recipe.inference.batch_invariant else ""
-
-
-def _batch_invariant_nccl(context: RuleContext) -> str:
-    # vLLM sets NCCL_ALGO and NCCL_PROTO in its process. NCCL needs the same values on all ranks of a group.
-    recipe = context.recipe
-    used = recipe.inference.batch_invariant and recipe.samples and context.trains
-    return "weights.transport is nccl" if used and recipe.weights.transport == "nccl" else ""
+    return "vLLM ignores it on CPUs" if context.on_cpus else context.older_gpu(80)
 
 
 def _tp_heads(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
     uneven = context.shape and context.shape.heads % tp
     return f"{tp} does not divide {context.shape.heads} heads" if context.shape and uneven else ""
-
-
-def _tp_latent(context: RuleContext) -> str:
-    tp = context.recipe.inference.parallel.tp
-    return f"all {tp} GPUs hold the same compressed KV" if context.shape and context.shape.mla and tp > 1 else ""
 
 
 def _drafters(context: RuleContext) -> Iterator[tuple[Speculation, EngineSettings]]:
@@ -285,9 +236,12 @@ ENGINE_RULES = (
          _seqs_tokens, "raise max_num_batched_tokens", "vLLM 0.32 config/scheduler.py"),
     Rule("dbo-backend", "error", "inference.dbo", "dbo needs all2all with DeepEP or nixl_ep", _dbo_backend,
          "set all2all: deepep_high_throughput", "vLLM 0.32 config/vllm.py: microbatching"),
-    Rule("dbo-cpu", "warning", "inference.dbo", "dbo needs GPUs", _dbo_cpu, "remove it", "vLLM 0.32"),
-    Rule("dbo-unfinished", "warning", "inference.dbo", "dbo is unfinished in vLLM 0.32", _dbo_unfinished, "remove it",
-         "vLLM 0.32 config/vllm.py: 'DBO with model runner V2 is under development'"),
+    Rule("dbo-cpu", "warning", "inference.dbo", "dbo needs GPUs",
+         lambda c: when(c.uses("dbo") and c.on_cpus, "vLLM ignores it on CPUs"),
+         "remove it", "vLLM 0.32"),
+    Rule("dbo-unfinished", "warning", "inference.dbo", "dbo is unfinished in vLLM 0.32",
+         lambda c: when(c.uses("dbo"), "it runs on vLLM's second model runner only, where vLLM calls it unfinished"),
+         "remove it", "vLLM 0.32 config/vllm.py: 'DBO with model runner V2 is under development'"),
     Rule("warmup-skipped", "warning", "inference.env", "DeepGEMM must be warmed up under DeepEP", _warmup_skipped,
          "remove VLLM_DEEP_GEMM_WARMUP", "DeepEP aborts after 100 s: vllm#53282"),
     Rule("warmup-skipped-fp8", "warning", "inference.env", "DeepGEMM must be warmed up before the first requests",
@@ -296,17 +250,23 @@ ENGINE_RULES = (
     Rule("decode-recompute", "warning", "inference.decode.max_num_batched_tokens",
          "A decode engine needs tokens for preempted requests", _decode_recompute,
          "leave it out, or set it to max_num_seqs + 256", "vLLM 0.32: preemption recomputes the whole request"),
-    Rule("eplb-ep", "error", "inference.eplb", "eplb needs expert parallelism", _eplb_ep, "set expert_parallel: true",
-         "vLLM 0.32 config/parallel.py"),
-    Rule("eplb-cpu", "error", "inference.eplb", "eplb needs GPUs", _eplb_cpu, "remove it",
-         "vLLM 0.32 config/parallel.py"),
-    Rule("eplb-updates", "error", "inference.eplb", "eplb does not work with weight updates", _eplb_updates,
+    Rule("eplb-ep", "error", "inference.eplb", "eplb needs expert parallelism",
+         lambda c: when(c.uses("eplb") and not c.recipe.inference.expert_parallel, "expert_parallel is false"),
+         "set expert_parallel: true", "vLLM 0.32 config/parallel.py"),
+    Rule("eplb-cpu", "error", "inference.eplb", "eplb needs GPUs",
+         lambda c: when(c.uses("eplb") and c.on_cpus, "vLLM moves experts only between GPUs"),
+         "remove it", "vLLM 0.32 config/parallel.py"),
+    Rule("eplb-updates", "error", "inference.eplb", "eplb does not work with weight updates",
+         lambda c: when(c.uses("eplb") and c.recipe.task == "rl",
+                        "a weight update would overwrite experts that EPLB has moved"),
          "remove it, or set task: serve", "prime-rl 0.6.0: EPLB needs updates in kernel layout with inverted maps"),
     Rule("engine-fp8-gpu", "error", "inference.quantization", "FP8 engines need GPUs with SM89 or newer", _fp8_gpu,
          "remove it", "vLLM 0.32"),
     Rule("quantised-twice", "error", "inference.quantization", "A quantised checkpoint must not be quantised again",
          _quantised_twice, "remove it", "vLLM 0.32"),
-    Rule("engine-model", "error", "inference.model", "The engines' own checkpoint must be in FP8", _engine_model,
+    Rule("engine-model", "error", "inference.model", "The engines' own checkpoint must be in FP8",
+         lambda c: when(c.recipe.inference.model and c.recipe.inference.quantization is None,
+                        "quantization is not set"),
          "set inference.quantization: fp8, or remove model", "vLLM 0.32"),
     Rule("deep-gemm-fp8", "warning", "inference.deep_gemm", "deep_gemm has an effect with FP8 only", _deep_gemm_fp8,
          "set quantization: fp8", "DeepGEMM README"),
@@ -317,16 +277,20 @@ ENGINE_RULES = (
          "batch_invariant needs GPUs with SM80 or newer", _batch_invariant_gpu, "remove it",
          "vLLM 0.32 model_executor/determinism"),
     Rule("batch-invariant-dsa", "error", "inference.batch_invariant",
-         "No batch-invariant kernel exists for sparse attention", _batch_invariant_dsa, "remove it",
-         "vLLM 0.32 v1/attention: supports_batch_invariance"),
+         "No batch-invariant kernel exists for sparse attention",
+         lambda c: when(c.sparse and c.recipe.inference.batch_invariant, "the model has sparse attention"),
+         "remove it", "vLLM 0.32 v1/attention: supports_batch_invariance"),
     Rule("batch-invariant-nccl", "error", "inference.batch_invariant",
-         "Batch-invariant engines use other NCCL settings than the trainer", _batch_invariant_nccl,
+         "Batch-invariant engines use other NCCL settings than the trainer",
+         lambda c: when(c.recipe.inference.batch_invariant and c.recipe.samples and c.trains
+                        and c.recipe.weights.transport == "nccl", "weights.transport is nccl"),
          "set weights.transport: filesystem", "vLLM 0.32 utils/nccl.py"),
     Rule("tp-heads", "error", "inference.parallel.tp", "tp must divide the number of attention heads", _tp_heads,
          "use a divisor of the number of heads", "vLLM 0.32"),
     Rule("tp-latent", "warning", "inference.parallel.tp", "tp does not split the KV cache of models with MLA",
-         _tp_latent, "set tp: 1 and expert_parallel: true, which hold tp times as many tokens",
-         "vLLM 0.32, MLA backends"),
+         lambda c: when(c.shape and c.shape.mla and c.recipe.inference.parallel.tp > 1,
+                        f"all {c.recipe.inference.parallel.tp} GPUs hold the same compressed KV"),
+         "set tp: 1 and expert_parallel: true, which hold tp times as many tokens", "vLLM 0.32, MLA backends"),
     Rule("speculative-mtp", "error", "inference.speculative.method", "mtp needs a checkpoint with draft layers",
          _mtp_layers, "use method: ngram", "vLLM 0.32 config/speculative.py"),
     Rule("speculative-mtp-multiple", "error", "inference.speculative.num_tokens",

@@ -60,8 +60,7 @@ class Interpreter:
     """The Python that jobs use."""
 
     python: str
-    env: Mapping[str, str]
-    """Variables that override those of this process."""
+    env: Mapping[str, str]  # variables that override those of this process
 
     @property
     def here(self) -> bool:
@@ -72,16 +71,11 @@ class Interpreter:
 class ProbeReport:
     """Result of loading environments. Fields are those of the recipe, for example `environments.0.args.x`."""
 
-    violations: tuple[Violation, ...] = ()
-    """Problems on every host."""
-    missing: tuple[Violation, ...] = ()
-    """Requirements of runtimes that this host lacks."""
-    notes: tuple[Violation, ...] = ()
-    """Properties of rollouts that some users do not want."""
-    warnings: tuple[Violation, ...] = ()
-    """Too few tasks, or tasks that no rollout can do."""
-    missing_package: str = ""
-    """Package that the interpreter lacks, so that nothing could be loaded."""
+    violations: tuple[Violation, ...] = ()  # problems on every host
+    missing: tuple[Violation, ...] = ()  # requirements of runtimes that this host lacks
+    notes: tuple[Violation, ...] = ()  # properties of rollouts that some users do not want
+    warnings: tuple[Violation, ...] = ()  # too few tasks, or tasks that no rollout can do
+    missing_package: str = ""  # package that the interpreter lacks, so that nothing could be loaded
 
 
 def probe_environments(

@@ -45,15 +45,11 @@ def made_by(path: str) -> str:
 class ModelFiles:
     """Shape, source and problems of a model's files."""
 
-    shape: ModelShape | None
-    """None if neither a config.json that can be read nor the catalog has it."""
-    model_type: str | None
-    """Model type in its config, if known."""
+    shape: ModelShape | None  # None if neither a config.json that can be read nor the catalog has it
+    model_type: str | None  # model type in its config, if known
     source: str
-    problems: tuple[Violation, ...] = ()
-    """Why the model cannot be used."""
-    absent: Finding | None = None
-    """Finding if the model is not on this machine."""
+    problems: tuple[Violation, ...] = ()  # why the model cannot be used
+    absent: Finding | None = None  # finding if the model is not on this machine
 
 
 def model_files(recipe: Recipe) -> ModelFiles:

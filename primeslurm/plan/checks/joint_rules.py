@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.plan.batch_job import is_exclusive
-from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.checks.rule import Rule, RuleContext, when
 from primeslurm.plan.commands import kv_events
 from primeslurm.plan.gpus import EXPANDABLE, GIB, alloc_conf
 from primeslurm.plan.placement.resources import component_of
@@ -16,30 +16,8 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 HOST_SHARE = 0.9
 
 
-def _colocated_nccl(context: RuleContext) -> str:
-    recipe = context.recipe
-    refused = recipe.colocated and recipe.weights.transport == "nccl" and context.site.device == "cuda"
-    return "trainer and engines share GPUs (deployment.colocated)" if refused else ""
-
-
 def _replay(context: RuleContext) -> bool:
     return context.recipe.trainer.router_replay and context.recipe.task == "rl"
-
-
-def _replay_router(context: RuleContext) -> str:
-    llmd = isinstance(context.recipe.inference.router, LlmdRouter)
-    return "its sidecar drops the routed experts of the prompt" if _replay(context) and llmd else ""
-
-
-def _replay_dynamo(context: RuleContext) -> str:
-    in_dynamo = isinstance(context.recipe.inference.router, DynamoRouter)
-    return "its workers encode routed experts in another way than vLLM" if _replay(context) and in_dynamo else ""
-
-
-def _dynamo_groups(context: RuleContext) -> str:
-    inference = context.recipe.inference
-    untested = isinstance(inference.router, DynamoRouter) and inference.expert_parallel
-    return "its workers number data-parallel ranks themselves" if untested else ""
 
 
 def _replay_workers(context: RuleContext) -> str:
@@ -52,23 +30,6 @@ def _replay_workers(context: RuleContext) -> str:
 def _mooncake(context: RuleContext) -> MooncakeOffload | None:
     offload = context.recipe.inference.kv_offload
     return offload if isinstance(offload, MooncakeOffload) else None
-
-
-def _mooncake_fabric(context: RuleContext) -> str:
-    store = _mooncake(context)
-    uses_rdma = store is not None and context.site.device == "cuda" and store.protocol != "tcp"
-    return f"site {context.site.name} has no RDMA" if uses_rdma and not context.site.network.rdma else ""
-
-
-def _mooncake_tcp(context: RuleContext) -> str:
-    store = _mooncake(context)
-    slow = store is not None and context.site.device == "cuda" and store.protocol == "tcp"
-    return "every hit passes the TCP stacks of both hosts" if slow else ""
-
-
-def _mooncake_alone(context: RuleContext) -> str:
-    nodes = sum(request.nodes for request, _ in context.engines())
-    return "there is one inference node" if _mooncake(context) and nodes == 1 else ""
 
 
 def _offload_memory(context: RuleContext) -> str:
@@ -94,16 +55,6 @@ def _pinned_memory(context: RuleContext) -> str:
     return "torch would move KV memory that is registered with the NIC" if moving and pinned else ""
 
 
-def _hybrid_disaggregated(context: RuleContext) -> str:
-    untested = context.mamba and context.disaggregated
-    return "Mamba state must move with the KV, which has not been tested" if untested else ""
-
-
-def _hybrid_offload(context: RuleContext) -> str:
-    untested = context.mamba and context.recipe.inference.kv_offload
-    return "a hit needs the Mamba state, too, which has not been tested" if untested else ""
-
-
 def _kv_aware(context: RuleContext, applies: object, finding: str) -> str:
     return finding if applies and kv_events.are_read(context.recipe) else ""
 
@@ -113,29 +64,17 @@ def _shared_engine_nodes(context: RuleContext) -> bool:
     return not all(is_exclusive(component_of(context.recipe, each.role), each) for each in requests)
 
 
-def _teacher_temperature(context: RuleContext) -> str:
-    recipe = context.recipe
-    differs = any(recipe.sampling(environment).temperature != 1 for environment in recipe.environments)
-    return "the policy samples at another temperature" if recipe.teacher is not None and differs else ""
-
-
-def _teacher_images(context: RuleContext) -> str:
-    return "the teacher gets token ids only" if context.recipe.teacher and context.recipe.model.vlm else ""
-
-
-def _teacher_room(context: RuleContext) -> str:
-    recipe = context.recipe
-    tight = isinstance(recipe.teacher, PolicyTeacher) and recipe.max_len <= recipe.seq_len
-    return "max_len is not larger than seq_len, so the ends of long sequences would not be scored" if tight else ""
-
-
 _REPLAY = "trainer.router_replay"
 _OFFLOAD = "inference.kv_offload"
 _POLICY = "inference.router.policy"
 JOINT_RULES = (
-    Rule("replay-llm-d", "error", _REPLAY, "Router replay does not work with the llm-d router", _replay_router,
+    Rule("replay-llm-d", "error", _REPLAY, "Router replay does not work with the llm-d router",
+         lambda c: when(_replay(c) and isinstance(c.recipe.inference.router, LlmdRouter),
+                        "its sidecar drops the routed experts of the prompt"),
          "set inference.router.type: vllm-router", "llm-d-router#1473"),
-    Rule("replay-dynamo", "error", _REPLAY, "Router replay does not work with the dynamo router", _replay_dynamo,
+    Rule("replay-dynamo", "error", _REPLAY, "Router replay does not work with the dynamo router",
+         lambda c: when(_replay(c) and isinstance(c.recipe.inference.router, DynamoRouter),
+                        "its workers encode routed experts in another way than vLLM"),
          "set inference.router.type: vllm-router", "ai-dynamo 1.6.1 vllm/handlers.py:769"),
     Rule("replay-dense", "error", _REPLAY, "Router replay needs a model with experts",
          lambda c: c.no_experts(c.recipe.trainer.router_replay),
@@ -143,11 +82,17 @@ JOINT_RULES = (
     Rule("replay-workers", "warning", _REPLAY, "Router replay needs several environment workers", _replay_workers,
          "raise environments.workers", "prime-rl 0.6.0 docs, router replay"),
     Rule("mooncake-rdma", "error", f"{_OFFLOAD}.protocol", "Mooncake with protocol rdma needs nodes with RDMA",
-         _mooncake_fabric, "set type: native, or protocol: tcp", "prime-rl 0.6.0 docs, KV offload"),
-    Rule("mooncake-tcp", "warning", f"{_OFFLOAD}.protocol", "Mooncake over TCP is slow", _mooncake_tcp,
+         lambda c: when((store := _mooncake(c)) and store.protocol != "tcp" and not (c.on_cpus or c.site.network.rdma),
+                        f"site {c.site.name} has no RDMA"),
+         "set type: native, or protocol: tcp", "prime-rl 0.6.0 docs, KV offload"),
+    Rule("mooncake-tcp", "warning", f"{_OFFLOAD}.protocol", "Mooncake over TCP is slow",
+         lambda c: when((store := _mooncake(c)) and store.protocol == "tcp" and not c.on_cpus,
+                        "every hit passes the TCP stacks of both hosts"),
          "set protocol: rdma", "Mooncake 0.3"),
     Rule("mooncake-alone", "warning", f"{_OFFLOAD}.type", "A Mooncake pool is useful only with several inference nodes",
-         _mooncake_alone, "set type: native, which holds the same KV cache without extra processes", "Mooncake 0.3"),
+         lambda c: when(_mooncake(c) and sum(request.nodes for request, _ in c.engines()) == 1,
+                        "there is one inference node"),
+         "set type: native, which holds the same KV cache without extra processes", "Mooncake 0.3"),
     Rule("offload-memory", "error", f"{_OFFLOAD}.cpu.bytes",
          "The KV offload memory must fit into the host memory of the nodes", _offload_memory,
          "lower it; native counts once per engine of a node, mooncake once per node", "site file"),
@@ -155,12 +100,18 @@ JOINT_RULES = (
          "KV transfer between engines does not work with expandable segments", _pinned_memory,
          f"remove {EXPANDABLE} from PYTORCH_ALLOC_CONF", "vLLM 0.32 config/vllm.py; vllm#40812"),
     Rule("hybrid-disaggregated", "warning", "deployment.inference.type",
-         "Separate prefill and decode engines are untested for models with Mamba layers", _hybrid_disaggregated,
+         "Separate prefill and decode engines are untested for models with Mamba layers",
+         lambda c: when(c.mamba and c.disaggregated,
+                        "Mamba state must move with the KV, which has not been tested"),
          "to be safe, set type: multi_node", "not tried"),
-    Rule("hybrid-offload", "warning", _OFFLOAD, "KV offload is untested for models with Mamba layers", _hybrid_offload,
+    Rule("hybrid-offload", "warning", _OFFLOAD, "KV offload is untested for models with Mamba layers",
+         lambda c: when(c.mamba and c.recipe.inference.kv_offload,
+                        "a hit needs the Mamba state, too, which has not been tested"),
          "to be safe, remove it", "not tried"),
     Rule("dynamo-groups", "warning", "inference.router.type", "Dynamo is untested with groups of data-parallel engines",
-         _dynamo_groups, "to be safe, set type: vllm-router", "not tried"),
+         lambda c: when(isinstance(c.recipe.inference.router, DynamoRouter) and c.recipe.inference.expert_parallel,
+                        "its workers number data-parallel ranks themselves"),
+         "to be safe, set type: vllm-router", "not tried"),
     Rule("kv-aware-mamba", "error", _POLICY, "Policy kv_aware does not work for models with Mamba layers",
          lambda c: _kv_aware(c, c.mamba, "vLLM chooses their block size itself, and the router must know it"),
          "set policy: consistent_hash", "vLLM 0.32 platforms/interface.py"),
@@ -177,11 +128,18 @@ JOINT_RULES = (
          lambda c: _kv_aware(c, _shared_engine_nodes(c), "other users of a router's node could read prompts"),
          "set exclusive: true for the nodes of engines, in slurm", "vLLM 0.32 distributed/kv_events.py"),
     Rule("colocated-nccl", "error", "weights.transport", "NCCL cannot connect two processes on one GPU",
-         _colocated_nccl, "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
+         lambda c: when(c.recipe.colocated and c.recipe.weights.transport == "nccl" and not c.on_cpus,
+                        "trainer and engines share GPUs (deployment.colocated)"),
+         "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher always answers at temperature 1",
-         _teacher_temperature, "set temperature: 1", "vLLM 0.32: prompt_logprobs"),
+         lambda c: when(c.recipe.teacher and any(c.recipe.sampling(e).temperature != 1 for e in c.recipe.environments),
+                        "the policy samples at another temperature"),
+         "set temperature: 1", "vLLM 0.32: prompt_logprobs"),
     Rule("teacher-room", "warning", "model.max_len", "Engines need room for the hint of a policy teacher",
-         _teacher_room, "set it to seq_len plus the length of the hint", "the hint is added to the prompt"),
-    Rule("teacher-images", "error", "teacher", "A teacher cannot be used when training on images", _teacher_images,
+         lambda c: when(isinstance(c.recipe.teacher, PolicyTeacher) and c.recipe.max_len <= c.recipe.seq_len,
+                        "max_len is not larger than seq_len, so the ends of long sequences would not be scored"),
+         "set it to seq_len plus the length of the hint", "the hint is added to the prompt"),
+    Rule("teacher-images", "error", "teacher", "A teacher cannot be used when training on images",
+         lambda c: when(c.recipe.teacher and c.recipe.model.vlm, "the teacher gets token ids only"),
          "remove teacher or model.vlm", "the teacher receives token ids only"),
 )  # fmt: skip

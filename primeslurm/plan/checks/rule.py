@@ -22,10 +22,8 @@ class RuleContext:
 
     recipe: Recipe
     site: Site
-    requests: Sequence[ResourceRequest]
-    """Empty if the recipe cannot be placed."""
-    shape: ModelShape | None
-    """None if it is unknown."""
+    requests: Sequence[ResourceRequest]  # empty if the recipe cannot be placed
+    shape: ModelShape | None  # None if it is unknown
 
     @property
     def trains(self) -> bool:
@@ -52,6 +50,19 @@ class RuleContext:
     @property
     def deepep(self) -> bool:
         return self.recipe.trainer.parallelism.ep_backend == "deepep"
+
+    @property
+    def sparse(self) -> bool:
+        """Return whether the model is known to have sparse attention."""
+        return self.shape is not None and self.shape.indexer is not None
+
+    @property
+    def on_cpus(self) -> bool:
+        return self.site.device == "cpu"
+
+    def uses(self, option: str) -> bool:
+        """Return whether the engines of a role use an option of theirs."""
+        return any(getattr(settings, option) for _, settings in self.engines())
 
     @property
     def trainer_gpus(self) -> int:
@@ -81,12 +92,17 @@ class RuleContext:
 
     def no_experts(self, used: bool) -> str:
         """Return the finding that the model has no experts, if a feature that needs them is used."""
-        return "the model has no experts" if used and self.dense else ""
+        return when(used and self.dense, "the model has no experts")
 
     def uneven_experts(self, ranks: int) -> str:
         """Return the finding that `ranks` GPUs do not divide the experts; empty if they do."""
         experts = self.shape.experts.count if self.shape and self.shape.experts else 0
         return f"{experts} experts cannot be spread evenly over {ranks} GPUs" if experts % ranks else ""
+
+
+def when(applies: object, finding: str) -> str:
+    """Return the finding if it applies, for `Rule.finds`."""
+    return finding if applies else ""
 
 
 @dataclass(frozen=True)
@@ -96,13 +112,10 @@ class Rule:
     name: str
     level: Literal["error", "warning"]
     field: str
-    rule: str
-    """The rule in words, for findings and for the table in the docs."""
-    finds: Callable[[RuleContext], str]
-    """Describes how the recipe breaks the rule. Empty: it does not."""
+    rule: str  # the rule in words, for findings and for the table in the docs
+    finds: Callable[[RuleContext], str]  # Describes how the recipe breaks the rule. Empty: it does not.
     fix: str
-    source: str
-    """Source of the fact."""
+    source: str  # source of the fact
 
     def value(self, recipe: Recipe) -> str:
         """Return the recipe's value of the field; empty if it is not set or not a single value."""

@@ -35,8 +35,7 @@ class Rendered:
     violations: tuple[Violation, ...] = ()
     warnings: tuple[Violation, ...] = ()
     notes: tuple[Violation, ...] = ()
-    missing_package: str = ""
-    """Package that the interpreter lacks, so that nothing could be rendered."""
+    missing_package: str = ""  # package that the interpreter lacks, so that nothing could be rendered
 
 
 def data_problems(recipe: Recipe) -> list[Violation]:

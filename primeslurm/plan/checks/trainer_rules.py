@@ -8,11 +8,7 @@ from math import gcd, lcm
 from primeslurm.models import bundled, capabilities, lora_targets
 from primeslurm.models.expert_sharding import unshardable_stack
 from primeslurm.plan import lora_engines
-from primeslurm.plan.checks.rule import Rule, RuleContext
-
-
-def _deepep_without_ep(context: RuleContext) -> str:
-    return "ep is 1" if context.deepep and context.recipe.trainer.parallelism.ep == 1 else ""
+from primeslurm.plan.checks.rule import Rule, RuleContext, when
 
 
 def _deepep_clips(context: RuleContext) -> str:
@@ -23,21 +19,7 @@ def _deepep_clips(context: RuleContext) -> str:
 def _deepep_gpu(context: RuleContext) -> str:
     if not context.deepep:
         return ""
-    return "there is no DeepEP for CPUs" if context.site.device == "cpu" else context.older_gpu(90)
-
-
-def _deepep_compiled(context: RuleContext) -> str:
-    return "torch.compile cannot trace DeepEP's operations" if context.deepep and context.recipe.trainer.compile else ""
-
-
-def _deepep_dtype(context: RuleContext) -> str:
-    dtype = context.recipe.model.dtype
-    return f"model.dtype is {dtype}" if context.deepep and dtype != "bfloat16" else ""
-
-
-def _deepep_sms(context: RuleContext) -> str:
-    sms = context.recipe.trainer.parallelism.deepep_num_sms
-    return "ep_backend is torch" if sms and not context.deepep else ""
+    return "there is no DeepEP for CPUs" if context.on_cpus else context.older_gpu(90)
 
 
 def _deepep_chunk(context: RuleContext) -> str:
@@ -97,11 +79,6 @@ def _undivided(context: RuleContext, ranks: int) -> tuple[int, ...] | None:
     return unshardable_stack(shape, context.recipe.model.impl, ranks, trainer.parallelism.ep, adapters)
 
 
-def _cp_divides(context: RuleContext) -> str:
-    cp, length = context.recipe.trainer.parallelism.cp, context.recipe.seq_len
-    return f"{length} tokens cannot be split into {cp} equal pieces" if length % cp else ""
-
-
 def _cp_heads(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
     # Sparse attention is always split over queries. Recurrent layers have their own rule.
@@ -152,7 +129,7 @@ def _compile(context: RuleContext) -> str:
 def _fp8_gpu(context: RuleContext) -> str:
     if not context.recipe.trainer.fp8:
         return ""
-    if context.site.device == "cpu":
+    if context.on_cpus:
         return "CPUs have no FP8 kernels"
     return next((f"{gpu.name} is SM{gpu.sm}" for gpu in context.gpus() if gpu.sm != 90), "")
 
@@ -167,11 +144,6 @@ def _fp8_match(context: RuleContext) -> str:
     return "the engines compute in FP8, but the trainer does not"
 
 
-def _lora_files(context: RuleContext) -> str:
-    lora, transport = context.recipe.trainer.lora, context.recipe.weights.transport
-    return "weights.transport is nccl" if lora and lora.save_adapter and transport == "nccl" else ""
-
-
 def _lora_quantised(context: RuleContext) -> str:
     recipe = context.recipe
     if recipe.task != "rl" or recipe.trainer.lora is None:
@@ -179,11 +151,6 @@ def _lora_quantised(context: RuleContext) -> str:
     stored = "fp8" if context.shape and context.shape.quantization == "fp8" else None
     quantised = recipe.inference.quantization or stored
     return f"engines quantise merged weights to {quantised}, and the trainer does not" if quantised else ""
-
-
-def _lora_engines(context: RuleContext) -> str:
-    recipe = context.recipe
-    return lora_engines.obstacle(recipe, context.shape) if recipe.sends_adapter else ""
 
 
 def _lora_targets(context: RuleContext) -> str:
@@ -195,51 +162,32 @@ def _lora_targets(context: RuleContext) -> str:
     return f"no model has {', '.join(unknown)}{hint}" if unknown else ""
 
 
-def _lora_absorbed(context: RuleContext) -> str:
-    lora, sparse = context.recipe.trainer.lora, context.shape is not None and context.shape.indexer is not None
-    return "sparse attention never calls kv_b_proj" if lora and sparse and "kv_b_proj" in (lora.targets or ()) else ""
-
-
 def _vision_dtype(context: RuleContext) -> str:
     family = capabilities(context.shape.model_type, "custom") if context.shape else None
     broken = family is not None and family.images and context.recipe.model.dtype != "bfloat16"
     return f"model.dtype is {context.recipe.model.dtype}" if broken else ""
 
 
-def _vision_lora(context: RuleContext) -> str:
-    vlm, lora = context.recipe.model.vlm, context.recipe.trainer.lora
-    broken = vlm and not vlm.freeze_vision_encoder and lora
-    return "freeze_vision_encoder is false, but LoRA trains only adapters" if broken else ""
-
-
-def _host_memory(context: RuleContext) -> str:
-    trainer = context.recipe.trainer
-    broken = trainer.optimizer.type == "muon" and trainer.memory.optimizer_offload
-    return "Muon needs the GPU for its matrix products" if broken else ""
-
-
-def _offloaded_twice(context: RuleContext) -> str:
-    memory = context.recipe.trainer.memory
-    return "both are set" if memory.optimizer_offload and memory.optimizer_state_offload else ""
-
-
 _EP = "trainer.parallelism.ep"
 _CP = "trainer.parallelism.cp"
 TRAINER_RULES = (
     Rule("deepep-without-ep", "error", "trainer.parallelism.ep_backend", "ep_backend deepep needs expert parallelism",
-         _deepep_without_ep, "set ep, or ep_backend: torch", "prime-rl 0.6.0 validator"),
+         lambda c: when(c.deepep and c.recipe.trainer.parallelism.ep == 1, "ep is 1"),
+         "set ep, or ep_backend: torch", "prime-rl 0.6.0 validator"),
     Rule("deepep-clipping", "error", "trainer.optimizer.max_norm",
          "ep_backend deepep does not work with gradient clipping", _deepep_clips, "set max_norm: null",
          "prime-rl 0.6.0 docs, advanced"),
     Rule("deepep-gpu", "error", "trainer.parallelism.ep_backend", "ep_backend deepep needs GPUs with SM90 or newer",
          _deepep_gpu, "set ep_backend: torch", "DeepEP README"),
     Rule("deepep-compile", "error", "trainer.compile", "ep_backend deepep does not work with compiled layers",
-         _deepep_compiled, "set compile: false, or ep_backend: torch",
-         "torchtitan 0.3: deepep.dispatch has no fake implementation"),
-    Rule("deepep-dtype", "error", "model.dtype", "ep_backend deepep needs bfloat16", _deepep_dtype,
+         lambda c: when(c.deepep and c.recipe.trainer.compile, "torch.compile cannot trace DeepEP's operations"),
+         "set compile: false, or ep_backend: torch", "torchtitan 0.3: deepep.dispatch has no fake implementation"),
+    Rule("deepep-dtype", "error", "model.dtype", "ep_backend deepep needs bfloat16",
+         lambda c: when(c.deepep and c.recipe.model.dtype != "bfloat16", f"model.dtype is {c.recipe.model.dtype}"),
          "set dtype: bfloat16, or ep_backend: torch", "DeepEP 2.1: ElasticBuffer.dispatch"),
     Rule("deepep-sms", "error", "trainer.parallelism.deepep_num_sms", "deepep_num_sms needs ep_backend deepep",
-         _deepep_sms, "remove it, or set ep_backend: deepep", "torchtitan 0.3"),
+         lambda c: when(c.recipe.trainer.parallelism.deepep_num_sms and not c.deepep, "ep_backend is torch"),
+         "remove it, or set ep_backend: deepep", "torchtitan 0.3"),
     Rule("deepep-chunk", "error", "trainer.parallelism.deepep_token_chunk",
          "deepep_token_chunk needs ep_backend deepep and a size below a rank's tokens", _deepep_chunk,
          "remove it, or use a value between the number of experts and a rank's tokens, with ep_backend: deepep",
@@ -255,8 +203,10 @@ TRAINER_RULES = (
          "use a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
     Rule("trainer-ep-shards", "error", _EP, "Ranks that hold the same experts must split them evenly", _ep_shards,
          "use another number of nodes, or another ep", "torch 2.13: FSDP fills up between experts alone"),
-    Rule("trainer-cp-divides", "error", _CP, "cp must divide seq_len", _cp_divides, "use a divisor of seq_len",
-         "every rank holds an equal piece of each row"),
+    Rule("trainer-cp-divides", "error", _CP, "cp must divide seq_len",
+         lambda c: when(c.recipe.seq_len % (cp := c.recipe.trainer.parallelism.cp),
+                        f"{c.recipe.seq_len} tokens cannot be split into {cp} equal pieces"),
+         "use a divisor of seq_len", "every rank holds an equal piece of each row"),
     Rule("trainer-cp-heads", "error", _CP, "cp with cp_style ulysses must divide the number of attention heads",
          _cp_heads, "use a divisor of the number of heads, or cp_style: allgather",
          "Ulysses exchanges tokens for heads"),
@@ -273,26 +223,36 @@ TRAINER_RULES = (
          "set trainer.fp8 and inference.quantization alike, because a mismatch raises the KL between them",
          "prime-rl 0.6.0 announcement"),
     Rule("lora-files", "error", "trainer.lora.save_adapter", "save_adapter needs weight updates through files",
-         _lora_files, "set save_adapter: false, or weights.transport: filesystem",
+         lambda c: when((lora := c.recipe.trainer.lora) and lora.save_adapter and c.recipe.weights.transport == "nccl",
+                        "weights.transport is nccl"),
+         "set save_adapter: false, or weights.transport: filesystem",
          "engines get the merged policy, over any transport"),
     Rule("lora-quantised", "error", "trainer.lora", "LoRA needs engines that do not quantise", _lora_quantised,
          "use a checkpoint in bfloat16 without inference.quantization, or remove lora",
          "FP8 rounds by more than an adapter changes: engines would sample from another policy than is trained"),
     Rule("lora-engines", "error", "trainer.lora.engines", "engines adapter needs layers and engines that support it",
-         _lora_engines, "set engines: auto, or merged", "vLLM 0.32 vllm/lora"),
+         lambda c: lora_engines.obstacle(c.recipe, c.shape) if c.recipe.sends_adapter else "",
+         "set engines: auto, or merged", "vLLM 0.32 vllm/lora"),
     Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets must be layers of the model", _lora_targets,
          f"valid: {', '.join(sorted(lora_targets(bundled())))}", "prime-rl 0.6.0 ignores unknown names silently"),
     Rule("lora-absorbed", "error", "trainer.lora.targets",
-         "LoRA on kv_b_proj has no effect with sparse attention (DSA)", _lora_absorbed, "remove kv_b_proj",
-         "its weight is absorbed, so an adapter beside it would learn nothing"),
+         "LoRA on kv_b_proj has no effect with sparse attention (DSA)",
+         lambda c: when(c.sparse and (lora := c.recipe.trainer.lora) and "kv_b_proj" in (lora.targets or ()),
+                        "sparse attention never calls kv_b_proj"),
+         "remove kv_b_proj", "its weight is absorbed, so an adapter beside it would learn nothing"),
     Rule("vision-dtype", "error", "model.dtype", "Training on images needs bfloat16", _vision_dtype,
          "set dtype: bfloat16", "prime-rl 0.6.0 docs, VLM"),
-    Rule("vision-lora", "error", "model.vlm.freeze_vision_encoder", "LoRA needs a frozen vision encoder", _vision_lora,
+    Rule("vision-lora", "error", "model.vlm.freeze_vision_encoder", "LoRA needs a frozen vision encoder",
+         lambda c: when((vlm := c.recipe.model.vlm) and not vlm.freeze_vision_encoder and c.recipe.trainer.lora,
+                        "freeze_vision_encoder is false, but LoRA trains only adapters"),
          "set freeze_vision_encoder: true, or remove lora", "prime-rl 0.6.0 validator"),
     Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "optimizer_offload does not work with Muon",
-         _host_memory, "set optimizer.type: adamw, sgd or sign_sgd",
-         "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),
+         lambda c: when(c.recipe.trainer.optimizer.type == "muon" and c.recipe.trainer.memory.optimizer_offload,
+                        "Muon needs the GPU for its matrix products"),
+         "set optimizer.type: adamw, sgd or sign_sgd", "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),
     Rule("offload-once", "error", "trainer.memory.optimizer_state_offload",
-         "optimizer_offload already includes optimizer_state_offload", _offloaded_twice, "remove one of the two",
-         "optimizer_offload takes it there, too"),
+         "optimizer_offload already includes optimizer_state_offload",
+         lambda c: when((memory := c.recipe.trainer.memory).optimizer_offload and memory.optimizer_state_offload,
+                        "both are set"),
+         "remove one of the two", "optimizer_offload takes it there, too"),
 )  # fmt: skip

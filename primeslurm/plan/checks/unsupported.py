@@ -24,8 +24,7 @@ class FamilyNeed:
     feature: str
     is_used: Callable[[Recipe], object]
     fix: str
-    capability: str
-    """Name of the field of `Capabilities`."""
+    capability: str  # name of the field of `Capabilities`
 
 
 NEEDS = (

@@ -28,14 +28,10 @@ class Command(NamedTuple):
 
     argv: tuple[str, ...]
     env: dict[str, str]
-    ports: tuple[str, ...]
-    """Names of the ports that it listens on."""
-    files: dict[str, str] = {}
-    """Text of files written before the start, by name under `${tmp}`."""
-    scratch: tuple[str, ...] = ()
-    """Directories on the node's disk that exist while the attempt runs."""
-    imports: tuple[str, ...] = ()
-    """Modules that the process imports and others of its kind, too."""
+    ports: tuple[str, ...]  # names of the ports that it listens on
+    files: dict[str, str] = {}  # text of files written before the start, by name under `${tmp}`
+    scratch: tuple[str, ...] = ()  # directories on the node's disk that exist while the attempt runs
+    imports: tuple[str, ...] = ()  # modules that the process imports and others of its kind, too
 
 
 @dataclass(frozen=True)

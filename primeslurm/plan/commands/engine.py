@@ -48,8 +48,7 @@ class DataParallel(NamedTuple):
 
     size: int = 1
     rank: int = 0
-    head: str = ""
-    """Process name of rank 0, whose address the others need."""
+    head: str = ""  # process name of rank 0, whose address the others need
 
 
 ALONE = DataParallel()

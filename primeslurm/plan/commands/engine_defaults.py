@@ -51,14 +51,11 @@ class EngineFacts(NamedTuple):
 class EngineDefault(NamedTuple):
     """A default of the plan."""
 
-    name: str
-    """Long option with underscores, or environment variable."""
+    name: str  # long option with underscores, or environment variable
     ours: str
-    default: str
-    """The default of vLLM, or of the library that reads the variable."""
+    default: str  # the default of vLLM, or of the library that reads the variable
     why: str
-    value: Callable[[EngineFacts], object | None]
-    """Returns the value; None to keep the other default."""
+    value: Callable[[EngineFacts], object | None]  # returns the value; None to keep the other default
 
 
 def chosen(defaults: Sequence[EngineDefault], facts: EngineFacts) -> dict[str, object]:

@@ -20,8 +20,7 @@ class Front:
     command: Command
     health: Health
     after: Sequence[str] = ()
-    beside: str | None = None
-    """Engine whose node it runs on. None: the replica's first node."""
+    beside: str | None = None  # Engine whose node it runs on. None: the replica's first node.
 
 
 def router_name(replica: int) -> str:

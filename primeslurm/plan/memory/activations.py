@@ -20,18 +20,12 @@ class Layers:
     """Layers of the same kind, and the bytes that one of them takes."""
 
     count: int
-    none: int
-    """Kept per token without activation checkpointing."""
-    selective: int
-    """Kept per token with selective checkpointing: the input, and about half of the rest."""
-    full: int
-    """Kept per token with full checkpointing: the input."""
-    working: int
-    """Per token, during recomputation and differentiation of the layer."""
-    part: int = 0
-    """Additional bytes for a layer that is recomputed in segments, if one rank has all heads."""
-    chosen: int = 0
-    """Per token, additional bytes for the keys that sparse attention selected: the mean of these layers."""
+    none: int  # kept per token without activation checkpointing
+    selective: int  # kept per token with selective checkpointing: the input, and about half of the rest
+    full: int  # kept per token with full checkpointing: the input
+    working: int  # per token, during recomputation and differentiation of the layer
+    part: int = 0  # additional bytes for a layer that is recomputed in segments, if one rank has all heads
+    chosen: int = 0  # per token, additional bytes for the keys that sparse attention selected: the mean of these layers
 
     def kept(self, checkpointing: str) -> int:
         return {"none": self.none, "selective": self.selective, "full": self.full}[checkpointing]
@@ -41,14 +35,10 @@ class Layers:
 class Mixer:
     """Bytes of a recurrent layer, without norm and feed-forward network."""
 
-    kept: int
-    """Per token."""
-    selective: int
-    """Per token with selective checkpointing, which keeps every other matrix product."""
-    part: int
-    """During recomputation of a segment."""
-    kernel_part: int
-    """The same with the GPU kernels, which use longer segments."""
+    kept: int  # per token
+    selective: int  # per token with selective checkpointing, which keeps every other matrix product
+    part: int  # during recomputation of a segment
+    kernel_part: int  # the same with the GPU kernels, which use longer segments
 
 
 def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
@@ -111,16 +101,11 @@ def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
 class ImageBytes:
     """Bytes that a vision encoder takes per patch of an image."""
 
-    pixels: int
-    """The patch, kept while its row is trained."""
-    features: int
-    """Encoder output for the language model."""
-    ends: int
-    """Kept for the backward pass by the embedding and the patch merger."""
-    block: int
-    """Kept by one block."""
-    input: int
-    """Kept by one block that is recomputed."""
+    pixels: int  # the patch, kept while its row is trained
+    features: int  # encoder output for the language model
+    ends: int  # kept for the backward pass by the embedding and the patch merger
+    block: int  # kept by one block
+    input: int  # kept by one block that is recomputed
 
 
 def images_of(vision: Vision, dtype_bytes: int) -> ImageBytes:

@@ -26,20 +26,15 @@ class EngineLayout:
     """Settings of an engine that determine its memory."""
 
     tp: int
-    ep: int
-    """GPUs that share the experts: tp x data-parallel ranks with expert parallelism, else 1."""
-    weight_bytes: float
-    """Bytes per parameter of linear layers and experts: 2 for bfloat16, 1 for FP8."""
-    dtype_bytes: int
-    """Bytes per element of everything else."""
+    ep: int  # GPUs that share the experts: tp x data-parallel ranks with expert parallelism, else 1
+    weight_bytes: float  # bytes per parameter of linear layers and experts: 2 for bfloat16, 1 for FP8
+    dtype_bytes: int  # bytes per element of everything else
     fp8_kv: bool
     batched_tokens: int
     cuda_graphs: bool
     all2all: str | None
-    adapter_bytes: int = 0
-    """Bytes of the LoRA adapter that vLLM applies at run time."""
-    prompt_logprobs: bool = False
-    """Whether requests ask for log-probabilities of prompt tokens."""
+    adapter_bytes: int = 0  # bytes of the LoRA adapter that vLLM applies at run time
+    prompt_logprobs: bool = False  # whether requests ask for log-probabilities of prompt tokens
 
 
 @dataclass(frozen=True)
@@ -47,13 +42,10 @@ class EngineMemory:
     """Bytes on one GPU of an engine."""
 
     weights: int
-    reserve: int
-    """Activations, CUDA graphs, communication buffers and CUDA context."""
-    kv: int
-    """Rest of `gpu_memory_utilization` for the KV cache. Negative if nothing is left."""
+    reserve: int  # activations, CUDA graphs, communication buffers and CUDA context
+    kv: int  # Rest of `gpu_memory_utilization` for the KV cache. Negative if nothing is left.
     kv_per_token: int
-    state_per_sequence: int
-    """State per sequence of any length: Mamba states and the windows of sliding-window layers."""
+    state_per_sequence: int  # state per sequence of any length: Mamba states and the windows of sliding-window layers
 
     @property
     def kv_tokens(self) -> int:

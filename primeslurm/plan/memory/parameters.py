@@ -12,22 +12,15 @@ class Parameters:
     """Numbers of parameters."""
 
     embedding: int
-    head: int
-    """Output projection. 0 if it is tied to the embedding."""
-    attention: int
-    """Attention, Mamba and delta nets of all layers."""
-    recurrent: int
-    """Mamba and delta nets, which `attention` includes."""
-    dense: int
-    """Dense feed-forward networks and shared experts of all layers."""
+    head: int  # Output projection. 0 if it is tied to the embedding.
+    attention: int  # attention, Mamba and delta nets of all layers
+    recurrent: int  # Mamba and delta nets, which `attention` includes
+    dense: int  # dense feed-forward networks and shared experts of all layers
     routers: int
-    experts: int
-    """Routed experts of all layers."""
+    experts: int  # routed experts of all layers
     norms: int
-    active_experts: int
-    """Routed experts that one token passes."""
-    vision: int
-    """Vision encoder."""
+    active_experts: int  # routed experts that one token passes
+    vision: int  # vision encoder
 
     @property
     def language(self) -> int:

@@ -50,16 +50,12 @@ GPU_BYTES_S, LINK_BYTES_S, HOST_BYTES_S = 4e12, 4.7e10, 2e11
 class StepTime:
     """Seconds of a step."""
 
-    products: float
-    """Products with weights, elementwise work, and expert dispatch within a node."""
+    products: float  # products with weights, elementwise work, and expert dispatch within a node
     attention: float
-    selection: float
-    """Key selection by the indexer of sparse attention."""
-    recurrences: float
-    """Mamba-2 layers and delta nets."""
+    selection: float  # key selection by the indexer of sparse attention
+    recurrences: float  # Mamba-2 layers and delta nets
     optimizer: float
-    network: float
-    """All-gathers of weights and reductions of gradients between nodes."""
+    network: float  # all-gathers of weights and reductions of gradients between nodes
 
     @property
     def in_node(self) -> float:

@@ -30,60 +30,40 @@ _MEMORY = PurePosixPath("/dev/shm")
 class TrainerLayout:
     """Settings of the trainer that determine its memory."""
 
-    shard: int
-    """GPUs that share a copy of the model."""
+    shard: int  # GPUs that share a copy of the model
     ep: int
-    tokens: int
-    """Tokens of a micro batch on one GPU, after context parallelism has split them."""
-    checkpointing: str
-    """none, selective or full."""
+    tokens: int  # tokens of a micro batch on one GPU, after context parallelism has split them
+    checkpointing: str  # none, selective or full
     optimizer_offload: bool = False
     activation_offload: bool = False
-    logit_tokens: int | None = None
-    """Tokens whose logits exist at once. None: all."""
-    lora_parameters: int = 0
-    """Trained parameters. 0: all of the model."""
-    dtype_bytes: int = 2
-    """Bytes per element of compute."""
-    state_bytes: int = 8
-    """Bytes of optimizer state per trained parameter: two float32 moments with AdamW."""
-    reshard: bool = True
-    """Whether gathered layers are freed after their forward pass."""
-    reduced_once: bool = False
-    """Whether gradients stay unsharded until the last micro batch of a step."""
-    staged: bool = False
-    """Whether checkpoints are written from a copy in host memory."""
-    cp: int = 1
-    """Ranks that share each row. They do not share images: each encodes those of all its tokens."""
-    images: bool = False
-    """Whether rows have images."""
-    frozen_vision: bool = True
-    """Whether the vision encoder is frozen."""
-    state_offload: bool = False
-    """Whether only the optimizer state is in host memory."""
-    gradient_bytes: int = 4
-    """Bytes per element of gradients during reduction."""
-    keeps_selection: bool = True
-    """Whether full checkpointing keeps the selected keys."""
-    experts_in_fp8: bool = False
-    """Whether experts are gathered in FP8."""
+    logit_tokens: int | None = None  # Tokens whose logits exist at once. None: all.
+    lora_parameters: int = 0  # Trained parameters. 0: all of the model.
+    dtype_bytes: int = 2  # bytes per element of compute
+    state_bytes: int = 8  # bytes of optimizer state per trained parameter: two float32 moments with AdamW
+    reshard: bool = True  # whether gathered layers are freed after their forward pass
+    reduced_once: bool = False  # whether gradients stay unsharded until the last micro batch of a step
+    staged: bool = False  # whether checkpoints are written from a copy in host memory
+    cp: int = 1  # Ranks that share each row. They do not share images: each encodes those of all its tokens.
+    images: bool = False  # whether rows have images
+    frozen_vision: bool = True  # whether the vision encoder is frozen
+    state_offload: bool = False  # whether only the optimizer state is in host memory
+    gradient_bytes: int = 4  # bytes per element of gradients during reduction
+    keeps_selection: bool = True  # whether full checkpointing keeps the selected keys
+    experts_in_fp8: bool = False  # whether experts are gathered in FP8
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
     """Bytes on one trainer GPU, and in host memory per GPU."""
 
-    weights: int
-    """The rank's shard of the float32 masters."""
+    weights: int  # the rank's shard of the float32 masters
     gradients: int
     optimizer: int
     """Optimizer state. If it is in host memory: what its buffers need beyond memory that is free during the optimizer
     step."""
-    gathered: int
-    """The current and the prefetched layer, unsharded, with gradients before reduction."""
+    gathered: int  # the current and the prefetched layer, unsharded, with gradients before reduction
     activations: int
-    images: int
-    """Activations of the vision encoder, if every token belongs to an image."""
+    images: int  # activations of the vision encoder, if every token belongs to an image
     logits: int
     host: int
 

@@ -29,8 +29,7 @@ class NodeBuilder:
     gpus: int
     first_gpu: int
     port_base: int
-    free_ports: Iterator[int]
-    """Preferred ports that no process of the node has yet."""
+    free_ports: Iterator[int]  # preferred ports that no process of the node has yet
     engine_ports: Iterator[int] = field(default_factory=lambda: iter(()))
     """Fixed ports for the next engines of the node. Empty: engines get preferred ports."""
     processes: list[Process] = field(default_factory=list)

@@ -25,16 +25,11 @@ class ResourceRequest:
 
     role: NodeRole
     nodes: int
-    gpus: int
-    """GPUs used on each node."""
-    kind: NodeKind
-    """Node kind, with the cores and memory that belong to these GPUs."""
-    nodes_per_replica: int
-    """Nodes of this role per inference replica. 0 for other roles."""
-    spares: int
-    """Additional nodes that replace failed ones."""
-    colocated: bool = False
-    """Whether the role shares the trainer's GPUs, which the trainer's request counts."""
+    gpus: int  # GPUs used on each node
+    kind: NodeKind  # node kind, with the cores and memory that belong to these GPUs
+    nodes_per_replica: int  # Nodes of this role per inference replica. 0 for other roles.
+    spares: int  # additional nodes that replace failed ones
+    colocated: bool = False  # whether the role shares the trainer's GPUs, which the trainer's request counts
 
 
 @dataclass(frozen=True)

@@ -98,23 +98,14 @@ _EVENTS = "with inference.router.policy: kv_aware, the router must know it"
 WITH_KV_EVENTS = dict.fromkeys(("block_size", "kv_events_config"), _EVENTS)
 """Options of engines whose KV events a router reads, and why no recipe may set them."""
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "string": (str,),
-    "boolean": (bool,),
-    "array": (list, tuple),
-    "object": (Mapping,),
-    "null": (type(None),),
-}
-_TYPE_NAMES = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "a mapping",
-    "null": "null",
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "integer": ((int,), "a whole number"),
+    "number": ((int, float), "a number"),
+    "string": ((str,), "text"),
+    "boolean": ((bool,), "true or false"),
+    "array": ((list, tuple), "a list"),
+    "object": ((Mapping,), "a mapping"),
+    "null": ((type(None),), "null"),
 }
 _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "minimum": (operator.ge, "at least"),
@@ -224,7 +215,7 @@ def _has_type(schema: Schema, value: object) -> bool:
     if "enum" in schema:
         return any(type(each) is type(value) for each in schema["enum"])
     kind = schema["type"]
-    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
+    return isinstance(value, _TYPES[kind][0]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _faults(schema: Schema, value: Any, path: str) -> list[Violation]:
@@ -238,7 +229,7 @@ def _faults(schema: Schema, value: Any, path: str) -> list[Violation]:
     choices = [each for each in alternatives if "enum" in each]
     if choices:
         return _not_a_choice(choices[0], value, path)
-    types = dict.fromkeys(_TYPE_NAMES[each["type"]] for each in alternatives)
+    types = dict.fromkeys(_TYPES[each["type"]][1] for each in alternatives)
     return [Violation(path, shown(value), f"must be {' or '.join(types)}")]
 
 

@@ -10,15 +10,8 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 
 from primeslurm.base.errors import Violation
+from primeslurm.recipe.sections import sandboxes
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import (
-    ApptainerRuntime,
-    E2BRuntime,
-    Limits,
-    PrimeRuntime,
-    SubprocessRuntime,
-    sees_packages,
-)
 
 # Harnesses of verifiers 0.4.
 HARNESSES = (
@@ -122,11 +115,11 @@ def _harness(environment: AnyEnvironment) -> Iterator[Violation]:
         if close and not _installed(name):
             yield Violation("harness.id", harness, "no such harness", f"did you mean {close[0]}?")
         return
-    if sees_packages(runtime) and name not in WITHOUT_INSTALLING:
+    if sandboxes.sees_packages(runtime) and name not in WITHOUT_INSTALLING:
         why = f"{harness} is not a Python script and must be installed into its container"
         fix = f"use install: true, or one of {', '.join(WITHOUT_INSTALLING)}"
         yield Violation("runtime.install", "false", why, fix)
-    if not isinstance(runtime, SubprocessRuntime):
+    if not isinstance(runtime, sandboxes.SubprocessRuntime):
         return
     if name not in WITHOUT_INSTALLING:
         why = "installs programs into its container, and a subprocess has no container"
@@ -147,22 +140,22 @@ def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
         why = f"{runtime.type} cannot allow only some hosts"
         fix = "use none or open, or runtime docker, podman or a hosted one"
         yield Violation(f"{field}.network", ", ".join(network), why, fix)
-    if network == "none" and isinstance(runtime, ApptainerRuntime) and runtime.install:
+    if network == "none" and isinstance(runtime, sandboxes.ApptainerRuntime) and runtime.install:
         why = "the container never has a network, so no harness could be installed into it"
         yield Violation(f"{field}.network", network, why, "use `install: false` in the runtime, or network: open")
-    if limits.processes is not None and not isinstance(runtime, SubprocessRuntime):
+    if limits.processes is not None and not isinstance(runtime, sandboxes.SubprocessRuntime):
         why = f"verifiers has no such limit for {runtime.type}"
         yield Violation(f"{field}.processes", str(limits.processes), why, "leave it out")
     if limits.disk_gb is not None and runtime.type not in ("subprocess", "apptainer", "prime"):
         why = f"verifiers does not enforce this limit with {runtime.type}"
         yield Violation(f"{field}.disk_gb", f"{limits.disk_gb:g}", why, "leave it out")
-    if isinstance(runtime, PrimeRuntime) and runtime.checkpoint is not None:
+    if isinstance(runtime, sandboxes.PrimeRuntime) and runtime.checkpoint is not None:
         for where, value in (("runtime.image", runtime.image), (f"{field}.disk_gb", limits.disk_gb)):
             if value is not None:
                 yield Violation(where, str(value), "`checkpoint` of the runtime already sets it", "keep one of them")
-    if isinstance(runtime, E2BRuntime):
+    if isinstance(runtime, sandboxes.E2BRuntime):
         yield from _e2b_sizes(limits, field)
-    if isinstance(runtime, SubprocessRuntime) and runtime.trusted:
+    if isinstance(runtime, sandboxes.SubprocessRuntime) and runtime.trusted:
         for name, value in limits.model_dump(exclude_none=True, exclude={"wall_time_s"}).items():
             if value != "open":
                 why = "is enforced by the sandbox, and `trusted` removes the sandbox"
@@ -172,7 +165,7 @@ def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
             yield Violation("runtime.visible", ", ".join(runtime.visible), why, "leave it out")
 
 
-def _e2b_sizes(limits: Limits, field: str) -> Iterator[Violation]:
+def _e2b_sizes(limits: sandboxes.Limits, field: str) -> Iterator[Violation]:
     # E2B refuses other sizes only when the first rollout creates its sandbox.
     cpus, memory_gb = limits.cpus, limits.memory_gb
     if cpus is not None and cpus != 1 and cpus % 2:

@@ -43,8 +43,7 @@ class ExaminedFailure(msgspec.Struct, frozen=True):
     """A failure with its log lines and known causes."""
 
     failure: Failure
-    log: str = ""
-    """Path of the log; empty if there is none."""
+    log: str = ""  # path of the log; empty if there is none
     error: str | None = None
     last_lines: list[str] = []
     causes: list[Cause] = []
@@ -64,21 +63,15 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     run: str
     attempt: int
-    outcome: str
-    """Outcome in end.json; else running, silent (the head is unresponsive), or Slurm's state of the job."""
+    outcome: str  # outcome in end.json; else running, silent (the head is unresponsive), or Slurm's state of the job
     reason: str
     first: ExaminedFailure | None
-    followed: list[EventText]
-    """Errors and warnings after the first failure, oldest first."""
-    recovered: list[Failure]
-    """Failures from which the run recovered automatically."""
-    invalid: list[str]
-    """Reasons why the results of the run are invalid."""
+    followed: list[EventText]  # errors and warnings after the first failure, oldest first
+    recovered: list[Failure]  # failures from which the run recovered automatically
+    invalid: list[str]  # reasons why the results of the run are invalid
     attempts: list[AttemptLine]
-    advice: list[Advice] = []
-    """Advice from the load of the engines, while the run is active."""
-    damaged: list[str] = []
-    """Damaged checkpoints that were moved aside, and why."""
+    advice: list[Advice] = []  # advice from the load of the engines, while the run is active
+    damaged: list[str] = []  # damaged checkpoints that were moved aside, and why
 
     @property
     def well(self) -> bool:

@@ -17,8 +17,7 @@ class Cause(msgspec.Struct, frozen=True):
 
     cause: str
     fix: str
-    evidence: str = ""
-    """Log line that points to the cause."""
+    evidence: str = ""  # log line that points to the cause
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class FailureSignature:
     fix: str
     symptom: bool = False
     """Usually follows from a failure elsewhere, so another process that failed at the same time is blamed first."""
-    transient: bool = False
-    """Another node, or the same node later, may not have the fault."""
+    transient: bool = False  # another node, or the same node later, may not have the fault
 
 
 def _known(pattern: str, cause: str, fix: str, *, symptom: bool = False, transient: bool = False) -> FailureSignature:
@@ -190,53 +188,34 @@ _SLURM = {
     "BOOT_FAIL": Cause("a node did not boot", "submit it again"),
     "FAILED": Cause("the batch script failed before the agents started", "read the job's output file"),
 }
-_REASONS = (
-    (
-        re.compile(r"^a command of the site's set-up failed"),
-        Cause("`modules` or `prologue` of the site file does not work in a job", "correct it in the site file"),
+_REASONS = {
+    r"^a command of the site's set-up failed": Cause(
+        "`modules` or `prologue` of the site file does not work in a job", "correct it in the site file"
     ),
-    (
-        re.compile(r"srun: (fatal|error): "),
-        Cause(
-            "srun could not start the agents",
-            "correct the options of site or recipe, or the variables, that srun names",
-        ),
+    r"srun: (fatal|error): ": Cause(
+        "srun could not start the agents", "correct the options of site or recipe, or the variables, that srun names"
     ),
-    (re.compile(r"USR2|time limit|preempt"), Cause("preemption or the time limit", "nothing: the run resumes")),
-    (
-        re.compile(r"no sign of its agent|preflight has not ended"),
-        Cause(
-            "an agent did not start in time",
-            "check its node; if all nodes start slowly, raise node_start_s of the site",
-        ),
+    r"USR2|time limit|preempt": Cause("preemption or the time limit", "nothing: the run resumes"),
+    r"no sign of its agent|preflight has not ended": Cause(
+        "an agent did not start in time", "check its node; if all nodes start slowly, raise node_start_s of the site"
     ),
-    (
-        re.compile(r"silent for|no heartbeat for|last heartbeat"),
-        Cause(
-            "a node was lost, or its agent hangs", "check `sinfo -R` and the node's console; exclude it (slurm.exclude)"
-        ),
+    r"silent for|no heartbeat for|last heartbeat": Cause(
+        "a node was lost, or its agent hangs", "check `sinfo -R` and the node's console; exclude it (slurm.exclude)"
     ),
-    (
-        re.compile(r"not ready within"),
-        Cause("loading took too long", "check the end of its log: slow storage, or a hang"),
+    r"not ready within": Cause("loading took too long", "check the end of its log: slow storage, or a hang"),
+    r"environments do not load": Cause(
+        "an environment does not load on the nodes", "correct the error, and test with the Python that jobs use"
     ),
-    (
-        re.compile(r"environments do not load"),
-        Cause("an environment does not load on the nodes", "correct the error, and test with the Python that jobs use"),
+    r"fails every time|rollouts failed in a row": Cause(
+        "the environment fails every time", "correct the environment; test it alone, without engines"
     ),
-    (
-        re.compile(r"fails every time|rollouts failed in a row"),
-        Cause("the environment fails every time", "correct the environment; test it alone, without engines"),
+    r"groups in a row were rejected": Cause(
+        "filters reject every group, so no batch forms", "relax the filter, or use other tasks"
     ),
-    (
-        re.compile(r"groups in a row were rejected"),
-        Cause("filters reject every group, so no batch forms", "relax the filter, or use other tasks"),
+    r"no progress|nothing moves|saw no progress|no finished rollout|no token was generated": Cause(
+        "the run stalled", "read the suspect's log; `primeslurm attach` to it and run `py-spy dump`"
     ),
-    (
-        re.compile(r"no progress|nothing moves|saw no progress|no finished rollout|no token was generated"),
-        Cause("the run stalled", "read the suspect's log; `primeslurm attach` to it and run `py-spy dump`"),
-    ),
-)
+}
 
 
 # Prefixes of log lines below the level ERROR. Engines print options there that would match patterns of errors.
@@ -287,7 +266,7 @@ def of_exit(code: int | None) -> list[Cause]:
 
 def of_reason(text: str) -> list[Cause]:
     """Return the cause that a message of the head or the orchestrator points to, if any."""
-    return [cause for pattern, cause in _REASONS if pattern.search(text)][:1]
+    return [cause for pattern, cause in _REASONS.items() if re.search(pattern, text)][:1]
 
 
 def of_job(state: str) -> list[Cause]:

@@ -8,15 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from primeslurm.base.units import duration
-from primeslurm.records.events.nodes import (
-    AgentFailed,
-    AgentStarted,
-    AttemptEnds,
-    FileSystemFault,
-    HeadFailed,
-    NodeLost,
-    ProcessesGivenUp,
-)
+from primeslurm.records.events import nodes
 from primeslurm.records.events.policy import EngineAnswersDamaged, EngineUpdateFailed
 from primeslurm.records.events.processes import (
     ProcessContinued,
@@ -52,17 +44,12 @@ _SILENCE = re.compile(r"silent for (\d+) s")
 class Failure(msgspec.Struct, frozen=True):
     """A failure of one component."""
 
-    time: float
-    """Unix time of the failure."""
-    component: str
-    """Process, agent or node."""
-    node: str
-    """Name of its node; empty if unknown."""
+    time: float  # Unix time of the failure
+    component: str  # process, agent or node
+    node: str  # name of its node; empty if unknown
     how: str
-    code: int | None = None
-    """Exit code; a negative number is a signal."""
-    recovered: bool = False
-    """The component works again."""
+    code: int | None = None  # exit code; a negative number is a signal
+    recovered: bool = False  # the component works again
 
 
 def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
@@ -70,7 +57,7 @@ def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list
 
     `events` are those of all processes in order of time, and `heartbeats` has the last one of every node.
     """
-    hosts = {event.process: event.node for event in events if isinstance(event, AgentStarted)}
+    hosts = {event.process: event.node for event in events if isinstance(event, nodes.AgentStarted)}
     all_failures = [failure for event in events if (failure := _of_event(event, hosts)) is not None]
     all_failures += _lost_nodes(events, heartbeats)
     all_failures += _unexplained_end(events, all_failures)
@@ -91,7 +78,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
         case ProcessExited(name=name, code=code) if event.state in DIED and code != exit_codes.CHECKPOINTED:
             why = f" ({event.reason})" if event.reason else ""
             return Failure(at, name, host, exit_text(code) + why, code)
-        case NodeLost(node=node, reason=reason):
+        case nodes.NodeLost(node=node, reason=reason):
             return Failure(at - _seconds_silent(reason), f"node {node}", node, reason)
         case ProcessContinued(name=name, seconds=seconds):
             return Failure(
@@ -105,13 +92,13 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {describe_wait(event)}")
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
-        case FileSystemFault(what=what) if what:
+        case nodes.FileSystemFault(what=what) if what:
             return Failure(at, FILE_SYSTEM, "", f"keeps the run waiting: {what}")
         case RouterIncomplete():
             return Failure(at, by, host, router_incomplete_text(event))
         case RouterRestarted(reason=reason):
             return Failure(at, by, host, f"was restarted: {reason}", recovered=True)
-        case AgentFailed(error=error) | HeadFailed(error=error):
+        case nodes.AgentFailed(error=error) | nodes.HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
             return Failure(at, engine, "", f"did not load the new weights: {error}")
@@ -129,10 +116,10 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
 
 
 def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
-    end = next((event.time for event in events if isinstance(event, AttemptEnds)), None)
+    end = next((event.time for event in events if isinstance(event, nodes.AttemptEnds)), None)
     if end is None:
         return []
-    reported = {event.node for event in events if isinstance(event, NodeLost)}
+    reported = {event.node for event in events if isinstance(event, nodes.NodeLost)}
     unreported = [beat for beat in heartbeats if not beat.ended and beat.name not in reported]
     silent = [beat for beat in unreported if beat.time < end - SILENT_S]
     return [
@@ -143,7 +130,7 @@ def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> l
 
 def _unexplained_end(events: Sequence[Event], others: Sequence[Failure]) -> list[Failure]:
     # The head names a suspect. If no other event reports a failure of it, the head's reason is the only record.
-    ending = next((e for e in events if isinstance(e, AttemptEnds) and e.process == "head"), None)
+    ending = next((e for e in events if isinstance(e, nodes.AttemptEnds) and e.process == "head"), None)
     if ending is None or ending.outcome != "failed":
         return []
     suspect = ending.suspect or "head"
@@ -165,11 +152,11 @@ def _with_recovery(all_failures: list[Failure], events: Sequence[Event]) -> list
         if isinstance(event, ProcessStarted | RouterComplete)
     }
     last = {failure.component: failure.time for failure in all_failures}
-    lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
+    lost = {f"node {event.node}" for event in events if isinstance(event, nodes.NodeLost)}
     disk_free = max(
-        (event.time for event in events if isinstance(event, FileSystemFault) and not event.what), default=0.0
+        (event.time for event in events if isinstance(event, nodes.FileSystemFault) and not event.what), default=0.0
     )
-    reasons = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
+    reasons = [event.reason for event in events if isinstance(event, nodes.ProcessesGivenUp | nodes.AttemptEnds)]
 
     last_step = max((event.time for event in events if isinstance(event, StepTrained)), default=0.0)
     stalls = {(event.behind[0], event.time - event.seconds) for event in events if isinstance(event, RanksUnresponsive)}

@@ -47,10 +47,8 @@ class Tunables:
     prefill: int | None = None
     """Prefill replicas of one inference deployment; None if engines do both prefill and decode."""
     decode: int | None = None
-    max_inflight: int | None = None
-    """Most rollouts in flight."""
-    kv_offload: bool = False
-    """True if KV blocks are offloaded to CPU memory or disk."""
+    max_inflight: int | None = None  # most rollouts in flight
+    kv_offload: bool = False  # True if KV blocks are offloaded to CPU memory or disk
 
 
 def tunables_of(recipe: RunRecipe) -> Tunables:

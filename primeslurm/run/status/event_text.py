@@ -22,10 +22,8 @@ DIED = ("backoff", "fallen", "failed")
 class EventText(msgspec.Struct, frozen=True):
     """Text of a notable event."""
 
-    time: float
-    """Unix time."""
-    who: str
-    """Process, node or component that the text is about."""
+    time: float  # Unix time
+    who: str  # process, node or component that the text is about
     text: str
     level: Level = "info"
 
@@ -90,10 +88,20 @@ def storage_fault_text(event: processes.StorageFault) -> str:
 
 def _words(event: Event) -> EventText | None:
     match event:
-        case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
-            return _of_process(event)
-        case processes.ProcessUnresponsive() | processes.ProcessContinued() | processes.RanksUnresponsive():
-            return _of_silence(event)
+        case processes.ProcessStarted(restarts=restarts):
+            return _tell(event, event.name, f"restarted (restart {restarts})") if restarts else None
+        case processes.ProcessStartFailed(error=error):
+            return _tell(event, event.name, "cannot be started" + _because(error), "error")
+        case processes.ProcessExited(state=state) if state in DIED:
+            again = {"backoff": "; it is restarted", "fallen": "; its restart group is restarted"}.get(state, "")
+            text = exit_text(event.code) + _because(event.reason) + again
+            return _tell(event, event.name, text, "warning" if again else "error")
+        case processes.ProcessUnresponsive(name=name, reason=reason):
+            return _tell(event, name, f"{reason}; it is killed, and its log has the stacks of its threads", "error")
+        case processes.ProcessContinued(name=name, seconds=seconds):
+            return _tell(event, name, f"was stopped by a signal for {duration(seconds)}, and was continued", "warning")
+        case processes.RanksUnresponsive():
+            return _tell(event, rank_names(event), describe_wait(event), "warning")
         case processes.RouterIncomplete():
             return _tell(event, event.process, router_incomplete_text(event), "warning")
         case processes.RouterComplete(planned=planned, seconds=seconds):
@@ -102,8 +110,14 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, event.process, f"is restarted: {reason}", "warning")
         case training.EnvironmentFails(environment=environment, error=error):
             return _tell(event, f"environment {environment}", "fails every time" + _because(error), "error")
-        case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
-            return _of_training(event)
+        case training.CheckpointCommitted(process="trainer-rank-0", step=step):
+            return _tell(event, "trainer", f"committed step {step}")
+        case training.RolloutFailed(error=error):
+            return _tell(event, event.process, "a rollout failed" + _because(error), "warning")
+        case training.Stalled(suspect=suspect, error=error):
+            return _tell(event, suspect, "no progress; this process is the suspect" + _because(error), "error")
+        case training.ReplicaLost(router=router):
+            return _tell(event, router, "is given up, with its replica", "warning")
         case training.StepSkipped(step=step, grad_norm=norm):
             text = f"step {step} was skipped: its gradient norm is {norm}"
             return _tell(event, event.process, text, "warning")
@@ -119,8 +133,14 @@ def _words(event: Event) -> EventText | None:
             return _tell(
                 event, event.process, f"filters rejected every group of the last {rollouts} rollouts: {why}", "warning"
             )
-        case evaluation.EvaluationDone() | evaluation.EvaluationSkipped() | evaluation.EvaluationSampleFailed():
-            return _of_evaluation(event)
+        case evaluation.EvaluationDone(step=step, rewards=rewards, failed=failed):
+            means = ", ".join(f"{label} {reward:.3f}" for label, reward in rewards.items())
+            more = f"; {failed} samples failed" if failed else ""
+            return _tell(event, "evaluation", f"step {step}: {means}{more}", "warning" if failed else "info")
+        case evaluation.EvaluationSkipped(step=step, why=why):
+            return _tell(event, "evaluation", f"step {step} was skipped{_because(why)}", "warning")
+        case evaluation.EvaluationSampleFailed(error=error):
+            return _tell(event, "evaluation", "a rollout failed" + _because(error), "warning")
         case policy.EngineUpdateFailed(engine=engine, error=error):
             return _tell(event, engine, "did not load the new weights" + _because(error), "warning")
         case policy.EngineStateChanged(engine=engine, state="DOWN", reason=reason) if reason not in ("", "given up"):
@@ -132,89 +152,6 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, engine, damaged_answers_text(event), "error")
         case policy.EngineRestarted(engine=engine, reason=reason):
             return _tell(event, engine, f"is restarted: {reason or 'it did not load the new weights'}", "warning")
-        case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.ProcessesRestarted():
-            return _of_attempt(event)
-        case _:
-            return _of_node(event)
-
-
-def _of_process(
-    event: processes.ProcessStarted | processes.ProcessStartFailed | processes.ProcessExited,
-) -> EventText | None:
-    match event:
-        case processes.ProcessStarted(restarts=restarts):
-            return _tell(event, event.name, f"restarted (restart {restarts})") if restarts else None
-        case processes.ProcessStartFailed(error=error):
-            return _tell(event, event.name, "cannot be started" + _because(error), "error")
-        case processes.ProcessExited(state=state) if state in DIED:
-            again = {"backoff": "; it is restarted", "fallen": "; its restart group is restarted"}.get(state, "")
-            text = exit_text(event.code) + _because(event.reason) + again
-            return _tell(event, event.name, text, "warning" if again else "error")
-        case _:
-            return None  # the process had finished, or the attempt was ending
-
-
-def _of_silence(
-    event: processes.ProcessUnresponsive | processes.ProcessContinued | processes.RanksUnresponsive,
-) -> EventText:
-    match event:
-        case processes.ProcessUnresponsive(name=name, reason=reason):
-            return _tell(event, name, f"{reason}; it is killed, and its log has the stacks of its threads", "error")
-        case processes.ProcessContinued(name=name, seconds=seconds):
-            return _tell(event, name, f"was stopped by a signal for {duration(seconds)}, and was continued", "warning")
-        case processes.RanksUnresponsive():
-            return _tell(event, rank_names(event), describe_wait(event), "warning")
-
-
-def rank_names(event: processes.RanksUnresponsive) -> str:
-    more = f" and {len(event.behind) - 3} more" if len(event.behind) > 3 else ""
-    return ", ".join(event.behind[:3]) + more
-
-
-def describe_wait(event: processes.RanksUnresponsive) -> str:
-    where = f"no heartbeat for {duration(event.seconds)} in phase {event.phase or '?'}"
-    where += f" of step {event.step}" if event.step is not None else ""
-    if event.waiting:
-        return f"{where}: {event.waiting} ranks wait for it in a collective"
-    if len(event.behind) == 1:
-        return f"{where}: it takes unusually long"  # a single rank has nobody to wait for
-    return f"{where}: all ranks wait in the same collective"
-
-
-def _of_training(
-    event: training.CheckpointCommitted | training.RolloutFailed | training.Stalled | training.ReplicaLost,
-) -> EventText | None:
-    match event:
-        case training.CheckpointCommitted(process="trainer-rank-0", step=step):
-            return _tell(event, "trainer", f"committed step {step}")
-        case training.RolloutFailed(error=error):
-            return _tell(event, event.process, "a rollout failed" + _because(error), "warning")
-        case training.Stalled(suspect=suspect, error=error):
-            return _tell(event, suspect, "no progress; this process is the suspect" + _because(error), "error")
-        case training.ReplicaLost(router=router):
-            return _tell(event, router, "is given up, with its replica", "warning")
-        case _:
-            return None  # every rank reports the commit
-
-
-def _of_evaluation(
-    event: evaluation.EvaluationDone | evaluation.EvaluationSkipped | evaluation.EvaluationSampleFailed,
-) -> EventText:
-    match event:
-        case evaluation.EvaluationDone(step=step, rewards=rewards, failed=failed):
-            means = ", ".join(f"{label} {reward:.3f}" for label, reward in rewards.items())
-            more = f"; {failed} samples failed" if failed else ""
-            return _tell(event, "evaluation", f"step {step}: {means}{more}", "warning" if failed else "info")
-        case evaluation.EvaluationSkipped(step=step, why=why):
-            return _tell(event, "evaluation", f"step {step} was skipped{_because(why)}", "warning")
-        case evaluation.EvaluationSampleFailed(error=error):
-            return _tell(event, "evaluation", "a rollout failed" + _because(error), "warning")
-
-
-def _of_attempt(
-    event: nodes.AttemptEnds | nodes.AttemptEnded | nodes.ProcessesGivenUp | nodes.ProcessesRestarted,
-) -> EventText | None:
-    match event:
         case nodes.AttemptEnds(process="head" | "batch", outcome=outcome, reason=reason):
             level: Level = "error" if outcome == "failed" else "info"
             return _tell(event, event.process, f"ends the attempt as {outcome}: {reason}", level)
@@ -226,12 +163,6 @@ def _of_attempt(
             return _tell(event, "head", f"continues without {few}{_because(reason)}", "error")
         case nodes.ProcessesRestarted(unit=unit, reason=reason):
             return _tell(event, unit, "is restarted as a group" + _because(reason), "warning")
-        case _:
-            return None  # every agent repeats the ending
-
-
-def _of_node(event: Event) -> EventText | None:
-    match event:
         case nodes.NodesAssigned(process="head", nodes=names, spares=spares):
             more = f", and {len(spares)} more as spares" if spares else ""
             all_nodes = f"all {len(names)} nodes are" if len(names) > 1 else "the node is"
@@ -264,7 +195,22 @@ def _of_node(event: Event) -> EventText | None:
         case nodes.PublishFailed(error=error):
             return _tell(event, event.process, "cannot write fleet.json" + _because(error), "warning")
         case _:
-            return None
+            return None  # other events are for programs, or every agent or rank repeats them
+
+
+def rank_names(event: processes.RanksUnresponsive) -> str:
+    more = f" and {len(event.behind) - 3} more" if len(event.behind) > 3 else ""
+    return ", ".join(event.behind[:3]) + more
+
+
+def describe_wait(event: processes.RanksUnresponsive) -> str:
+    where = f"no heartbeat for {duration(event.seconds)} in phase {event.phase or '?'}"
+    where += f" of step {event.step}" if event.step is not None else ""
+    if event.waiting:
+        return f"{where}: {event.waiting} ranks wait for it in a collective"
+    if len(event.behind) == 1:
+        return f"{where}: it takes unusually long"  # a single rank has nobody to wait for
+    return f"{where}: all ranks wait in the same collective"
 
 
 def _tell(event: Event, who: str, text: str, level: Level = "info") -> EventText:

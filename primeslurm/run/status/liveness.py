@@ -39,18 +39,12 @@ FindCauses = Callable[[Attempt, Sequence[str]], list[str]]
 class HeadSilence(msgspec.Struct, frozen=True):
     """An unresponsive head, which makes the status of its run out of date."""
 
-    text: str
-    """One sentence for people."""
-    since: float | None = None
-    """Unix time of the head's last heartbeat; None if unknown."""
-    seconds: float | None = None
-    """Seconds since then."""
-    agents: int = 0
-    """Number of agents that are assigned to the run and have not ended."""
-    silent_agents: int = 0
-    """Number of unresponsive agents among them."""
-    causes: list[str] = []
-    """Possible causes, seen from this host and from Slurm."""
+    text: str  # one sentence for people
+    since: float | None = None  # Unix time of the head's last heartbeat; None if unknown
+    seconds: float | None = None  # seconds since then
+    agents: int = 0  # number of agents that are assigned to the run and have not ended
+    silent_agents: int = 0  # number of unresponsive agents among them
+    causes: list[str] = []  # possible causes, seen from this host and from Slurm
 
 
 @dataclass(frozen=True)
@@ -59,16 +53,14 @@ class UnresponsiveAgent:
 
     rank: int
     node: str
-    since: float | None
-    """Unix time of its last heartbeat; None if unknown."""
+    since: float | None  # Unix time of its last heartbeat; None if unknown
 
 
 @dataclass(frozen=True)
 class RunLiveness:
     """Unresponsive head and agents of an attempt."""
 
-    silence: HeadSilence | None = None
-    """None if the head is responsive, has not started, or has ended the attempt."""
+    silence: HeadSilence | None = None  # None if the head is responsive, has not started, or has ended the attempt
     agents: tuple[UnresponsiveAgent, ...] = ()
     """Unresponsive agents; read only if the head is unresponsive or the caller asks for them."""
 

@@ -77,24 +77,19 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     pid: int | None
     restarts: int
     replica: int | None = None
-    since: float | None = None
-    """Unix time of the last heartbeat of its node, if the state is UNKNOWN or SUSPECT."""
-    silent: str = ""
-    """Age and phase of its last heartbeat, if it is unresponsive."""
+    since: float | None = None  # Unix time of the last heartbeat of its node, if the state is UNKNOWN or SUSPECT
+    silent: str = ""  # age and phase of its last heartbeat, if it is unresponsive
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
     """One inference deployment."""
 
     index: int
-    router: str
-    """State of the router."""
+    router: str  # state of the router
     engines: int
     healthy: int
-    loads: dict[str, Load] = {}
-    """Engine load by role."""
-    share: ReplicaLoad | None = None
-    """Its rollouts, if adaptive concurrency sets their number."""
+    loads: dict[str, Load] = {}  # engine load by role
+    share: ReplicaLoad | None = None  # its rollouts, if adaptive concurrency sets their number
 
 
 class NoProgress(msgspec.Struct, frozen=True):
@@ -124,38 +119,24 @@ class RunStatus(msgspec.Struct, frozen=True):
     committed_step: int | None
     step: int | None = None
     version: int | None = None
-    elapsed_s: float | None = None
-    """Seconds from the attempt's first event until now or its end."""
-    eta_s: float | None = None
-    """Estimated seconds until the last step."""
+    elapsed_s: float | None = None  # seconds from the attempt's first event until now or its end
+    eta_s: float | None = None  # estimated seconds until the last step
     progress: RlProgress | TrainerState | NoProgress = NoProgress()
     """State of the orchestrator, or of the trainer for SFT."""
-    metrics: Row = {}
-    """Newest row of metrics.jsonl. SFT rows use the metric names of RL."""
-    history: dict[str, list[float]] = {}
-    """Reward and staleness (SFT: loss) of the last steps, oldest first."""
-    roles: dict[str, dict[str, int]] = {}
-    """Role to process state to number of processes."""
+    metrics: Row = {}  # Newest row of metrics.jsonl. SFT rows use the metric names of RL.
+    history: dict[str, list[float]] = {}  # reward and staleness (SFT: loss) of the last steps, oldest first
+    roles: dict[str, dict[str, int]] = {}  # role to process state to number of processes
     replicas: list[ReplicaStatus] = []
-    unhealthy: list[ProcessStatus] = []
-    """Processes that are neither healthy nor starting; at most 256."""
-    processes: list[ProcessStatus] = []
-    """All processes, if the caller asked for them."""
-    events: list[EventText] = []
-    """Recent events, oldest first."""
+    unhealthy: list[ProcessStatus] = []  # processes that are neither healthy nor starting; at most 256
+    processes: list[ProcessStatus] = []  # all processes, if the caller asked for them
+    events: list[EventText] = []  # recent events, oldest first
     advice: list[Advice] = []
-    waits_for: str = ""
-    """Fault of the shared file system that pauses the run; empty if there is none."""
-    damaged: list[str] = []
-    """Damaged checkpoints that were moved aside, and why."""
-    excluded: list[BadNode] = []
-    """Bad nodes that the job excludes, without the nodes that the recipe excludes."""
-    obstacles: list[Obstacle] = []
-    """Reasons why the pending job does not start, with fixes."""
-    silence: HeadSilence | None = None
-    """The unresponsive head, if the status is out of date."""
-    emulated: bool = False
-    """All numbers come from stand-ins for engines, trainer and environments."""
+    waits_for: str = ""  # fault of the shared file system that pauses the run; empty if there is none
+    damaged: list[str] = []  # damaged checkpoints that were moved aside, and why
+    excluded: list[BadNode] = []  # bad nodes that the job excludes, without the nodes that the recipe excludes
+    obstacles: list[Obstacle] = []  # reasons why the pending job does not start, with fixes
+    silence: HeadSilence | None = None  # the unresponsive head, if the status is out of date
+    emulated: bool = False  # all numbers come from stand-ins for engines, trainer and environments
 
     @property
     def active(self) -> bool:

@@ -38,31 +38,22 @@ class Summary(msgspec.Struct, frozen=True):
     mixed_version_rollouts: int
     staleness_max: float
     dropped_stale: int
-    mismatch_kl_max: float | None
-    """Largest KL divergence between trainer and engines on tokens of the trained policy."""
+    mismatch_kl_max: float | None  # largest KL divergence between trainer and engines on tokens of the trained policy
     engine_restarts: int
-    tokens_per_s: float
-    """Tokens per second that the engines sampled."""
-    failures: dict[str, FailedRollouts] = {}
-    """Failed rollouts of all attempts, by environment."""
+    tokens_per_s: float  # tokens per second that the engines sampled
+    failures: dict[str, FailedRollouts] = {}  # failed rollouts of all attempts, by environment
     task: str = "rl"
     first_loss: float | None = None
     last_loss: float | None = None
-    trained_tokens_per_s: float = 0.0
-    """Tokens per second while the trainer trains."""
+    trained_tokens_per_s: float = 0.0  # tokens per second while the trainer trains
     evaluations: list[EvaluationRecord] = []
-    best: BestCheckpoint | None = None
-    """Best evaluation by the metric that the recipe names."""
-    emulated: bool = False
-    """All numbers come from stand-ins."""
+    best: BestCheckpoint | None = None  # best evaluation by the metric that the recipe names
+    emulated: bool = False  # all numbers come from stand-ins
     gpu_hours: dict[str, float] = {}
     """GPU-hours of the trained steps, by role: trainer, engine, prefill, decode. Empty on a site without GPUs."""
-    idle_fraction: dict[str, float] = {}
-    """Fraction of these GPU-hours in which GPUs had nothing to do, by role."""
-    mfu: float | None = None
-    """Mean model FLOPs utilization of the trainer; None if it is unknown."""
-    first_step_seconds: float | None = None
-    """Seconds from the start of the first job to its first step."""
+    idle_fraction: dict[str, float] = {}  # fraction of these GPU-hours in which GPUs had nothing to do, by role
+    mfu: float | None = None  # mean model FLOPs utilization of the trainer; None if it is unknown
+    first_step_seconds: float | None = None  # seconds from the start of the first job to its first step
 
     @property
     def gain(self) -> float | None:

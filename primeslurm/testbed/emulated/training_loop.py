@@ -35,7 +35,7 @@ from primeslurm.testbed.emulated.rank_group import LostRankError, Ranks
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
-from primeslurm.wire.stored import checkpoint_retention, checkpoints
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 
 log = logging.getLogger("primeslurm.testbed.emulated.trainer")
@@ -164,7 +164,7 @@ class EmulatedTrainer:
     def _commit(self, step: int) -> None:
         retry_until_written(lambda: self._save(step))
         needed = retry_until_written(lambda: self._link.committed(step))
-        retry_until_written(lambda: checkpoint_retention.prune(self._run_dir, self._recipe.checkpoint.keep, needed))
+        retry_until_written(lambda: checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep, needed))
         self._saved = step
         self._journal.write(CheckpointCommitted(step))
 

@@ -17,7 +17,7 @@ from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
 from primeslurm.nn import compat
 from primeslurm.nn.adapters import adapter_for_checkpoint
-from primeslurm.nn.layers.compiled import configure_compiler
+from primeslurm.nn.layers.parallelize import configure_compiler
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Memory

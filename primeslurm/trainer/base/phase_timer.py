@@ -19,8 +19,7 @@ class PhaseTimer:
     def __init__(self, journal: Journal, record: bool, limits: PhaseLimits | None = None) -> None:
         self.step = 0
         self.journal = journal
-        self.steps_done = 0
-        """Steps since this process started."""
+        self.steps_done = 0  # steps since this process started
         self._record = record
         self._limits = limits
         self._seconds: dict[str, float] = defaultdict(float)

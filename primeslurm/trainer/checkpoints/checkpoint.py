@@ -43,7 +43,7 @@ from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
-from primeslurm.wire.stored import checkpoint_retention, checkpoints
+from primeslurm.wire.stored import checkpoints
 
 log = logging.getLogger(__name__)
 # Name suffixes of optimizer moments
@@ -59,8 +59,7 @@ class _PendingWrite:
     step: int
     start_time: float
     counter: ByteCounter
-    done: Future[None]
-    """On rank 0 this includes writing COMMITTED, after every rank's files."""
+    done: Future[None]  # on rank 0 this includes writing COMMITTED, after every rank's files
 
 
 class Checkpoints:
@@ -86,8 +85,7 @@ class Checkpoints:
         self._link = link
         self._pause_s = pause_s
         self._saved_step = 0
-        self._lost_in_a_row = 0
-        """Consecutive checkpoints that were lost because the file system was unreachable."""
+        self._lost_in_a_row = 0  # consecutive checkpoints that were lost because the file system was unreachable
         self._pending: _PendingWrite | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # The writer thread needs its own process group: its collectives must not mix with those of the training loop.
@@ -97,8 +95,7 @@ class Checkpoints:
         pinned = world.device.type == "cuda"
         self._staging = StagingOptions(pinned, False, False, pinned)
         self._stager: DefaultStager | None = None
-        self.damaged: list[CheckpointSetAside] = []
-        """Checkpoints that `restore` set aside, on rank 0."""
+        self.damaged: list[CheckpointSetAside] = []  # checkpoints that `restore` set aside, on rank 0
         self._asynchronous = config.asynchronous if pinned else bool(config.asynchronous)
         """None until the first save has compared the state with the free host memory."""
         self._copies: LocalCopies | None = None
@@ -287,7 +284,7 @@ class Checkpoints:
     def _announce(self, step: int) -> None:
         link, keep = self._link, self._config.keep
         needed = retry_until_written(lambda: link.committed(step)) if link is not None else []
-        retry_until_written(lambda: checkpoint_retention.prune(self._run_dir, keep, needed))
+        retry_until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
 
     def _on_main(self, action: Any, doing: str) -> None:
         failure: Exception | None = None

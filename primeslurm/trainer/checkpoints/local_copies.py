@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.trainer.checkpoints.shards import CHUNK_BYTES, ByteCounter, CopyFile, wait_with_heartbeats
-from primeslurm.trainer.distributed.collective_count import UNEQUAL
-from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.distributed.world import UNEQUAL, World
 from primeslurm.wire.stored import checkpoints
 
 _SHARD_NAME = re.compile(r"__(\d+)_\d+" + re.escape(checkpoints.SHARD))

@@ -25,10 +25,8 @@ class Report(NamedTuple):
     """Host memory of one rank's node, and the rank's demand."""
 
     node: str
-    needed: int
-    """Bytes of the rank's copies."""
-    free: int
-    """Bytes of host memory available to the rank."""
+    needed: int  # bytes of the rank's copies
+    free: int  # bytes of host memory available to the rank
 
 
 def copies_fit(world: World, state: Mapping[str, Any]) -> bool:

@@ -43,8 +43,7 @@ class _Layer:
         self.before = before
         self.weights: set[int] = set()
         self.saved: list[_Saved] = []
-        self.leaving: list[torch.Tensor] = []
-        """Keeps the device memory alive until it has been copied."""
+        self.leaving: list[torch.Tensor] = []  # keeps the device memory alive until it has been copied
         self.copied: Any = None
         self.returned: Any = None
 

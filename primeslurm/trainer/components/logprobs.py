@@ -164,10 +164,8 @@ class ScoringHead(Linear):
     class Config(Linear.Config):
         """Config of Linear, plus the chunk size and the dtype of logits."""
 
-        chunk: int | None = None
-        """As in `token_logprobs`."""
-        dtype: torch.dtype | None = None
-        """As in `token_logprobs`."""
+        chunk: int | None = None  # as in `token_logprobs`
+        dtype: torch.dtype | None = None  # as in `token_logprobs`
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

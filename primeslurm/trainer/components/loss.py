@@ -8,24 +8,46 @@ which FSDP needs.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from primeslurm.recipe.sections.losses import CustomLoss, Loss
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.policy_gradients import (
-    Importance,
-    PolicyGradientLoss,
-    at_most,
-    importance,
-    inside,
-    outside,
-    surrogate,
-)
+from primeslurm.recipe.sections.losses import CispoLoss, CustomLoss, DppoLoss, GrpoClipLoss, GspoLoss, IpoLoss, Loss
 from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro batch: the packed sequences, and the padding of each row."""
+
+    index: torch.Tensor  # document number of each token (int64, in the shape of the targets)
+    count: int  # number of documents, the same on all ranks that share the rows
+    group: Any = None  # Process group of the ranks that share the rows. None: this rank has whole rows.
+
+    @classmethod
+    def of(cls, positions: torch.Tensor) -> Documents:
+        """Number the documents of packed rows. `positions` [rows, seq_len] restart at 0 with each document."""
+        index = (positions == 0).flatten().cumsum(0) - 1
+        return cls(index.view(positions.shape), int(index[-1]) + 1)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Average values [trained tokens] over each token's document, without gradient. Returns [trained tokens].
+
+        A collective of the ranks that share the rows, including those without trained tokens.
+        """
+        with torch.no_grad():
+            both = torch.stack([values, torch.ones_like(values)])
+            sums = both.new_zeros(2, self.count).index_add_(1, self.index, both)
+            if self.group is not None:
+                dist.all_reduce(sums, group=self.group)
+            total, tokens = sums[:, self.index]
+            return total / tokens
+
 
 # Limit of the absolute difference between teacher and trainer log-probabilities. Above about 16, exp(u) - 1 - u has no
 # precise float32 gradient.
@@ -36,19 +58,13 @@ MAX_TEACHER_DIFFERENCE = 15.0
 class Targets:
     """Targets of a micro batch: tensors [rows, len] of all positions, or [trained tokens] for losses."""
 
-    labels: torch.Tensor
-    """Token that the position predicts."""
-    logprobs: torch.Tensor
-    """The engine's log-probability of the token."""
+    labels: torch.Tensor  # token that the position predicts
+    logprobs: torch.Tensor  # the engine's log-probability of the token
     advantages: torch.Tensor
-    temperatures: torch.Tensor
-    """Sampling temperature of the token."""
-    on_policy: torch.Tensor
-    """Whether the current policy sampled the whole rollout."""
-    ref_logprobs: torch.Tensor
-    """The teacher's log-probability of a sampled token. 0 without a teacher."""
-    documents: Documents
-    """Assignment of tokens to sequences."""
+    temperatures: torch.Tensor  # sampling temperature of the token
+    on_policy: torch.Tensor  # whether the current policy sampled the whole rollout
+    ref_logprobs: torch.Tensor  # The teacher's log-probability of a sampled token. 0 without a teacher.
+    documents: Documents  # assignment of tokens to sequences
     echo_weights: torch.Tensor | None = None
     """Cross-entropy weight of observed tokens; 0 for sampled tokens. None: all tokens were sampled."""
 
@@ -187,3 +203,95 @@ def _custom(config: CustomLoss) -> LossFunction:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"trainer.loss.function: {config.function} cannot be imported: {error}") from error
     return partial(function, **config.kwargs)
+
+
+PolicyGradientLoss = DppoLoss | IpoLoss | GrpoClipLoss | GspoLoss | CispoLoss
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Importance weights of sampled tokens [trained tokens]."""
+
+    weight: torch.Tensor
+    """Weight of each token. Its gradient is weight * grad(log p), so times an advantage it is a policy gradient."""
+    moved: torch.Tensor  # the quantity that the trust region bounds, without gradient: p_trainer - p_engine, or a ratio
+    capped: torch.Tensor | None = None  # Whether `ratio_cap` limits the weight. None: the loss has no `ratio_cap`.
+
+
+def importance(
+    config: PolicyGradientLoss, logprobs: torch.Tensor, engine: torch.Tensor, documents: Documents
+) -> Importance:
+    """Return the importance weights of a loss.
+
+    The weight is the ratio r = p_trainer / p_engine of the token. `cispo` clips it. `gspo` uses the ratio of the whole
+    sequence. Ratios above `ratio_cap` become a constant weight without gradient. `logprobs` (of the trainer, with
+    gradient) and `engine` are [trained tokens].
+    """
+    difference = logprobs - engine
+    fixed = difference.detach().exp()
+    unit = (logprobs - logprobs.detach()).exp()
+    if isinstance(config, CispoLoss):
+        return Importance(fixed.clamp(config.min_ratio, config.max_ratio) * unit, fixed)
+    cap = config.ratio_cap or math.inf
+    if isinstance(config, GspoLoss):
+        # GSPO-token, eq. 13 of arXiv 2507.18071: the sequence's ratio is a constant, so other ranks' tokens of the
+        # sequence contribute a number and need no gradient.
+        ratio = documents.mean(difference.detach()).exp()
+        return Importance(ratio.clamp(max=cap) * unit, ratio, ratio > cap)
+    moved = fixed if isinstance(config, GrpoClipLoss) else logprobs.detach().exp() - engine.exp()
+    # Limit the exponent instead of the exponential: exp overflows above 88, and 0 * inf in its gradient is NaN even
+    # where `surrogate` drops the token.
+    return Importance(at_most(difference, math.log(cap)).exp(), moved, fixed > cap)
+
+
+def at_most(values: torch.Tensor, bound: float) -> torch.Tensor:
+    """Limit values to `bound` but keep their gradient. Smaller values do not change by a bit."""
+    return values - (values.detach() - bound).clamp(min=0)
+
+
+def outside(
+    config: PolicyGradientLoss, moved: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tokens left the trust region upwards, and which downwards (two bool tensors [trained tokens]).
+
+    - `dppo` (arXiv 2602.04879), `grpo_clip` and `gspo`: tokens that the gradient would move further out.
+    - `ipo` (prime-rl): also tokens that it would move back, because so large a difference is more likely an error.
+    - `cispo`: tokens whose weight is clipped.
+    """
+    if isinstance(config, DppoLoss):
+        return (advantages > 0) & (moved > config.mask_high), (advantages <= 0) & (moved < -config.mask_low)
+    if isinstance(config, IpoLoss):
+        return moved > config.threshold, moved < -config.threshold
+    if isinstance(config, CispoLoss):
+        return moved > config.max_ratio, moved < config.min_ratio
+    too_high = (advantages > 0) & (moved > 1 + config.clip_high)
+    if isinstance(config, GrpoClipLoss) and config.dual_clip is not None:
+        too_high |= (advantages <= 0) & (moved > config.dual_clip)
+    return too_high, (advantages <= 0) & (moved < 1 - config.clip_low)
+
+
+def inside(config: PolicyGradientLoss, moved: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return which tokens keep their policy gradient [trained tokens]: those in the trust region; for `cispo` all."""
+    if isinstance(config, CispoLoss):
+        return torch.ones_like(moved, dtype=torch.bool)
+    too_high, too_low = outside(config, moved, advantages)
+    return ~(too_high | too_low)
+
+
+def surrogate(
+    config: PolicyGradientLoss, logprobs: torch.Tensor, weights: Importance, advantages: torch.Tensor
+) -> torch.Tensor:
+    """Return each token's term of the loss [trained tokens].
+
+    Terms outside the trust region have no gradient. They are 0 for trust regions of probabilities, and the bound times
+    the advantage for trust regions of ratios.
+    """
+    if isinstance(config, CispoLoss):
+        return -advantages * weights.weight.detach() * logprobs
+    keep = inside(config, weights.moved, advantages)
+    if isinstance(config, DppoLoss | IpoLoss):
+        return -advantages * weights.weight * keep
+    bound = weights.moved.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if isinstance(config, GrpoClipLoss) and config.dual_clip is not None:
+        bound = torch.where((advantages <= 0) & (weights.moved > config.dual_clip), config.dual_clip, bound)
+    return -advantages * torch.where(keep, weights.weight, bound)

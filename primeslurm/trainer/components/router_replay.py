@@ -23,8 +23,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
     class Config(TokenChoiceTopKRouter.Config):
         """Config of TokenChoiceTopKRouter, plus the layer."""
 
-        layer: int = -1
-        """Index of the layer in the model."""
+        layer: int = -1  # index of the layer in the model
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

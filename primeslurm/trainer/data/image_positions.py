@@ -19,12 +19,9 @@ from primeslurm.wire.batches.frames import Float32, Int32
 class Images:
     """The decoded images of a row."""
 
-    pixels: Float32
-    """Patches of all images [patches, values]."""
-    grids: Int32
-    """Patches of each image in time, height and width [images, 3]."""
-    starts: Int32
-    """Index of each image's first placeholder token [images], ascending."""
+    pixels: Float32  # patches of all images [patches, values]
+    grids: Int32  # patches of each image in time, height and width [images, 3]
+    starts: Int32  # index of each image's first placeholder token [images], ascending
 
 
 def read(row: Row, reader: ImageReader) -> Images | None:

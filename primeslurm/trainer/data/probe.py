@@ -58,14 +58,10 @@ class _Scan:
     def __init__(self, request: DataRequest, text: TrainingText) -> None:
         self._request, self._text, self._path = request, text, Path(request.path)
         self.errors = LineErrors(self._path)
-        self.converses = False
-        """Whether there are conversations, beside pairs of prompt and completion."""
-        self._thinks: int | None = None
-        """Offset of the first line whose trained answers contain thoughts."""
-        self._lengths: list[int] = []
-        """Lengths of the lines of the sample that have no images [tokens]."""
-        self._is_sample = False
-        """Whether the file has other lines."""
+        self.converses = False  # whether there are conversations, beside pairs of prompt and completion
+        self._thinks: int | None = None  # offset of the first line whose trained answers contain thoughts
+        self._lengths: list[int] = []  # lengths of the lines of the sample that have no images [tokens]
+        self._is_sample = False  # whether the file has other lines
         deadline = time.monotonic() + TIME_LIMIT_S
         for start, line, is_rendered in _lines(self._path):
             if time.monotonic() > deadline:

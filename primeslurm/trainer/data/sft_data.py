@@ -54,16 +54,11 @@ class Conversations:
     trained.
     """
 
-    path: Path
-    """Path of the file. Image paths are relative to its directory."""
-    tokenizer: Any
-    """Hugging Face tokenizer with a chat template."""
-    seq_len: int
-    """Maximum length of an example [tokens]. Longer ones are dropped, or truncated if they have images."""
-    reader: ImageReader | None = None
-    """Image reader. None for text-only training."""
-    every: bool = False
-    """Whether every assistant message is trained, not only the last."""
+    path: Path  # Path of the file. Image paths are relative to its directory.
+    tokenizer: Any  # Hugging Face tokenizer with a chat template
+    seq_len: int  # Maximum length of an example [tokens]. Longer ones are dropped, or truncated if they have images.
+    reader: ImageReader | None = None  # Image reader. None for text-only training.
+    every: bool = False  # whether every assistant message is trained, not only the last
 
     @cached_property
     def text(self) -> TrainingText:

@@ -43,8 +43,7 @@ class Part(msgspec.Struct, frozen=True):
     examples: int
     tokens: int
     image_bytes: int
-    too_long: int
-    """Number of dropped examples."""
+    too_long: int  # number of dropped examples
 
 
 class TokensRecord(msgspec.Struct, frozen=True):

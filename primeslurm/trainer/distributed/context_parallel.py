@@ -56,10 +56,8 @@ class Dims(ParallelDims):
 class LocalDocuments:
     """The keys and documents that one rank's queries see, for varlen attention."""
 
-    keys: tuple[tuple[int, int], ...]
-    """For each row: first visible key, and end of the visible keys."""
-    metadata: VarlenMetadata
-    """Document boundaries among this rank's queries and among the visible keys."""
+    keys: tuple[tuple[int, int], ...]  # for each row: first visible key, and end of the visible keys
+    metadata: VarlenMetadata  # document boundaries among this rank's queries and among the visible keys
 
 
 @runtime_checkable

@@ -21,11 +21,9 @@ _ADDRESS_BYTES = 32
 class CpuAffinity:
     """Cores and threads of a rank."""
 
-    gpu: str
-    """PCI address of its GPU."""
+    gpu: str  # PCI address of its GPU
     cores: frozenset[int]
-    threads: int
-    """Threads per operation: this rank's share of the cores that the node's ranks may use."""
+    threads: int  # threads per operation: this rank's share of the cores that the node's ranks may use
 
     def __str__(self) -> str:
         return f"GPU {self.gpu}: cores {_ranges(self.cores)} of {_ranges(allowed())}, {self.threads} threads"

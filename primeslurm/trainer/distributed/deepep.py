@@ -22,8 +22,7 @@ class DeepEPDispatcher(DeepEPTokenDispatcher):
     class Config(DeepEPTokenDispatcher.Config):
         """Config of DeepEPTokenDispatcher, plus the chunk size."""
 
-        chunk: int | None = None
-        """Maximum number of a rank's tokens per dispatch. None: all of them."""
+        chunk: int | None = None  # Maximum number of a rank's tokens per dispatch. None: all of them.
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -73,8 +73,7 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
     class Config(AllToAllTokenDispatcher.Config):
         """Config of AllToAllTokenDispatcher, plus the row alignment."""
 
-        alignment: int = 1
-        """Each expert's rows are padded with zeros to a multiple of this. FP8 kernels need 128."""
+        alignment: int = 1  # Each expert's rows are padded with zeros to a multiple of this. FP8 kernels need 128.
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

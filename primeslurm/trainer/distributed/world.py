@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +23,9 @@ from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.nn import compat
 from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, ENGINE_CONTEXT_BYTES
-from primeslurm.records.heartbeats import liveness
+from primeslurm.records.heartbeats import LivenessReporter, liveness
 from primeslurm.trainer.base.interrupt import Interrupt
-from primeslurm.trainer.distributed import collective_count, cpu_affinity
+from primeslurm.trainer.distributed import cpu_affinity
 from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.transport.rendezvous_store import serve_store
 
@@ -48,12 +50,9 @@ class World:
     device: torch.device
     control: Any
     interrupt: Interrupt
-    store: str
-    """host:port of rank 0's TCPStore, which other processes can join."""
-    timeout_s: float = 1800.0
-    """Timeout of `control` [s]."""
-    host: torch.device = _HOST
-    """Device of offloaded state."""
+    store: str  # host:port of rank 0's TCPStore, which other processes can join
+    timeout_s: float = 1800.0  # timeout of `control` [s]
+    host: torch.device = _HOST  # device of offloaded state
 
     @property
     def is_main(self) -> bool:
@@ -182,7 +181,7 @@ def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> 
     # A GPU collective would busy-wait, and its watchdog would kill a process that waits for a disk.
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     interrupt.share(store or dist.TCPStore("127.0.0.1", gate_port, is_master=False))
-    collective_count.report(liveness())
+    report_collectives(liveness())
     return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", timeout_s)
 
 
@@ -222,3 +221,36 @@ def _store_behind_gate(port: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+COUNT_PERIOD_S = 1.0
+# Description of process groups whose ranks exchange different numbers of messages. Their messages are not counted.
+UNEQUAL = "unequal"
+
+
+def count_collectives() -> int:
+    """Return the number of collectives that this rank has started in all process groups.
+
+    The count is equal on all ranks that are in step, because every group numbers its own collectives.
+    """
+    return sum(_count(group) for group in list(dist.distributed_c10d._world.pg_map))
+
+
+def _count(group: Any) -> int:
+    if group.group_desc == UNEQUAL:
+        return 0
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0  # a mesh dimension of size 1 has a group without a communicator
+
+
+def report_collectives(liveness: LivenessReporter) -> None:
+    """Report the count with the heartbeats, from a thread, because a rank in a collective cannot report anything."""
+    threading.Thread(target=_report_collectives, args=(liveness,), name="collectives", daemon=True).start()
+
+
+def _report_collectives(liveness: LivenessReporter) -> None:
+    while dist.is_initialized():
+        liveness.count_collectives(count_collectives())
+        time.sleep(COUNT_PERIOD_S)

@@ -48,8 +48,7 @@ class _Chunk:
         self.optimizer = optimizer
         self._hosts: dict[StateKey, torch.Tensor] = {}
         self._device_state: dict[StateKey, torch.Tensor] = {}
-        self.bytes = 0
-        """Size of its state in a device buffer."""
+        self.bytes = 0  # size of its state in a device buffer
 
     def keep(self) -> None:
         """Move new state tensors to host memory, after the first step or after a load."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._dynamo import utils
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import utils as dist_utils
 
@@ -17,23 +18,51 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import micro_batch_rows
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.base.phase_timer import PhaseTimer
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import LossFunction, Targets, cross_entropy, from_recipe
+from primeslurm.trainer.components.loss import Documents, LossFunction, Targets, cross_entropy, from_recipe
 from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.optimizers import optimizers
-from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, stack
 
+log = logging.getLogger(__name__)
+# Number of steps in which recompilations are expected, because new layer kinds and batch shapes appear
+WARM_UP_STEPS = 3
+
+
+class CompilationMetrics:
+    """Counts the compilations per step of all ranks, which wait while one of them compiles."""
+
+    def __init__(self, compiled: bool, world: World) -> None:
+        self._compiled = compiled
+        self._world = world
+        self._steps = 0
+        utils.clear_compilation_metrics()
+
+    def take(self) -> dict[str, float]:
+        """Return the counts and seconds of compilations of the last step, summed over all ranks. A collective."""
+        if not self._compiled:
+            return {}
+        compilations = utils.get_compilation_metrics()  # torch keeps the last 64
+        utils.clear_compilation_metrics()
+        self._steps += 1
+        forward = [each for each in compilations if each.is_forward]
+        reasons = [each.recompile_reason for each in forward if each.recompile_reason]
+        seconds = sum(each.duration_us or 0 for each in compilations) / 1e6
+        if reasons and self._steps > WARM_UP_STEPS:
+            log.warning("layers were recompiled in %.1f s: %s", seconds, "; ".join(sorted(set(reasons))))
+        # Recompiled graphs had been compiled for other inputs before. The time includes backward graphs.
+        counts = torch.tensor([len(forward), len(reasons), seconds], dtype=torch.float32)
+        sums = self._world.sum(counts.to(self._world.device)).tolist()
+        return dict(zip(("compiles", "recompiles", "compile_s"), sums, strict=True))
+
+
 # Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
 # weights are broken.
 MAX_SKIPPED = 3
-
-log = logging.getLogger(__name__)
 
 
 class TrainStep:

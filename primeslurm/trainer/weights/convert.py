@@ -46,8 +46,7 @@ class Conversion:
 
     files: TensorFiles
     opened: OpenFiles
-    fp8: frozenset[str]
-    """Names of weights in FP8 blocks."""
+    fp8: frozenset[str]  # names of weights in FP8 blocks
 
     def names(self) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}

@@ -37,10 +37,8 @@ class ExportedTensor:
     """A tensor in Hugging Face format that this rank exports or helps to gather."""
 
     name: str
-    is_exporter: bool
-    """Whether this rank exports the tensor. Exactly one rank does."""
-    sharded: torch.Tensor
-    """The tensor, possibly distributed. Its shape and dtype are those of the whole tensor."""
+    is_exporter: bool  # Whether this rank exports the tensor. Exactly one rank does.
+    sharded: torch.Tensor  # The tensor, possibly distributed. Its shape and dtype are those of the whole tensor.
 
     def whole(self) -> torch.Tensor:
         """Gather the whole tensor. A collective of the ranks that shard it, in the order of `parts`."""
@@ -124,10 +122,8 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Encoding:
     """Format of exported tensors."""
 
-    dtype: torch.dtype
-    """Dtype of all tensors that are not in FP8."""
-    fp8: bool = False
-    """Whether projections and experts are exported in FP8."""
+    dtype: torch.dtype  # dtype of all tensors that are not in FP8
+    fp8: bool = False  # whether projections and experts are exported in FP8
     stored: frozenset[str] = frozenset()
     """Weights that the engines' own checkpoint stores in FP8. If there are any, exactly these are exported in FP8. They
     are quantized from float32, so that unchanged weights equal those that the engines started with."""

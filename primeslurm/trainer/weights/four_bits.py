@@ -36,11 +36,9 @@ class FourBits:
     """Format of a four-bit weight. `TensorFiles.places` has the location of its codes."""
 
     code: Code
-    rows: tuple[int, ...]
-    """Stored shape without the columns."""
+    rows: tuple[int, ...]  # stored shape without the columns
     columns: int
-    scales: TensorLocation
-    """Location of the scales [*rows, groups]."""
+    scales: TensorLocation  # location of the scales [*rows, groups]
 
     @property
     def transposed(self) -> bool:

@@ -54,11 +54,9 @@ class ShardRead:
 
     name: str
     place: TensorLocation
-    target: torch.Tensor
-    """Destination, in the region's shape."""
+    target: torch.Tensor  # destination, in the region's shape
     region: Region
-    scaled: bool = False
-    """Whether the tensor is stored in FP8 with scales."""
+    scaled: bool = False  # whether the tensor is stored in FP8 with scales
     group: Any = None
     """Process group that shards the tensor by columns and reads it together. None: this rank reads alone."""
     codes: FourBits | None = None

@@ -38,11 +38,9 @@ class TensorLocation(NamedTuple):
     """Location, shape and dtype of a stored tensor."""
 
     file: str
-    offset: int
-    """Offset from the start of the file [bytes]."""
+    offset: int  # offset from the start of the file [bytes]
     shape: tuple[int, ...]
-    dtype: str
-    """Name in the safetensors format, such as BF16."""
+    dtype: str  # name in the safetensors format, such as BF16
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -58,8 +56,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
     dtype: str
     shape: tuple[Size, ...]
-    data_offsets: tuple[Size, Size]
-    """Begin and end, relative to the end of the header [bytes]."""
+    data_offsets: tuple[Size, Size]  # begin and end, relative to the end of the header [bytes]
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:

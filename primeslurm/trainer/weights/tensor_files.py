@@ -29,8 +29,7 @@ _PARALLEL_HEADERS = 8
 class _Index(msgspec.Struct, frozen=True):
     """The part of a model's index file that is used."""
 
-    weight_map: dict[str, str]
-    """Tensor name to file name."""
+    weight_map: dict[str, str]  # tensor name to file name
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class TensorFiles:
     directory: Path
     places: dict[str, TensorLocation]
     """Locations by weight name. For a four-bit weight, the location of its codes as bytes."""
-    four_bits: dict[str, FourBits] = field(default_factory=dict)
-    """Formats of the four-bit weights."""
+    four_bits: dict[str, FourBits] = field(default_factory=dict)  # formats of the four-bit weights
 
     @classmethod
     def read(cls, directory: Path) -> TensorFiles:

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -273,3 +273,27 @@ def shard_sizes(run_dir: Path, step: int) -> dict[str, int]:
     """Return the size [bytes] of each shard of a committed checkpoint, by file name without directories."""
     record = read_commit(step_dir(run_dir, step))
     return {Path(part.name).name: part.bytes for part in record.parts if is_shard(part)} if record else {}
+
+
+def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
+    """Delete committed checkpoints beyond the newest `keep`, and uncommitted ones older than the newest.
+
+    Returns the deleted steps, ascending.
+    """
+    steps = committed(run_dir)
+    if not steps:
+        return []
+    keep_steps = {*steps[-keep:], *needed}
+    obsolete = [
+        (step, path)
+        for step, path in directories(files.listing(run_dir / "checkpoints"))
+        if step not in keep_steps and step < steps[-1]
+    ]
+    # A directory without COMMITTED may be a checkpoint whose COMMITTED this node has not seen or read yet.
+    if any(step not in steps and files.exists(path / COMMITTED) for step, path in obsolete):
+        log.warning("no checkpoint is deleted now: COMMITTED of one that seemed to be a leftover is there")
+        return []
+    for _, path in obsolete:
+        durable.remove(path / COMMITTED)
+        files.remove_tree(path, ignore_errors=True)
+    return [step for step, _ in obsolete]

@@ -233,7 +233,7 @@ import sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 from primeslurm.trainer.checkpoints import shards
-from primeslurm.wire.stored import checkpoint_retention, checkpoints
+from primeslurm.wire.stored import checkpoints
 shards.FILE_BYTES = 1 << 20
 run, step = Path(sys.argv[1]), int(sys.argv[2])
 while True:
@@ -243,7 +243,7 @@ while True:
     dcp.save({f"t{n}": torch.full((1 << 18,), float(step)) for n in range(8)}, storage_writer=writer, no_dist=True)
     checkpoints.commit(directory.parent, step, 1, writer.files)
     print(step, flush=True)
-    checkpoint_retention.prune(run, 2)
+    checkpoints.prune(run, 2)
     found = {f"t{n}": torch.zeros(1 << 18) for n in range(8)}
     dcp.load(found, storage_reader=shards.ShardReader(directory, shards.ByteCounter(), 4), no_dist=True)
     step += 1

@@ -14,8 +14,7 @@ from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import documents, loss_tokens
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss, GspoLoss
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import Targets, from_recipe
+from primeslurm.trainer.components.loss import Documents, Targets, from_recipe
 from primeslurm.wire.batches.batch import stack
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import pack

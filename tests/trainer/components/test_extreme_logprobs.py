@@ -13,8 +13,7 @@ import torch
 from primeslurm.orchestrator.algorithms.opd import Opd
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, CustomLoss, DppoLoss, GrpoClipLoss, GspoLoss, IpoLoss, Loss
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import Sums, Targets, from_recipe
+from primeslurm.trainer.components.loss import Documents, Sums, Targets, from_recipe
 from primeslurm.wire.batches.rollout import MIN_LOGPROB, Rollout, RolloutInfo
 
 TOKENS, ODD = 12, 5

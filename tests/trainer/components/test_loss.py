@@ -11,9 +11,8 @@ import torch
 
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.losses import CustomLoss, DppoLoss, IpoLoss
-from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.logprobs import token_logprobs
-from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, cross_entropy, from_recipe
+from primeslurm.trainer.components.loss import Documents, LossFunction, Sums, Targets, cross_entropy, from_recipe
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ROWS, LENGTH, VOCABULARY = 3, 60, 11

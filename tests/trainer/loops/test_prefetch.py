@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from primeslurm.trainer.loops.prefetch import Prefetch
+from primeslurm.trainer.loops.rl import Prefetch
 from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import TransferWanted
 from tests.trainer.conftest import make_batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.policy.compilation_metrics import WARM_UP_STEPS, CompilationMetrics
+from primeslurm.trainer.policy.train_step import WARM_UP_STEPS, CompilationMetrics
 
 
 def test_late_recompilation_is_counted_and_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:

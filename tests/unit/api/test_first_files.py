@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from primeslurm.api.setup import first_files
-from primeslurm.api.setup.first_files import guessed_runs_directory, write_first_files
-from primeslurm.api.setup.proposal import Proposal, propose
+from primeslurm.api.setup.first_files import Proposal, guessed_runs_directory, propose, write_first_files
 from primeslurm.api.setup.ready_recipes import write_new
 from primeslurm.base.errors import UsageError
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site

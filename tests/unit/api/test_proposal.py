@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from primeslurm.api.setup.proposal import propose
+from primeslurm.api.setup.first_files import propose
 from primeslurm.slurm.accounting import Accounting, Association, Qos, TresLimits
 from primeslurm.slurm.cluster_fit import ClusterFacts
 from primeslurm.slurm.partitions import Partition, PartitionNode

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.cli.views.differences import difference_table, summary_of
-from primeslurm.cli.views.folding import fold, ranges
+from primeslurm.cli.verbs.diff import difference_table, summary_of
 from primeslurm.cli.views.plan import every_row, folded_rows
+from primeslurm.cli.views.tables import fold, ranges
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.run.diff import Difference, diff

@@ -10,10 +10,10 @@ import pytest
 
 from primeslurm.base import files
 from primeslurm.dashboard.charts import chart_data, specs
-from primeslurm.dashboard.live import LogChanges, RunChanges
 from primeslurm.dashboard.metric_table import MetricTable, spread
+from primeslurm.dashboard.routes import LogChanges, RunChanges
 from primeslurm.dashboard.run_data import RunIndex
-from primeslurm.records.growing_file import GrowingFile
+from primeslurm.records.reading import GrowingFile
 from tests.support.clock import Clock
 from tests.support.recorded_runs import recorded_run, write_metrics
 

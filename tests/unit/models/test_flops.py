@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from primeslurm.base.gpu_peaks import Peak, peak_of
 from primeslurm.models.catalog import catalog
 from primeslurm.models.flops import Work, flops, layer_weights
 from primeslurm.plan.gpus import GPUS
 from primeslurm.plan.memory.parameters import count
+from primeslurm.trainer.policy.flops_meter import Peak, peak_of
 
 QWEN = catalog()["Qwen/Qwen3-30B-A3B"].shape
 GLM = catalog()["zai-org/GLM-5.1"].shape

@@ -17,9 +17,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from primeslurm.base.files import write_atomic
-from primeslurm.node.head import exporter, run_metrics
-from primeslurm.node.head.exporter import MAX_CONNECTIONS, TOKEN_FILE, Exporter, start_exporter, targets
-from primeslurm.node.head.run_metrics import RunCollector, labelled
+from primeslurm.node.head import exporter
+from primeslurm.node.head.exporter import (
+    MAX_CONNECTIONS,
+    TOKEN_FILE,
+    Exporter,
+    RunCollector,
+    labelled,
+    start_exporter,
+    targets,
+)
 from primeslurm.plan.model import Plan, Process
 from primeslurm.records.fleet import FleetView
 from primeslurm.records.metrics import Row, parse_row
@@ -184,7 +191,7 @@ def test_rows_count_once_if_several_servers_scrape_at_once(
                 others[0].result(0.2)
         return parse_row(line)
 
-    monkeypatch.setattr(run_metrics, "parse_row", parse)
+    monkeypatch.setattr(exporter, "parse_row", parse)
     for families in (list(collector.collect()), others[0].result(60)):
         tokens = [family for family in families if family.name == "primeslurm_trained_tokens"]
         assert [sample.value for sample in tokens[0].samples] == [4.0]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from primeslurm.base.unresponsive_timer import MAX_GAP_S, UnresponsiveTimer
 from primeslurm.node.agent.health_probe import HealthProbe
-from primeslurm.node.agent.liveness_monitor import Liveness, LivenessMonitor
+from primeslurm.node.agent.liveness_monitor import Condition, Liveness, LivenessMonitor
 from primeslurm.node.head.unresponsive_ranks import unresponsive_ranks
-from primeslurm.node.host.process_condition import Condition
 from primeslurm.plan.model import Process
 from primeslurm.plan.supervision import HeartbeatLimits
 from primeslurm.records.fleet import HeartbeatReport

@@ -12,7 +12,7 @@ import pytest
 
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.agent.node_context import directory_of, remove_leftovers
-from primeslurm.node.host.private_directory import PrivateDirectory, UnsafeDirectoryError, is_abandoned, random_word
+from primeslurm.node.host.private_directory import PrivateDirectory, is_abandoned, random_word
 from primeslurm.node.preflight.checks import socket_checks
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import RunDirectory
@@ -52,7 +52,7 @@ def test_an_existing_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_parent_in_which_everybody_may_rename_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(UnsafeDirectoryError, match=rf"not sticky \(mode 0777\).*chmod \+t {re.escape(str(tmp_path))}"):
+    with pytest.raises(OSError, match=rf"not sticky \(mode 0777\).*chmod \+t {re.escape(str(tmp_path))}"):
         PrivateDirectory(tmp_path / "x").make()
     tmp_path.chmod(0o1777)
     PrivateDirectory(tmp_path / "x").make()

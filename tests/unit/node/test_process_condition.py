@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from primeslurm.node.host.process_condition import condition_of
+from primeslurm.node.agent.liveness_monitor import condition_of
 
 PARENT = """
 import subprocess, sys

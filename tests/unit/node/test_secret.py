@@ -17,7 +17,6 @@ import psutil
 import pytest
 import zmq
 
-from primeslurm.node.agent.node_context import UnknownPlaceholder
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.planner import derive
@@ -147,7 +146,7 @@ def test_an_unrelated_descriptor_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_command_line_cannot_contain_the_secret(tmp_path: Path) -> None:
     process = Process(name="p", role="router", node=0, argv=("x", "${secret}"), log="logs/p.log")
     processes, addresses = manager_of(tmp_path, process)
-    with pytest.raises(UnknownPlaceholder):
+    with pytest.raises(KeyError, match="in "):
         processes.tick(time.time(), FleetView(time=0.0), addresses)
 
 

@@ -13,7 +13,7 @@ import pytest
 from primeslurm.records.evaluation import EvaluationRecord, evaluations, step_dir
 from primeslurm.records.metrics import rows
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.stored import checkpoint_retention, checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run
 
@@ -100,7 +100,7 @@ def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEng
                 run.wait_for(step)
                 kept_steps[step] = link.committed(step)
         assert kept_steps == {2: [2], 4: [2]}
-        checkpoint_retention.prune(run.run_dir, 1, kept_steps[4])
+        checkpoints.prune(run.run_dir, 1, kept_steps[4])
         assert checkpoints.committed(run.run_dir) == [2, STEPS], "the best and the last checkpoint"
         assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:

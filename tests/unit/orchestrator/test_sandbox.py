@@ -18,7 +18,7 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
 import primeslurm
-from primeslurm.node.host.process_condition import condition_of
+from primeslurm.node.agent.liveness_monitor import condition_of
 from primeslurm.orchestrator.environments.sandbox import bwrap_args, bwrap_sandbox, limits, port_forwarding
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limit_watcher import measure_usage, proportional_memory

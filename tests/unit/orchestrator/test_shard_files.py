@@ -19,7 +19,7 @@ from primeslurm.orchestrator.batching.shard_files import ShardFiles
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.loops.prefetch import Prefetch
+from primeslurm.trainer.loops.rl import Prefetch
 from primeslurm.wire.batches import batch_files
 from primeslurm.wire.batches.batch import RankShard
 from primeslurm.wire.batches.frames import Frame

@@ -9,8 +9,7 @@ import torch
 
 from benchmarks.agreement import attempt, differences
 from primeslurm.recipe.sections.losses import DppoLoss
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.loss import Targets, from_recipe
+from primeslurm.trainer.components.loss import Documents, Targets, from_recipe
 
 
 def test_mismatch_kl_is_the_metric_of_training() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from primeslurm.base.paths import shipped
-from primeslurm.node.head import run_metrics
-from primeslurm.node.head.run_metrics import labelled
+from primeslurm.node.head import exporter
+from primeslurm.node.head.exporter import labelled
 from tests.unit.project.test_metrics_page import emitted
 
 DASHBOARD: dict[str, Any] = json.loads(shipped("templates/grafana.json").read_text())
@@ -24,9 +24,7 @@ OF_VLLM = re.compile(r"\bvllm:\w+")
 
 def exposed() -> set[str]:
     """Return the names that the head exposes, besides those of metrics that only some runs have."""
-    added = {
-        value for value in vars(run_metrics).values() if isinstance(value, str) and value.startswith("primeslurm_")
-    }
+    added = {value for value in vars(exporter).values() if isinstance(value, str) and value.startswith("primeslurm_")}
     return added | {labelled(name.replace("*", "x"))[0] for name in emitted()} | {labelled("words/reward")[0]}
 
 

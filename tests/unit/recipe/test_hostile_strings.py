@@ -23,8 +23,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, merge
-from primeslurm.slurm.render import exports, render
-from primeslurm.slurm.sbatch_options import sbatch_lines
+from primeslurm.slurm.render import exports, render, sbatch_lines
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support import model_strings
 from tests.support.recipes import recipe_data, site

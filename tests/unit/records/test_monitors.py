@@ -14,7 +14,7 @@ import pytest
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.base.files import write_json
 from primeslurm.records.metrics import MetricsLog, rows
-from primeslurm.records.monitors import MlflowMonitor, MonitorError
+from primeslurm.records.monitors import MlflowMonitor
 from tests.unit.records.test_metrics import FakeWandb, recipe
 
 OPTIONS = {"experiment": "e", "tracking_uri": "http://mlflow:5000"}
@@ -172,7 +172,7 @@ def test_server_that_returns_gets_the_next_rows(server: FakeServer, tmp_path: Pa
 
 def test_missing_package_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(MonitorError, match="mlflow-skinny") as raised:
+    with pytest.raises(PrimeslurmError, match="mlflow-skinny") as raised:
         log_of(tmp_path)
     assert isinstance(raised.value, PrimeslurmError)
 

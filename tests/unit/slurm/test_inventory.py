@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.base.errors import ClusterError
-from primeslurm.cli.views.doctor import difference_lines
+from primeslurm.cli.verbs.doctor import difference_lines
 from primeslurm.node.preflight import installed
 from primeslurm.recipe import Site
 from primeslurm.slurm import inventory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.base import files
-from primeslurm.wire.stored import checkpoint_retention, checkpoints
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.stored.checkpoints import COMMITTED, NEWEST, NotVisibleError
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
@@ -90,7 +90,7 @@ def test_newest_is_found_without_a_listing(run: Path) -> None:
     storage.fail = rule
     with storage.installed():
         assert checkpoints.set_damaged_aside(run, 7) == checkpoints.newest_whole(run) == checkpoints.newest(run) == 80
-        assert checkpoint_retention.prune(run, 1) in ([], [76])
+        assert checkpoints.prune(run, 1) in ([], [76])
     assert {"step_000078", "step_000080"} <= set(names(run))
 
 
@@ -160,7 +160,7 @@ def test_pruning_with_an_incomplete_listing_keeps_checkpoints(run: Path) -> None
     for missed in ("step_000076", "step_000078", "step_000080"):
         storage = FaultyStorage(run, hidden={missed})
         with storage.installed():
-            assert checkpoint_retention.prune(run, 2) in ([], [76])
+            assert checkpoints.prune(run, 2) in ([], [76])
         assert {"step_000078", "step_000080"} <= set(names(run))
 
 
@@ -169,15 +169,15 @@ def test_checkpoint_with_a_late_commit_is_kept(run: Path) -> None:
     hidden = once(errno.ENOENT, operations=("open",), names="step_000078/COMMITTED")
     storage.fail = hidden
     with storage.installed():
-        assert checkpoint_retention.prune(run, 2) == []
-        assert checkpoint_retention.prune(run, 2) == [76]
+        assert checkpoints.prune(run, 2) == []
+        assert checkpoints.prune(run, 2) == [76]
     assert names(run) == [NEWEST, "step_000078", "step_000080"]
 
 
 def test_needed_steps_are_kept_without_a_visible_commit(run: Path) -> None:
     unseen = FaultyStorage(run, lambda o, path: errno.ENOENT if path.startswith("checkpoints/step_000076/") else None)
     with unseen.installed():
-        assert checkpoint_retention.prune(run, 1, {76}) == [78]
+        assert checkpoints.prune(run, 1, {76}) == [78]
     assert checkpoints.committed(run) == [76, 80]
 
 

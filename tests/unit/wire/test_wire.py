@@ -28,7 +28,7 @@ from primeslurm.records.events import decode
 from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
-from primeslurm.trainer.loops.prefetch import Prefetch
+from primeslurm.trainer.loops.rl import Prefetch
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.batch import Batch, BatchInfo, RankShard, Row
 from primeslurm.wire.batches.frames import Frame, IncomingArrays, assembled, from_frames, to_frames
@@ -38,7 +38,7 @@ from primeslurm.wire.link import orchestrator_link
 from primeslurm.wire.link.messages import Answer, GetBatch, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
-from primeslurm.wire.stored import checkpoint_retention, checkpoints
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import curve
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
@@ -225,7 +225,7 @@ def test_pruning_keeps_newest_and_unfinished_checkpoints(tmp_path: Path) -> None
         save(tmp_path, step)
     save(tmp_path, 12, committed=False)
     save(tmp_path, 20, committed=False)
-    assert checkpoint_retention.prune(tmp_path, keep=2) == [5, 12]
+    assert checkpoints.prune(tmp_path, keep=2) == [5, 12]
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["NEWEST", "step_000010", "step_000015", "step_000020"]
 
@@ -245,7 +245,7 @@ prune(Path(sys.argv[1]), 1, set())
 
 @pytest.mark.parametrize(
     ("make", "store", "directory"),
-    [(publish, filesystem, filesystem.version_dir), (save, checkpoint_retention, checkpoints.step_dir)],
+    [(publish, filesystem, filesystem.version_dir), (save, checkpoints, checkpoints.step_dir)],
     ids=["policies", "checkpoints"],
 )
 def test_interrupted_deletion_is_completed(

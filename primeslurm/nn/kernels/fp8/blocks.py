@@ -47,7 +47,7 @@ class Quantized:
     def transposed(self) -> Quantized:
         """Return the quantized transpose, for square blocks. It equals the quantization of the transposed matrix."""
         if self.data.is_cuda:
-            return Quantized(_weight_kernel().transpose(self.data), self.scales.mT.contiguous(), self.block)
+            return Quantized(_kernel().transpose(self.data), self.scales.mT.contiguous(), self.block)
         return Quantized(self.data.mT.contiguous(), self.scales.mT.contiguous(), self.block)
 
 
@@ -55,16 +55,11 @@ class Quantized:
 class Groups:
     """A layout of rows sorted by group, padded so that every group begins and ends at a multiple of BLOCK."""
 
-    sizes: list[int]
-    """Number of rows of each group, including padding."""
-    bounds: torch.Tensor
-    """Begin of each group and end of the last one, in padded rows [groups + 1] int32."""
-    places: torch.Tensor
-    """Padded row of each row [rows] int64."""
-    sources: torch.Tensor
-    """Source row of each padded row [padded rows] int32, -1 for padding."""
-    owners: torch.Tensor
-    """Group of each padded row [padded rows] int32, -1 for padding."""
+    sizes: list[int]  # number of rows of each group, including padding
+    bounds: torch.Tensor  # begin of each group and end of the last one, in padded rows [groups + 1] int32
+    places: torch.Tensor  # padded row of each row [rows] int64
+    sources: torch.Tensor  # source row of each padded row [padded rows] int32, -1 for padding
+    owners: torch.Tensor  # group of each padded row [padded rows] int32, -1 for padding
 
     @classmethod
     @functools.lru_cache(maxsize=1)
@@ -134,7 +129,7 @@ def scales_of(amax: torch.Tensor) -> torch.Tensor:
 def amax_of_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the amax [..., n / BLOCK, k / BLOCK] of a matrix [..., n, k] of whole blocks, rounded to a dtype."""
     if matrix.is_cuda:
-        amax: torch.Tensor = _weight_kernel().amax_of_blocks(matrix)
+        amax: torch.Tensor = _kernel().amax_of_blocks(matrix)
     else:
         amax = matrix.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).abs().amax((-3, -1))
     return amax.to(dtype).float()
@@ -143,7 +138,7 @@ def amax_of_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the FP8 data of a matrix [..., n, k], rounded to a dtype, for scales [..., n / BLOCK, k / BLOCK]."""
     if matrix.is_cuda:
-        data: torch.Tensor = _weight_kernel().encode_blocks(matrix, scales, dtype)
+        data: torch.Tensor = _kernel().encode_blocks(matrix, scales, dtype)
         return data
     blocks = matrix.to(dtype).float().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     values = blocks * scales.reciprocal()[..., :, None, :, None]
@@ -200,9 +195,3 @@ def _kernel() -> Any:
     from primeslurm.nn.kernels.fp8 import block_kernel
 
     return block_kernel
-
-
-def _weight_kernel() -> Any:
-    from primeslurm.nn.kernels.fp8 import weight_kernel
-
-    return weight_kernel
