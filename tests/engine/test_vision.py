@@ -89,6 +89,26 @@ def assert_sampled_by(rollout: Rollout, model: Path, tokenizer: Path) -> None:
     np.testing.assert_allclose(rollout.logprobs[rollout.mask], np.array(seen)[rollout.mask], atol=1e-4)
 
 
+async def test_trained_encoder_encodes_images_again_after_an_update(
+    engine_forks: EngineForks, open_router: StartRouter, tmp_path: Path
+) -> None:
+    models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
+    server = engine_forks.start(tiny_engine(models[0], vllm_extra=FEW), {})
+    try:
+        server.wait("/primeslurm/status")
+        client = EngineClient(
+            lambda: server.url, str(models[0]), retry_s=0.1, status_timeout_s=STATUS_S, trains_encoder=True
+        )
+        await client.apply(PolicyVersion(0, str(models[0])), timeout_s=600)
+        router = open_router([server])
+        router.wait("/health")
+        assert_sampled_by(await look(router, models[0], tmp_path / "images"), models[0], models[0])
+        await client.apply(PolicyVersion(1, str(publish(models[1], tmp_path, 1))), timeout_s=600)
+        assert_sampled_by(await look(router, models[0], tmp_path / "images"), models[1], models[0])
+    finally:
+        server.stop()
+
+
 async def test_prefill_engine_encodes_images_for_decode_engine(
     engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
 ) -> None:
@@ -109,23 +129,18 @@ async def test_prefill_engine_encodes_images_for_decode_engine(
 
 
 async def test_updated_engine_agrees_with_the_trainer_on_text_and_images(
-    engine_forks: EngineForks, open_router: StartRouter, world: World, tmp_path: Path
+    engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, world: World, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
+    policy = PolicyVersion(1, str(publish(models[1], tmp_path, 1)))
     server = engine_forks.start(tiny_engine(models[0], vllm_extra=FEW), {})
     try:
         server.wait("/primeslurm/status")
-        client = EngineClient(
-            lambda: server.url, str(models[0]), retry_s=0.1, status_timeout_s=STATUS_S, trains_encoder=True
-        )
-        await client.apply(PolicyVersion(0, str(models[0])), timeout_s=600)
+        await client(server).apply(policy, timeout_s=600)
+        answer = generate(server.url, PROMPT, 16, temperature=1.0, seed=5)
         router = open_router([server])
         router.wait("/health")
-        assert_sampled_by(await look(router, models[0], tmp_path / "images"), models[0], models[0])
-        await client.apply(PolicyVersion(1, str(publish(models[1], tmp_path, 1))), timeout_s=600)
-        # The trained encoder encodes the image again.
         rollout = await look(router, models[0], tmp_path / "images")
-        answer = generate(server.url, PROMPT, 16, temperature=1.0, seed=5)
     finally:
         server.stop()
     expected = reference_logprobs(models[1], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
