@@ -9,6 +9,8 @@ rm -f .coverage .coverage.*
 if [[ -n ${CI:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
   scripts/test_programs.sh || echo "warning: programs that some tests need are not installed; these tests are skipped" >&2
 fi
+# Compile once what hundreds of processes import, as none of them does so if PYTHONDONTWRITEBYTECODE is set.
+python -m compileall -q benchmarks primeslurm scripts tests
 # Coverage also measures the processes that tests start.
 export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
 

@@ -23,7 +23,7 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model
 from tests.support.browser import DRAWN, SCREENSHOTS, Browser, dashboard, needs_chromium, start_chromium
-from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
+from tests.support.runs import Demo, Status, check_learning, events_of, process, trained_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -39,8 +39,7 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
     teacher = f"teacher={{type: engines, path: {model}, dtype: float32, gpus_per_node: 1}}"
     loss = "trainer.loss={type: dppo, ref_kl: 0.01}"
     settings = ("weights.transport=nccl", teacher, loss)
-    words = [word for setting in settings for word in ("--set", setting)]
-    run = demo.submit("reverse_text_replicas.yaml", "--name", "lora", *words)
+    run = demo.submit("reverse_text_replicas.yaml", *(word for setting in settings for word in ("--set", setting)))
     before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
     victim = process(before, "engine-r1-0")
     for pid in (victim["pid"], process(before, "teacher-0")["pid"]):
@@ -61,9 +60,11 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
     assert [attempt.number for attempt in run.attempts()] == [1]
 
 
-def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
+@pytest.fixture(scope="module")
+def resumed(demo: Demo) -> tuple[RunDirectory, Status]:
+    """Return a P/D run that was cancelled, resumed and has completed, and its status after the cancellation."""
     files = set(Path(tempfile.gettempdir()).iterdir())
-    run = demo.submit("reverse_text.yaml", "--set", EVALUATION)
+    run = demo.submit("reverse_text.yaml", "--name", "resumed", "--set", EVALUATION)
     status = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     pids = [p["pid"] for p in status["processes"] if p["pid"]]
     assert len(pids) == 7
@@ -76,9 +77,14 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     assert [path for path in set(Path(tempfile.gettempdir()).iterdir()) - files if run.run_id in path.name] == []
     assert names_of(shared) == {}
 
-    resumed = demo.command("resume", str(run.path), "--json")
-    assert resumed.returncode == 0, resumed.stderr
+    again = demo.command("resume", str(run.path), "--json")
+    assert again.returncode == 0, again.stderr
     demo.finish(run)
+    return run, cancelled
+
+
+def test_prefill_decode_run_learns_across_a_cancellation(resumed: tuple[RunDirectory, Status]) -> None:
+    run, cancelled = resumed
     check_learning(run, STEPS)
     resumed_steps = [step for attempt, step in trained_steps(run) if attempt == 2]
     assert resumed_steps == list(range(cancelled["committed_step"] + 1, STEPS + 1))
@@ -95,15 +101,6 @@ def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     results = [record.result("held-out") for record in records]
     assert all(each and (each.examples, each.samples, each.failed) == (8, 2, 0) for each in results)
     assert [row["step"] for row in table if "eval/held-out/reward_mean" in row] == evaluated_at
-
-    done = demo.command("eval", str(run.path), "--site", str(demo.site), "--json")
-    assert done.returncode == 0, done.stderr
-    again = RunDirectory(Path(json.loads(done.stdout)["directory"]))
-    demo.finish(again)
-    (record,) = evaluations(again.path)
-    result = record.result("held-out")
-    assert result and (result.examples, result.samples, result.failed) == (8, 2, 0), "the policy that the run has made"
-    assert {process["role"] for process in demo.status(again)["processes"]}.isdisjoint({"trainer", "teacher"})
 
 
 @pytest.mark.campaign
@@ -135,14 +132,13 @@ def test_lora_run_sends_only_its_adapter(demo: Demo, tmp_path: Path) -> None:
 
 
 @needs_chromium
-def test_dashboard_shows_a_finished_run(demo: Demo) -> None:
-    demo.finish(demo.submit("reverse_text.yaml", "--name", "shown", "--set", "max_steps=6", "--set", EVALUATION))
+def test_dashboard_shows_a_finished_run(demo: Demo, resumed: tuple[RunDirectory, Status]) -> None:
     with dashboard(demo.runs) as address, start_chromium() as chromium:
         browser = Browser(chromium)
         browser.open(address)
-        browser.open_run("shown")
+        browser.open_run(resumed[0].path.name)
         expect(browser.page.locator(".title .badge").first).to_have_text("completed")
-        browser.shows("step 6 of 6")
+        browser.shows(f"step {STEPS} of {STEPS}")
         browser.until(DRAWN)
         browser.screenshot(SCREENSHOTS / "finished-curves.png")
         browser.open_tab("Rollouts")
@@ -162,3 +158,14 @@ def test_dashboard_shows_a_finished_run(demo: Demo) -> None:
         browser.screenshot(SCREENSHOTS / "finished-evaluations-dark.png")
         browser.check_page()
         browser.check_privacy(address.partition("?")[0])
+
+
+def test_policy_of_a_finished_run_is_evaluated_again(demo: Demo, resumed: tuple[RunDirectory, Status]) -> None:
+    done = demo.command("eval", str(resumed[0].path), "--site", str(demo.site), "--json")
+    assert done.returncode == 0, done.stderr
+    again = RunDirectory(Path(json.loads(done.stdout)["directory"]))
+    demo.finish(again)
+    (record,) = evaluations(again.path)
+    result = record.result("held-out")
+    assert result and (result.examples, result.samples, result.failed) == (8, 2, 0), "the policy that the run has made"
+    assert {process["role"] for process in demo.status(again)["processes"]}.isdisjoint({"trainer", "teacher"})

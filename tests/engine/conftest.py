@@ -79,6 +79,15 @@ def start_engine(engine_forks: EngineForks, model: Path) -> Iterator[StartEngine
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def engine(engine_forks: EngineForks, model: Path) -> Iterator[Server]:
+    """Yield the engine of tests that need no other options. Each updates it to version numbers of its own."""
+    server = engine_forks.start(tiny_engine(model))
+    server.wait("/primeslurm/status")
+    yield server
+    server.stop()
+
+
 @pytest.fixture
 def open_router(model: Path, tmp_path: Path) -> Iterator[StartRouter]:
     """Return a function that starts a router, which listens once its engines are open."""

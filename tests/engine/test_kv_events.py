@@ -203,7 +203,9 @@ class Rollouts:
         return prompts
 
 
-@pytest.mark.parametrize("roles", [("engine", "engine"), ("prefill", "prefill", "decode")])
+@pytest.mark.parametrize(
+    "roles", [("engine", "engine"), pytest.param(("prefill", "prefill", "decode"), marks=pytest.mark.campaign)]
+)
 async def test_rollouts_go_to_the_engine_that_has_their_prefix_of_their_policy(
     start_replica: Callable[..., Replica],
     client: ConnectEngine,

@@ -9,17 +9,18 @@ import pytest
 
 from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, GAUGES, LoadWindow, scrape
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from tests.engine.conftest import ConnectEngine, StartEngine
+from tests.engine.conftest import ConnectEngine
 from tests.support.generate import generate
+from tests.support.models import publish
+from tests.support.processes import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 
 ONLY_IF_USED = {"external_queries", "external_hits", "drafted", "accepted"}
 
 
-async def test_the_load_of_a_real_engine(start_engine: StartEngine, client: ConnectEngine, model: Path) -> None:
-    engine = start_engine()
-    await client(engine).apply(PolicyVersion(0, str(model)), timeout_s=600)
+async def test_the_load_of_a_real_engine(engine: Server, client: ConnectEngine, model: Path, tmp_path: Path) -> None:
+    await client(engine).apply(PolicyVersion(20, str(publish(model, tmp_path, 20))), timeout_s=600)
     window = LoadWindow()
     async with httpx.AsyncClient() as http:
         for now in (0.0, 10.0):

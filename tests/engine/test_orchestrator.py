@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
+import psutil
 import pytest
 
 from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.recipe import Recipe
+from primeslurm.wire.transport import secret
 from tests.engine.conftest import StartEngine, StartRouter
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish, reference_logprobs
@@ -18,14 +23,15 @@ from tests.support.processes import EngineForks, Server
 from tests.support.recipes import recipe_data
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 
 
-@pytest.fixture
-def teacher(engine_forks: EngineForks, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
+@pytest.fixture(scope="module")
+def teacher(engine_forks: EngineForks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Server]]:
     """Start a teacher as a plan would: another model, with its tokenizer, that reads 16 tokens at a time."""
-    directory = make_model(tmp_path / "teacher", seed=99)
+    directory = make_model(tmp_path_factory.mktemp("teacher"), seed=99)
     settings = {"type": "engines", "path": str(directory), "dtype": "float32", "kv_cache_bytes": 2**24}
     settings |= {"max_num_batched_tokens": 16, "vllm_extra": {"max_num_seqs": 8}}
     recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=settings))
@@ -78,6 +84,21 @@ def test_trained_tokens_are_what_the_engines_sampled(
             teachers = np.array(reference_logprobs(teacher_model, row.token_ids[start:end].tolist()))[trained[1:]]
             assert np.abs(teachers - row.ref_logprobs[start:end][trained]).max(initial=0) < 1e-4
             assert not row.ref_logprobs[start:end][~trained].any()
+
+
+def test_stopped_core_of_a_teacher_is_detected(teacher: tuple[Path, Server]) -> None:
+    """A teacher's command has the probe route, although its weights are never updated."""
+    _, engine = teacher
+    cores = [child.pid for child in psutil.Process(engine.pid).children() if "EngineCore" in child.name()]
+    assert len(cores) == 1
+    os.kill(cores[0], signal.SIGSTOP)
+    try:
+        wait_until(lambda: engine.status_code() == 504, poll_s=0.5)
+        refused = httpx.post(f"{engine.url}/v1/completions", json={}, headers=secret.header())
+        assert refused.status_code == 503 and refused.json()["error"].startswith("unresponsive")
+    finally:
+        os.kill(cores[0], signal.SIGCONT)
+    wait_until(lambda: engine.status_code() == 200, poll_s=0.5)
 
 
 def documents(positions: np.ndarray) -> list[tuple[int, int]]:

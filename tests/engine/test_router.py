@@ -14,14 +14,14 @@ from primeslurm.recipe.sections.routers import VllmRouter
 from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
 from tests.support.generate import generate, generate_with_retries, metric, spans, tokens
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
-from tests.support.models import make_model, publish
+from tests.support.models import check_sampled_by, make_model, publish
 from tests.support.waiting import wait_until_async
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
-async def test_restarted_engine_serves_only_the_current_policy(
+async def test_every_policy_serves_and_a_restarted_engine_only_the_current_version(
     start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
 ) -> None:
     engines = [start_engine(), start_engine()]
@@ -29,6 +29,13 @@ async def test_restarted_engine_serves_only_the_current_policy(
     router = open_router(engines=engines)  # started while both are closed
     await asyncio.gather(*(client(engine).apply(policy, 600) for engine in engines))
     router.wait("/health")
+    for balancing in get_args(VllmRouter.model_fields["policy"].annotation):
+        if balancing == "kv_aware":
+            continue  # test_kv_events.py
+        other = open_router(engines=engines, policy=balancing)
+        other.wait("/health", timeout_s=600)
+        assert len(tokens(generate(other.url, PROMPT, 2, session="s"))) == 2
+        other.stop()
 
     by_session = {f"s{i}": set() for i in range(12)}
     for session, served_by in by_session.items():
@@ -61,19 +68,19 @@ async def test_restarted_engine_serves_only_the_current_policy(
 async def test_prefill_and_decode_engines_answer_as_one(
     start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
-    plain, prefill, decode = start_engine(), start_engine("prefill"), start_engine("decode")
-    everyone = (plain, prefill, decode)
+    prefill, decode = pair = start_engine("prefill"), start_engine("decode")
     router = open_router(prefill=[prefill], decode=[decode])  # started while both are closed
     await asyncio.sleep(1)
     assert router.status_code("/liveness") is None  # the router does not listen before its engines are open
     prompts = [[3 + (i * k) % 40 for i in range(1, 90)] for k in (1, 3, 7)]
     for version in (0, 1):
-        path = model if version == 0 else publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)
-        await asyncio.gather(*(client(engine).apply(PolicyVersion(version, str(path)), 600) for engine in everyone))
+        weights = model if version == 0 else make_model(tmp_path / "m", seed=1)
+        path = model if version == 0 else publish(weights, tmp_path, 1)
+        await asyncio.gather(*(client(engine).apply(PolicyVersion(version, str(path)), 600) for engine in pair))
         generate_with_retries(router.url, PROMPT, 4, session="warm-up")
         for prompt in prompts:
             through = generate(router.url, prompt, 16, salt=f"v{version}", session="s")
-            assert tokens(through) == tokens(generate(plain.url, prompt, 16, salt=f"v{version}"))
+            check_sampled_by(weights, prompt, through)
             assert spans(through) == [(version, 0, 16)]
     assert metric(decode.url, "vllm:nixl_bytes_transferred_count") >= 6
 
@@ -90,17 +97,3 @@ async def test_prefill_and_decode_engines_answer_as_one(
     assert metric(restarted.url, "vllm:request_success_total") == 0
     await client(restarted).apply(policy, 600)
     assert spans(generate_with_retries(router.url, PROMPT, 4, session="s")) == [(2, 0, 4)]
-
-
-async def test_every_policy_serves(
-    start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, model: Path
-) -> None:
-    engines = [start_engine(), start_engine()]
-    for engine in engines:
-        await client(engine).apply(PolicyVersion(0, str(model)), 600)
-    for policy in get_args(VllmRouter.model_fields["policy"].annotation):
-        if policy == "kv_aware":
-            continue  # test_kv_events.py
-        router = open_router(engines=engines, policy=policy)
-        router.wait("/health", timeout_s=600)
-        assert len(tokens(generate(router.url, PROMPT, 2, session="s"))) == 2

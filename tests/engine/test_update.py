@@ -47,12 +47,6 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return sources | {-1: run_dir}
 
 
-@pytest.fixture(scope="module")
-def engine(start_engine: StartEngine) -> Server:
-    """Yield one engine for the module. Every test updates it to the version that it needs."""
-    return start_engine()
-
-
 @pytest.fixture
 def policy(policies: dict[int, Path]) -> PolicyOf:
     """Return a function that returns the policy of a version."""
@@ -64,18 +58,18 @@ async def test_pending_requests_continue_with_the_new_policy(
 ) -> None:
     control = client(engine)
     await control.apply(policy(1), timeout_s=600)
-    requests = [asyncio.to_thread(generate, engine.url, PROMPT, 1500) for _ in range(4)]
+    requests = [asyncio.to_thread(generate, engine.url, PROMPT, 1000) for _ in range(4)]
     running = asyncio.gather(*requests)
     while metric(engine.url, "vllm:num_requests_running") < 4:
         await asyncio.sleep(0.02)
     begun = metric(engine.url, "vllm:generation_tokens_total")
-    while metric(engine.url, "vllm:generation_tokens_total") < begun + 400:
+    while metric(engine.url, "vllm:generation_tokens_total") < begun + 100:
         await asyncio.sleep(0.02)
     assert await control.apply(policy(2), timeout_s=600) is Step.UPDATE
     for answer in await running:
         (old, start, boundary), (new, _, end) = spans(answer)
-        assert (old, new, start, end) == (1, 2, 0, 1500)
-        assert tokens(answer) == [token_id("a")] * boundary + [token_id("b")] * (1500 - boundary)
+        assert (old, new, start, end) == (1, 2, 0, 1000)
+        assert tokens(answer) == [token_id("a")] * boundary + [token_id("b")] * (1000 - boundary)
     assert metric(engine.url, "vllm:num_preemptions_total") == 0
 
 

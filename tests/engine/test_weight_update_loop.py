@@ -46,10 +46,11 @@ def port(server: Server) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-async def test_engines_reach_and_keep_the_wanted_policy(
+async def test_engines_reach_and_keep_the_wanted_policy_or_are_ended(
     start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     servers = {"a": start_engine(), "b": start_engine()}
+    second = PolicyVersion(2, str(publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2)))
     hooks: list[tuple[str, int]] = []
 
     async def before(version: int) -> None:
@@ -78,7 +79,7 @@ async def test_engines_reach_and_keep_the_wanted_policy(
 
         servers["b"].kill()
         await reaches(loop, "b", "DOWN")
-        await loop.want(PolicyVersion(2, str(publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2))))
+        await loop.want(second)
         await loop.wait_for(2, timeout_s=600)  # the dead engine delays nobody
         servers["b"] = start_engine(http=port(servers["b"]))
         await reaches(loop, "b", "CURRENT")
@@ -86,35 +87,30 @@ async def test_engines_reach_and_keep_the_wanted_policy(
     events = (tmp_path / "events" / "orchestrator.jsonl").read_text()
     assert events.count('"engine_updated"') == 6  # two at 0, two at 1, a at 2, b at 2
 
-
-async def test_engine_that_cannot_load_a_policy_is_ended(
-    start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
-) -> None:
-    server = start_engine()
-    async with running(WeightUpdateLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, poll_s=0.2)) as loop:
-        await loop.want(PolicyVersion(0, str(model)))
-        await loop.wait_for(0, timeout_s=600)
+    async with running(WeightUpdateLoop({"b": client(servers["b"])}, Journal(tmp_path, "o"), 30, poll_s=0.2)) as loop:
+        await loop.want(second)
+        await loop.wait_for(2, timeout_s=600)
         # The engine refuses another version at once. It would wait for a directory that it does not see yet.
-        mislabelled = publish(model, tmp_path, 2)
-        await loop.want(PolicyVersion(1, str(mislabelled)))
-        assert await asyncio.to_thread(server.wait_gone, 600)
-        await reaches(loop, "a", "DOWN")
+        mislabelled = publish(model, tmp_path, 4)
+        await loop.want(PolicyVersion(3, str(mislabelled)))
+        assert await asyncio.to_thread(servers["b"].wait_gone, 600)
+        await reaches(loop, "b", "DOWN")
         with pytest.raises(TimeoutError):
-            await loop.wait_for(1, timeout_s=0.5)
-        assert loop.current_version == 0
+            await loop.wait_for(3, timeout_s=0.5)
+        assert loop.current_version == 2
+
+    await check_that_the_update_of_a_hanging_engine_times_out(servers["a"], client, model, tmp_path)
 
 
-async def test_update_of_a_hanging_engine_times_out(
-    start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
+async def check_that_the_update_of_a_hanging_engine_times_out(
+    server: Server, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
-    server = start_engine()
     control = client(server)
-    await control.apply(PolicyVersion(0, str(model)), timeout_s=600)
     core = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     os.kill(core, signal.SIGSTOP)  # the engine core hangs, its HTTP server answers
-    first = PolicyVersion(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
+    policy = PolicyVersion(5, str(publish(model, tmp_path, 5)))
     with pytest.raises(EngineUpdateError, match="took longer than 1 s"):
-        await control.apply(first, timeout_s=1)
+        await control.apply(policy, timeout_s=1)
     os.kill(server.pid, signal.SIGSTOP)  # nothing answers
     with pytest.raises(EngineDownError):
         await EngineClient(lambda: server.url, str(model), status_timeout_s=0.5).status()

@@ -9,19 +9,23 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import verifiers.v1 as vf
 from pydantic import ValidationError
-from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import (
-    default_harness_id,
-    env_config_type,
-    harness_class,
-    harness_config_type,
-    load_environment,
-    taskset_config_type,
-)
 
 from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.imports import uncollected
+
+with uncollected():  # before the modules of this package, which also import verifiers
+    import verifiers.v1 as vf
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import (
+        default_harness_id,
+        env_config_type,
+        harness_class,
+        harness_config_type,
+        load_environment,
+        taskset_config_type,
+    )
+
 from primeslurm.orchestrator.environments import load_errors
 from primeslurm.orchestrator.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.recipe.rules.sandboxes import (

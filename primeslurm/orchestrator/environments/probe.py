@@ -29,6 +29,8 @@ from primeslurm.base.model_files import model_directory
 from primeslurm.base.parent_death import end_with_parent
 from primeslurm.base.paths import is_file
 from primeslurm.base.units import count
+from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.environments import checks, load_errors
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
 from primeslurm.wire.probe_messages import (
@@ -40,10 +42,6 @@ from primeslurm.wire.probe_messages import (
     decoded,
     encoded,
 )
-
-with uncollected():
-    from primeslurm.orchestrator import environments
-    from primeslurm.orchestrator.environments import checks, load_errors
 
 T = TypeVar("T", bound=msgspec.Struct)
 # Most tasks of a local file that are read.

@@ -14,10 +14,13 @@ import pytest
 import yaml
 
 from primeslurm.api.checks.environments import environment_problems
-from primeslurm.plan.checks.environments import Interpreter, probe_environments
+from primeslurm.base.errors import Violation
+from primeslurm.plan.checks.environments import Interpreter, ProbeReport, probe_environments
+from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
+from primeslurm.wire.probe_messages import UNKNOWN
 from scripts.models import tiny_model
 from tests.support.cli import ROOT, Result, primeslurm
 from tests.support.recipes import recipe_data
@@ -114,7 +117,8 @@ def test_all_environments_that_do_not_load_are_reported(place: Path) -> None:
 def test_submit_refuses_an_environment_that_is_not_installed(place: Path) -> None:
     result = run(place, "submit", [{"id": "fine-words"}, {"id": "gsm8k-tools"}], "--local")
     assert (result.code, result.out) == (2, "")
-    assert "environments.1.id = gsm8k-tools: no such environment" in result.err
+    why = "no such environment: the module gsm8k_tools cannot be imported (install it (`pip install -e DIRECTORY`)"
+    assert f"environments.1.id = gsm8k-tools: {why}" in result.err
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
 
 
@@ -126,25 +130,13 @@ def test_software_missing_on_this_host_is_a_warning(place: Path) -> None:
     assert "note: environments.0.runtime = podman: each rollout installs harness bash in its container" in result.err
 
 
-ELSEWHERE: list[tuple[dict[str, Any], str]] = [
-    ({"python": "/elsewhere/bin/python"}, "/elsewhere/bin/python is not on this host"),
-    ({"slurm": {"container": {"type": "pyxis", "image": "i"}}}, "jobs run in a container image"),
-    (
-        {"python": "/usr/bin/python3", "prologue": ["source x"]},
-        "/usr/bin/python3 has no verifiers without the site's modules and prologue",
-    ),
-]
-
-
-@pytest.mark.parametrize(("site", "why"), ELSEWHERE)
-def test_data_is_read_with_this_python_if_that_of_jobs_cannot_be_used(
-    place: Path, site: dict[str, Any], why: str
-) -> None:
-    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, **site}))
+def test_data_is_read_with_this_python_if_that_of_jobs_cannot_be_used(place: Path) -> None:
+    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/elsewhere/bin/python"}))
     rows = place / "rows.jsonl"
     rows.write_text('{"question": "2 + 3?", "anser": "5"}\n')
     result = run(place, "check", [{"id": "math-problems", "args": {"path": str(rows)}}, {"id": "not-here"}])
     assert result.code == 0, result.err
+    why = "/elsewhere/bin/python is not on this host"
     assert f"note: environments: checked with {sys.executable}, because {why}; the nodes load them and" in result.err
     later = "; the nodes are checked when the job starts"
     warnings = [line for line in result.err.splitlines() if line.startswith("warning: environments.")]
@@ -152,8 +144,40 @@ def test_data_is_read_with_this_python_if_that_of_jobs_cannot_be_used(
     assert "rows.jsonl, line 1: there is no answer, only question, anser" in result.err
 
 
+def problems_reported(
+    monkeypatch: pytest.MonkeyPatch, site: dict[str, Any], reports: dict[str, ProbeReport]
+) -> tuple[list[Violation], list[Finding]]:
+    """Return the problems of an environment, given the report of each Python that probes it."""
+    monkeypatch.setattr(
+        "primeslurm.api.checks.environments.probe_environments",
+        lambda environments, model, interpreter, **_: reports[interpreter.python],
+    )
+    recipe = Recipe.model_validate(recipe_data(environments=[{"id": "own-words"}]))
+    return environment_problems(recipe, Site.model_validate({**SITE, "runs": "/runs", **site}), local=False)
+
+
+JOBS = "/usr/bin/python3"
+ELSEWHERE: list[tuple[dict[str, Any], str]] = [
+    ({"python": "/elsewhere/bin/python"}, "/elsewhere/bin/python is not on this host"),
+    ({"slurm": {"container": {"type": "pyxis", "image": "i"}}}, "jobs run in a container image"),
+    ({"python": JOBS, "prologue": ["source x"]}, f"{JOBS} has no verifiers without the site's modules and prologue"),
+]
+
+
+@pytest.mark.parametrize(("site", "why"), ELSEWHERE)
+def test_problems_that_this_python_finds_for_that_of_jobs_are_warnings(
+    monkeypatch: pytest.MonkeyPatch, site: dict[str, Any], why: str
+) -> None:
+    unreadable = Violation("environments.0.id", "own-words", "its first task cannot be read")
+    reports = {JOBS: ProbeReport(missing_package="verifiers"), sys.executable: ProbeReport((unreadable,))}
+    problems, (warning, note) = problems_reported(monkeypatch, site, reports)
+    assert not problems and (warning.level, note.level) == ("warning", "note")
+    assert str(warning.text).startswith("its first task cannot be read; the nodes are checked when the job starts")
+    assert str(note.text).startswith(f"checked with {sys.executable}, because {why}; the nodes load them and")
+
+
 def test_environments_that_no_python_here_can_load_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")  # has no verifiers
+    monkeypatch.setattr(sys, "executable", JOBS)  # has no verifiers
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     site = Site.model_validate({**SITE, "runs": "/runs", "python": "/elsewhere/bin/python"})
     problems, (note,) = environment_problems(
@@ -199,13 +223,16 @@ def test_files_of_environments_are_removed(tmp_path: Path, monkeypatch: pytest.M
     other.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(other))
     monkeypatch.setenv("TMPDIR", str(other))
-    interpreter = Interpreter(sys.executable, {"PYTHONPATH": f"{ROOT}:{PACKAGES}"})
+    python = tmp_path / "python"  # loads no environment, which would take seconds
+    python.write_text('#!/bin/sh\ntouch "$TMPDIR/left" && ls "$TMPDIR" >&2; exit 3\n')
+    python.chmod(0o755)
     made: list[Path] = []
     mkdtemp = tempfile.mkdtemp
     monkeypatch.setattr("tempfile.mkdtemp", lambda *args: made.append(Path(mkdtemp(*args))) or str(made[-1]))
     for tmp in (None, agents):
-        tried = probe_environments({"environments.0": Environment(id="ends-python")}, Model(path="m"), interpreter, tmp)
-        assert "exit code 3" in str(tried.violations[0])
+        interpreter = Interpreter(str(python), {})
+        tried = probe_environments({"environments.0": Environment(id="fine-words")}, Model(path="m"), interpreter, tmp)
+        assert "exit code 3: left" in str(tried.violations[0])
     assert [path.parent for path in made] == [other, agents]
     assert not any(agents.iterdir()) and not any(other.iterdir())
 
@@ -229,14 +256,13 @@ def test_model_without_tool_rendering_is_refused(place: Path) -> None:
     assert f"error: environments.2.harness = tool-use: {why}" in result.err
     assert f"error: environments.3.harness = bash: {why}" in result.err
     assert "name one that fits in model.renderer (a harness without tools, such as `harness: {id: chat}`" in result.err
-    assert run(place, "check", [*silent, *tools], "--local", "--set", "model.renderer=qwen3").code == 0
 
 
 def test_missing_renderer_is_reported_once(place: Path) -> None:
     (place / "model" / "config.json").write_text(json.dumps({"model_type": "afmoe", "max_position_embeddings": 8192}))
     tiny_model.tokenizer().save_pretrained(place / "model")
-    for verb, args in (("submit", ("--dry-run",)), ("check", ("--local",)), ("submit", ("--local",))):
-        result = run(place, verb, [{"id": "tool-use"}], *args)
+    for option in ("--dry-run", "--local"):
+        result = run(place, "submit", [{"id": "tool-use"}], option)
         assert (result.code, result.out) == (2, ""), result.err
         assert result.err.count("there is no renderer for model type afmoe") == 1, result.err
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
@@ -253,52 +279,39 @@ def test_unknown_renderer_options_are_refused(place: Path) -> None:
 @pytest.mark.parametrize(
     ("python_path", "expected"),
     [
-        (
-            "",
-            "(install it (`pip install -e DIRECTORY`); or `export PYTHONPATH=$PWD/mine`, with `pass_env: [PYTHONPATH",
-        ),
-        (":mine", "; relative entries of PYTHONPATH (mine) are not used)"),
+        ("/absolute", "; or `export PYTHONPATH=$PWD/mine`, with `pass_env: [PYTHONPATH]` in the recipe"),
+        ("/absolute:mine", "; relative entries of PYTHONPATH (mine) are not used"),
     ],
-    ids=["not set", "relative"],
+    ids=["absolute", "relative"],
 )
 def test_module_that_is_not_importable_gets_a_fix(
-    place: Path, monkeypatch: pytest.MonkeyPatch, python_path: str, expected: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_path: str, expected: str
 ) -> None:
-    (place / "mine").mkdir()
-    (place / "mine" / "own_words.py").touch()
-    monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{PACKAGES}{python_path}")
-    result = run(place, "check", [{"id": "own-words"}], "--local")
-    assert result.code == 2
-    assert "environments.0.id = own-words: no such environment: the module own_words cannot be imported " in result.err
-    assert expected in result.err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_words.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", python_path)
+    reports = {sys.executable: ProbeReport((Violation("environments.0.id", "own-words", UNKNOWN),))}
+    (problem,), _ = problems_reported(monkeypatch, {"python": sys.executable}, reports)
+    assert problem.why == "no such environment: the module own_words cannot be imported"
+    assert problem.fix.startswith("install it (`pip install -e DIRECTORY`)") and expected in problem.fix
 
 
-def test_all_lines_of_a_data_file_are_read(place: Path) -> None:
+def test_data_of_environments_and_evaluations_is_read(place: Path) -> None:
     lines = [json.dumps({"question": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(20)]
     (place / "good.jsonl").write_text("\n".join(lines))
     (place / "bad.jsonl").write_text("\n".join([*lines[:6], "no JSON", *lines[7:]]))
-    wanted = [{"id": "math-problems", "args": {"path": str(place / f"{name}.jsonl")}} for name in ("good", "bad")]
-    wanted = [each | {"name": f"e{i}"} for i, each in enumerate(wanted)]
-    result = run(place, "check", wanted)
+    good, bad = ({"id": "math-problems", "args": {"path": str(place / f"{name}.jsonl")}} for name in ("good", "bad"))
+    no_tasks = {"id": "harbor-local", "args": {"path": str(place)}, "harness": {"id": "bash"}}
+    evaluated = [
+        good | {"name": f"e{i}"} | number for i, number in enumerate(({"examples": 256}, {"examples": 20}, {}))
+    ]
+    evaluation = f"evaluation.environments={json.dumps(evaluated)}"
+    result = run(place, "check", [good | {"name": "good"}, bad | {"name": "bad"}, no_tasks], "--set", evaluation)
     assert result.code == 2
-    assert f"environments.1.args.path = {place / 'bad.jsonl'}: task 7 cannot be read" in result.err
-    assert f"{place / 'bad.jsonl'}, line 7" in result.err and "environments.0" not in result.err
-
-
-@pytest.mark.parametrize(("examples", "warned"), [({"examples": 256}, True), ({"examples": 20}, False), ({}, False)])
-def test_evaluation_with_too_few_tasks_is_a_warning(examples: dict[str, int], warned: bool, place: Path) -> None:
-    (place / "test.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n' * 20)
-    environment = {"id": "math-problems", "name": "held-out", "args": {"path": str(place / "test.jsonl")}}
-    recipe = recipe_data(
-        model={"path": str(place / "model")}, evaluation={"environments": [{**environment, **examples}]}
-    )
-    (place / "r.yaml").write_text(yaml.safe_dump(recipe))
-    result = primeslurm("check", "r.yaml", cwd=place)
-    assert ("environments.0.examples = 256: the file has 20 tasks" in result.err) is warned, result.err
-    assert result.code == 0
-
-
-def test_a_bundled_environment_needs_no_line_of_its_code(place: Path) -> None:
-    environment = {"id": "harbor-local", "args": {"path": str(place)}, "harness": {"id": "bash"}}
-    result = run(place, "check", [environment], "--local")
+    assert f"error: environments.1.args.path = {place / 'bad.jsonl'}: task 7 cannot be read" in result.err
+    assert f"{place / 'bad.jsonl'}, line 7" in result.err and ": environments.0" not in result.err
+    # It needs no line of a bundled environment's code.
     assert f"its first task cannot be read: there is no task (a directory with task.toml) in {place}\n" in result.err
+    assert "warning: evaluation.environments.0.examples = 256: the file has 20 tasks" in result.err
+    assert "evaluation.environments.1" not in result.err and "evaluation.environments.2" not in result.err

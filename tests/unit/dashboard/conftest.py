@@ -20,8 +20,11 @@ SECRET = "a-token"
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """Two runs: `r`, which has completed, and `s`, which is a bit shorter."""
-    directory = tmp_path / "runs"
+    return write_runs(tmp_path / "runs")
+
+
+def write_runs(directory: Path) -> Path:
+    """Write two runs: `r`, which has completed, and `s`, which is a bit shorter."""
     run = recorded_run(directory / "r")
     write_evaluations(run)
     write_rollouts(run)

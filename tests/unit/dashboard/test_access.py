@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from http.cookies import SimpleCookie
+from pathlib import Path
 
 import pytest
 from starlette.routing import Route
@@ -11,9 +12,15 @@ from starlette.testclient import TestClient
 
 from primeslurm.dashboard.access import HEADERS, REFUSED, TOKEN, host_of
 from primeslurm.dashboard.assets import SCRIPTS, STATIC, STYLES
-from tests.unit.dashboard.conftest import SECRET
+from tests.unit.dashboard.conftest import SECRET, write_runs
 
 PATHS = ["/", "/static/main.js", "/api/runs", "/api/runs/r/status", "/api/live", "/not/there"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that no test of this module changes."""
+    return write_runs(tmp_path_factory.mktemp("access") / "runs")
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -90,7 +90,8 @@ def test_model_with_another_template_than_its_family_uses_the_template(tmp_path:
     chosen = select_renderer(model)
     assert name_of(chosen) == "default"
     assert "qwen3: it renders " in chosen.no_tools and "name one that fits in model.renderer" in chosen.no_tools
-    assert name_of(select_renderer(model, "qwen3")) == "qwen3", "the recipe decides"
+    named = select_renderer(model, "qwen3")
+    assert name_of(named) == "qwen3" and not named.no_tools, "the recipe decides"
 
 
 def test_template_that_disables_thinking_disables_it_in_the_renderer(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -118,21 +119,23 @@ async def test_environments_of_other_processes_are_hidden(run_dir: Path) -> None
 
 
 async def test_files_of_other_rollouts_and_of_the_node_are_hidden(run_dir: Path) -> None:
-    probe = Path("/tmp") / f"primeslurm-test-{os.getpid()}"
+    name = f"primeslurm-test-{uuid.uuid4().hex}"
+    probe = Path("/tmp") / name
     probe.write_text("the node's")
     try:
         async with sandbox(run_dir) as one, sandbox(run_dir) as other:
             await one.write("/app/mine", b"x")
-            await one.write("/tmp/mine", b"x")
+            await one.write(f"/tmp/{name}-mine", b"x")
             seen = (await sh(other, f"ls /app /tmp {probe}; cat /app/mine")).stdout.split()
             # If the checkout is below /tmp, the path to its Python exists in the sandbox.
             assert {"/app:", "/tmp:"}.issubset(seen)
             assert {"/app:", "/tmp:"}.union(Path(sys.prefix).parts).issuperset(seen)
-            assert (await sh(other, "touch /usr/x /etc/x; echo $?; id -u")).stdout.split()[-1] == "1000"
+            assert (await sh(other, f"touch /usr/{name} /etc/{name}; echo $?; id -u")).stdout.split()[-1] == "1000"
             assert (await sh(other, "cat /etc/shadow /etc/munge/munge.key")).stdout == ""
             homes = (await sh(other, f"ls -A /home {Path.home()} 2>/dev/null")).stdout.split()
             assert {"/home:", "user", f"{Path.home()}:"}.union(Path(sys.base_prefix).parts).issuperset(homes)
-            assert not probe.with_name("x").exists() and not Path("/usr/x").exists()
+            left = (Path(f"/tmp/{name}-mine"), Path(f"/usr/{name}"), Path(f"/etc/{name}"))
+            assert not any(path.exists() for path in left)
     finally:
         probe.unlink()
 
