@@ -76,6 +76,7 @@ def test_damaged_file_is_set_aside(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["g.group"], "until it is on record that its example comes again"
     spool.delete(["g"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g.damaged", "g.damaged.txt"]
+    assert (tmp_path / "g.damaged.txt").read_text().strip(), "the reason"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -251,7 +252,7 @@ def test_restart_reads_only_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert head.whole().to_bytes() == whole.to_bytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_file_costs_one_group(data: st.DataObject) -> None:
     with TemporaryDirectory() as directory:
