@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,10 +68,11 @@ def test_arrays_are_not_copied() -> None:
     assert np.shares_memory(RolloutGroup.from_bytes(data.data).sequences[0].token_ids, data)
 
 
-def test_damaged_file_is_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda data: data[:20], lambda data: b"nothing of the kind"])
+def test_damaged_file_is_set_aside(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     Spool(tmp_path).put(group([3], [0.5]))
     path = tmp_path / "g.group"
-    path.write_bytes(path.read_bytes()[:20])
+    path.write_bytes(damage(path.read_bytes()))
     spool = Spool(tmp_path)
     assert spool.load() == [] and list(spool.damaged) == ["g"]
     assert [p.name for p in tmp_path.iterdir()] == ["g.group"], "until it is on record that its example comes again"

@@ -363,7 +363,12 @@ def of_killed(name: str) -> Job:
 
 async def test_jobs_of_a_killed_orchestrator_are_adopted_once(address: str) -> None:
     claims, held = list[str](), set[str]()
-    pool = Pool(address, claim=lambda job, runs: claims.append(job.id) or True, keeps=held.__contains__)
+
+    def claim(job: Job, runs: bool) -> bool:
+        claims.append(job.id)
+        return True
+
+    pool = Pool(address, claim=claim, keeps=held.__contains__)
     socket = pool.sockets[0] = pool.connect()
     runs, ended = map(of_killed, ("runs", "ended"))
     status = Status("e", 0, "x", ["runs"], held={"ended": 9}, seen=7)
