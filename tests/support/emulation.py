@@ -143,7 +143,6 @@ class Deployment:
         return next(process for process in self.status().processes if process.name == name)
 
     def healthy(self, status: RunStatus) -> bool:
-        """Return whether all processes are healthy."""
         return status.phase == "running" and all(process.state == "HEALTHY" for process in status.processes)
 
     def wait(self, condition: Callable[[RunStatus], bool], stall_s: float = STALL_S) -> RunStatus:
@@ -157,7 +156,6 @@ class Deployment:
         return status
 
     def snapshot(self) -> Snapshot:
-        """Return the state on disk."""
         # Read groups before the progress. A group that is removed in between then counts as trained or too old.
         groups, trained = _spooled(self.run.path), _trained(self.run.path)
         status = self.status()

@@ -28,7 +28,6 @@ def install(directory: Path, *names: str) -> Path:
 
 
 def main(tool: str, words: list[str], store: Path) -> int:
-    """Run one command."""
     store.mkdir(exist_ok=True)
     with (store.parent / "asked").open("a") as log:
         print(shlex.join([tool, *words]), file=log)

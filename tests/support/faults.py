@@ -41,7 +41,6 @@ def set_down(slurm_conf: Path, node: str, reason: str) -> None:
 
 
 def kill_controller(cluster: Cluster) -> None:
-    """Kill slurmctld."""
     next(daemon for daemon in cluster.daemons if daemon.name == "slurmctld").send(signal.SIGKILL)
 
 

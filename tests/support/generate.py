@@ -64,12 +64,10 @@ def generate_with_retries(url: str, prompt: list[int], max_tokens: int, **option
 
 
 def tokens(answer: dict[str, Any]) -> list[int]:
-    """Return the sampled tokens."""
     return list(answer["choices"][0]["token_ids"])
 
 
 def logprobs(answer: dict[str, Any]) -> list[float]:
-    """Return the log-probability of each sampled token."""
     return [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
 
 

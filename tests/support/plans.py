@@ -22,6 +22,16 @@ def python(code: str, *args: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code, *args)
 
 
+SLEEP = python("import time; time.sleep(600)")
+
+
+def process(name: str, node: int, argv: tuple[str, ...] = SLEEP, role: str = "engine", **options: object) -> Process:
+    """Return a process of a plan, by default one that sleeps. The end of a trainer ends its attempt."""
+    restart = "attempt" if role == "trainer" else "in_place"
+    fields = {"name": name, "role": role, "node": node, "argv": argv, "restart": restart}
+    return Process.model_validate(fields | {"log": f"logs/{role}/{name}.log"} | options)
+
+
 def plan_of(
     run_dir: Path,
     *nodes: tuple[Process, ...],

@@ -73,8 +73,6 @@ def ports_of(run: RunDirectory) -> list[Port]:
 
 
 class Response(NamedTuple):
-    """Response to a message."""
-
     port: str
     message: str
     description: str

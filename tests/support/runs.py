@@ -82,7 +82,6 @@ class Demo:
 
 
 def process(status: Status, name: str) -> dict[str, Any]:
-    """Return one process of a status."""
     return next(dict(p) for p in status["processes"] if p["name"] == name)
 
 

@@ -20,6 +20,7 @@ from tests.support.forks import ORCHESTRATOR, Forked, server
 
 STEPS = 5
 OFF_POLICY = 2
+BATCHES = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
 
 
 def publish_addresses(attempt_dir: Path, urls: dict[str, str], lost: Sequence[str] = ()) -> None:
@@ -66,7 +67,7 @@ class Run:
                 "model": {"path": str(self.model)},
                 "environments": [{"id": "reverse-text"}],
                 "checkpoint": {"interval": 2},
-                "orchestrator": {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY},
+                "orchestrator": BATCHES,
                 **self.changes,
             }
         )
@@ -86,20 +87,9 @@ class Run:
             command += ["--routers", ",".join(f"router-{i}" for i in range(len(self.routers)))]
             command += ["--engines", ",".join(self.engines), "--teachers", ",".join(self.teachers)]
         else:
-            command = [
-                "primeslurm.orchestrator.worker.main",
-                *common,
-                "--environment",
-                environment,
-                "--worker",
-                "0",
-            ]
-            command += [
-                "--orchestrator",
-                self.envs,
-                "--attempt-dir",
-                str(self.run_dir / "attempts" / str(self.attempt)),
-            ]
+            attempt = str(self.run_dir / "attempts" / str(self.attempt))
+            command = ["primeslurm.orchestrator.worker.main", *common, "--environment", environment, "--worker", "0"]
+            command += ["--orchestrator", self.envs, "--attempt-dir", attempt]
         with (self.root / f"{name}.log").open("ab") as log:
             self.processes[name] = server(ORCHESTRATOR).start(*command, stdout=log, stderr=log)
 

@@ -69,5 +69,4 @@ class UntracedFinder:
 
 
 def coverage_init(registry: Any, options: Any) -> None:
-    """Register the plugin."""
     sys.meta_path.insert(0, UntracedFinder)

@@ -13,8 +13,6 @@ __all__ = ["ChatHarness", "WordsTaskset"]
 
 
 class WordsConfig(vf.TasksetConfig):  # type: ignore[misc]
-    """Its arguments."""
-
     difficulty: Literal["easy", "hard"] = "easy"
     n: int = 4
 
@@ -24,7 +22,6 @@ class WordsTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):  # type: ignore[
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def right(self, trace: vf.Trace) -> float:
-        """Return 1."""
         return 1.0
 
 
@@ -32,6 +29,5 @@ class WordsTaskset(vf.Taskset[WordsTask, WordsConfig]):  # type: ignore[misc]
     """`n` tasks; the generator would not end soon if all were read."""
 
     def load(self) -> Iterator[WordsTask]:
-        """Yield the tasks."""
         for i in range(self.config.n):
             yield WordsTask(vf.TaskData(prompt=f"Reverse: {'ab' * (i + 1)}"), self.config.task)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from primeslurm.trainer.checkpoints.local_copies import Transfer, missing, replica_ranks
 from primeslurm.trainer.checkpoints.shards import CopyFile
+from tests.support.cli import run_python
 
 
 def test_next_node_keeps_copies() -> None:
@@ -51,12 +49,10 @@ def test_failed_copy_is_dropped(tmp_path: Path) -> None:
 
 def test_restarted_ranks_read_valid_copies(tmp_path: Path) -> None:
     """Three ranks on three nodes: same nodes, a replaced node, a truncated copy, two replaced nodes."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.restarted_ranks", str(tmp_path)]
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    actual = json.loads(done.stdout.splitlines()[-1])
+    words = ("-W", "ignore", "-m", "tests.trainer.checkpoints.restarted_ranks", tmp_path)
+    done = run_python(*words, cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    actual = json.loads(done.out.splitlines()[-1])
     assert actual["first"] == [0, 0, 0], "there is no checkpoint"
     # Replicated state is in one rank's file. Each rank's own tensor is nearly everything that it reads.
     near = {name: [share > 0.9 for share in shares] for name, shares in actual.items()}

@@ -21,6 +21,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
+from tests.support.cli import run_python
 from tests.support.faulty_storage import FaultyStorage, once
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
@@ -280,9 +281,7 @@ def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
 
 def test_kills_of_one_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
     """In each round, one of three ranks is killed at a random byte or file."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "5"]
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("killed rank") >= 3, done.stdout
+    words = ("-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", tmp_path, "1", "5")
+    done = run_python(*words, cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert done.out.count("killed rank") >= 3, done.out

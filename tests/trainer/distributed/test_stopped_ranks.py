@@ -63,7 +63,6 @@ class Ranks:
         return actual.behind if actual else ()
 
     def stop(self, rank: int) -> None:
-        """Stop a rank."""
         self.processes[rank].send_signal(signal.SIGSTOP)
 
     def go_on(self, rank: int) -> None:

@@ -35,10 +35,10 @@ from primeslurm.run.directory import BY_SIGTERM, CANCEL_NOW, Attempt, RunDirecto
 from primeslurm.run.records import events as all_events
 from primeslurm.wire import exit_codes
 from primeslurm.wire.transport import secret
-from tests.support.plans import SERVER, plan_of, python
+from tests.support.plans import SERVER, plan_of, process, python
+from tests.support.waiting import wait_until
 
 E = TypeVar("E", bound=Event)
-SLEEP = python("import time; time.sleep(600)")
 IGNORES_TERM = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
 # A trainer that checkpoints on SIGUSR1 and exits as trainers do.
 TRAINER = python(
@@ -48,12 +48,6 @@ TRAINER = python(
     "${attempt_dir}/checkpointed",
     "${attempt_dir}/listens",
 )
-
-
-def process(name: str, node: int, argv: tuple[str, ...], role: str = "engine", **options: object) -> Process:
-    return Process.model_validate(
-        {"name": name, "role": role, "node": node, "argv": argv, "log": f"logs/{role}/{name}.log", **options}
-    )
 
 
 QUICK = AgentTimings(term_grace_s=1.0)
@@ -85,13 +79,8 @@ class Running:
         heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 600.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if condition():
-                return
-            time.sleep(0.05)
-        raise AssertionError("timed out")
+    def wait(self, condition: Callable[[], object]) -> None:
+        wait_until(condition, poll_s=0.05)
 
     def wait_state(self, name: str, state: str) -> ProcessReport:
         self.wait(lambda: self.report(name).state == state)
@@ -159,7 +148,7 @@ def test_prometheus_can_scrape_head_and_engines_until_the_attempt_ends(
     (tmp_path / "run").mkdir()
     secret.create(tmp_path / "run")
     engine = process("engine-r0-0", 1, python(SERVER, "${host}", "${port:http}"), ports={"http": 21000})
-    running = start((process("orchestrator", 0, SLEEP),), (engine,))
+    running = start((process("orchestrator", 0),), (engine,))
     targets_file = running.run.path / TARGETS_FILE
     running.wait(lambda: len(read_json(targets_file) or ()) == 2)
     head, of_engine = (target["targets"][0] for target in read_json(targets_file))
@@ -176,7 +165,7 @@ def test_prometheus_can_scrape_head_and_engines_until_the_attempt_ends(
 
 
 def test_an_attempt_ends_when_a_newer_one_owns_the_run(start: Callable[..., Running]) -> None:
-    running = start((process("orchestrator", 0, SLEEP),))
+    running = start((process("orchestrator", 0),))
     pid = running.wait_state("orchestrator", "ready").pid
     (running.run.path / "attempts" / "2").mkdir()
     assert running.ended() == Ending(Outcome.CANCELLED, "attempt 2 has taken over the run")
@@ -188,7 +177,7 @@ def test_the_head_publishes_news_at_once_and_repeats_it_each_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("primeslurm.node.agent.node_agent.own_address", lambda *_: "127.0.0.1")
-    plan = plan_of(tmp_path / "run", (process("p", 0, SLEEP),))
+    plan = plan_of(tmp_path / "run", (process("p", 0),))
     run = RunDirectory(Path(plan.run_dir))
     run.attempt(1).prepare(plan)
     head, now = Head(NodeAgent(plan, 0, run.attempt(1), "id", plan.python), run), time.monotonic()
@@ -256,7 +245,7 @@ def test_the_error_of_a_process_is_in_the_reason(start: Callable[..., Running]) 
 
 
 def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running]) -> None:
-    trainer = process("trainer-rank-0", 1, SLEEP, role="trainer", restart="attempt")
+    trainer = process("trainer-rank-0", 1, role="trainer")
     running = start((process("orchestrator", 0, IGNORES_TERM, role="orchestrator"),), (trainer,))
     other = running.wait_state("orchestrator", "ready").pid
     os.kill(int(str(running.wait_state("trainer-rank-0", "ready").pid)), signal.SIGKILL)
@@ -270,8 +259,8 @@ def trained(running: Running, steps: int) -> None:
 
 
 def start_training(start: Callable[..., Running], steps: int) -> Running:
-    trainer = process("trainer-rank-0", 1, TRAINER, role="trainer", restart="attempt")
-    running = start((process("orchestrator", 0, SLEEP, role="orchestrator"),), (trainer,))
+    trainer = process("trainer-rank-0", 1, TRAINER, role="trainer")
+    running = start((process("orchestrator", 0, role="orchestrator"),), (trainer,))
     running.wait_state("orchestrator", "ready")
     running.wait_state("trainer-rank-0", "ready")
     running.wait((running.attempt.path / "listens").exists)
@@ -364,7 +353,7 @@ def test_a_run_cancelled_in_its_grace_time_is_not_requeued(
 
 
 def test_processes_ignore_the_signal_before_a_time_limit(start: Callable[..., Running]) -> None:
-    running = start((process("engine", 0, SLEEP),))
+    running = start((process("engine", 0),))
     status = Path(f"/proc/{running.wait_state('engine', 'ready').pid}/status").read_text()
     ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
     assert ignored >> (signal.SIGUSR2 - 1) & 1
@@ -374,7 +363,7 @@ def test_completion_ends_servers_and_removes_directories(start: Callable[..., Ru
     done = python("pass")
     running = start(
         (process("orchestrator", 0, done, role="orchestrator"),),
-        (process("trainer-rank-0", 1, done, role="trainer", restart="attempt"), process("engine", 1, SLEEP)),
+        (process("trainer-rank-0", 1, done, role="trainer"), process("engine", 1)),
     )
     assert running.ended().outcome is Outcome.COMPLETED
     assert running.head.conclude() is False
@@ -393,13 +382,13 @@ def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], mo
         raise OSError(13, "Permission denied")
 
     monkeypatch.setattr(Head, "_publish_addresses", broken)
-    running = start((process("engine", 0, SLEEP),))
+    running = start((process("engine", 0),))
     ending = running.ended()
     assert ending.reason == "head: PermissionError: [Errno 13] Permission denied"
 
 
 def test_the_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1, node_start_s=400)
+    plan = plan_of(tmp_path / "run", (), (process("b", 1),), node_silent_s=1, node_start_s=400)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
     agent, now = NodeAgent(plan, 1, attempt, "test-id", plan.python), time.monotonic()
@@ -426,7 +415,7 @@ def test_an_agent_reports_news_at_once_and_otherwise_periodically(tmp_path: Path
 
 
 def test_agents_end_when_the_head_is_lost(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
+    running = start((process("engine", 0),), (process("other", 1),))
     pid = running.wait_state("other", "ready").pid
     monkeypatch.setattr(NodeAgent, "head_timeout_s", 1.0)
     monkeypatch.setattr(Head, "_publish_view", lambda *_: None)
@@ -437,7 +426,7 @@ def test_agents_end_when_the_head_is_lost(start: Callable[..., Running], monkeyp
 @pytest.fixture
 def assigned(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
     """A head, its agents, and the time of their last heartbeat. The test makes them tick."""
-    plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
+    plan = plan_of(tmp_path / "run", (process("a", 0),), (process("b", 1),), node_silent_s=90)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
     agents = [NodeAgent(plan, rank, attempt, "test-id", plan.python) for rank in (0, 1)]
@@ -585,7 +574,7 @@ def test_a_trainer_continues_without_a_lost_engine(start: Callable[..., Running]
             server("engine-0", 0, 21000),
             server("engine-1", 0, 21010, max_restarts=0),
             server("router", 0, 21020, role="router", after=engines),
-            process("trainer-rank-0", 0, SLEEP, role="trainer", restart="attempt", after=engines),
+            process("trainer-rank-0", 0, role="trainer", after=engines),
         ),
         replicas=(Replica(index=0, router="router", engines=engines, nodes=(0,)),),
     )
@@ -602,7 +591,7 @@ def test_the_end_does_not_wait_for_a_silent_node(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timings = HeadTimings(gather_heartbeats=0.3)
-    running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), head=timings, node_silent_s=600)
+    running = start((process("a", 0),), (process("b", 1),), head=timings, node_silent_s=600)
     running.wait(lambda: running.head.fleet.assembled)
     monkeypatch.setattr(running.agents[1], "_heartbeat", lambda *_, **__: None)
     running.attempt.cancel_file.touch()

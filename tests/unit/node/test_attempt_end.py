@@ -14,25 +14,38 @@ from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.records.events.training import StepTrained
 from primeslurm.records.fleet import AgentReport, Ending, Outcome
 from primeslurm.records.journal import Journal
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.client import JobComponent, JobState
 from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of
 
 
-def test_a_run_ends_after_three_attempts_without_a_new_step(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "r", (), max_attempts=9)
-    run = RunDirectory(Path(plan.run_dir))
-    directory = checkpoints.step_dir(run.path, 38)
-    directory.mkdir(parents=True)
-    checkpoints.commit(directory, 38, 1)
-    requeued = []
-    for number in range(1, 5):  # the first attempt has committed step 38
-        attempt = run.attempt(number)
-        attempt.prepare(plan)
-        ending = Ending(Outcome.FAILED, "a trainer rank was killed", "trainer-rank-0")
-        requeued.append(conclude(plan, run, attempt, ending, Journal(attempt.path, "head")))
-    assert requeued == [True, True, True, False]
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "r")
+
+
+def commit(run: RunDirectory, step: int) -> None:
+    checkpoints.step_dir(run.path, step).mkdir(parents=True)
+    checkpoints.commit(checkpoints.step_dir(run.path, step), step, 1)
+
+
+def prepared(run: RunDirectory, number: int) -> Attempt:
+    attempt = run.attempt(number)
+    attempt.prepare(plan_of(run.path, (), max_attempts=9))
+    return attempt
+
+
+def requeues(run: RunDirectory, attempt: Attempt, ending: Ending) -> bool:
+    return conclude(attempt.plan(), run, attempt, ending, Journal(attempt.path, "head"))
+
+
+def test_a_run_ends_after_three_attempts_without_a_new_step(run: RunDirectory) -> None:
+    commit(run, 38)  # by the first attempt
+    ending = Ending(Outcome.FAILED, "a trainer rank was killed", "trainer-rank-0")
+    assert [requeues(run, prepared(run, number), ending) for number in range(1, 5)] == [True, True, True, False]
+    assert (last := run.latest().end()) is not None
+    assert last.why_not_requeued == "three failed attempts in a row committed nothing new"
 
 
 MISSING = "2026-11-28 09:00:01 trainer 0 ERROR ValueError: missing: model.embed_tokens.weight in /m/1.safetensors"
@@ -53,30 +66,36 @@ NAMED = "ValueError: node {} with 127.0.0.{} does not know tensor at 0x7f5b479cc
         pytest.param((MISSING, MISSING, MISSING), (1,), [True, True, False], id="the second time without progress"),
         pytest.param(("ConnectionError: Connection refused",) * 3, (), [True, True, False], id="may pass"),
         pytest.param(("",) * 3, (), [True, True, False], id="no message"),
+        pytest.param((MISSING, None, MISSING), (), [True, True, False], id="a preemption between them"),
     ],
 )
 def test_an_error_that_repeats_before_any_progress_ends_the_run_after_the_second(
-    errors: tuple[str, ...], trained: tuple[int, ...], requeued: list[bool], tmp_path: Path
+    errors: tuple[str | None, ...], trained: tuple[int, ...], requeued: list[bool], run: RunDirectory
 ) -> None:
-    plan = plan_of(tmp_path / "r", (), max_attempts=9)
-    run, found = RunDirectory(Path(plan.run_dir)), []
+    found = []
     for number, error in enumerate(errors, start=1):
-        attempt = run.attempt(number)
-        attempt.prepare(plan)
+        attempt = prepared(run, number)
         for name in ("alpha", "beta"):
             report = AgentReport(0, name, "", 1.0, agent_pid=1)
             write_json(attempt.agent_file(("alpha", "beta").index(name)), msgspec.to_builtins(report))
         if number in trained:
             Journal(attempt.path, "trainer-rank-0").write(StepTrained(1))
-        ending = Ending(
-            Outcome.FAILED, f"trainer-rank-0 ended with exit code 1 ({error})", "trainer-rank-0", error=error
-        )
-        found.append(conclude(plan, run, attempt, ending, Journal(attempt.path, "head")))
+        ending = Ending(Outcome.PREEMPTED, "USR2")
+        if error is not None:
+            ending = Ending(Outcome.FAILED, f"trainer-rank-0 ended with ({error})", "trainer-rank-0", error=error)
+        found.append(requeues(run, attempt, ending))
     assert found == requeued
     last = run.latest().end()
     assert last is not None
     if len(errors) == 2:
         assert last.why_not_requeued == "the attempt before ended with the same error, and neither made progress"
+
+
+def test_an_error_that_repeats_after_a_commit_does_not_end_the_run(run: RunDirectory) -> None:
+    ending = Ending(Outcome.FAILED, "engine-0 cannot start", "engine-0", error=MISSING)
+    assert requeues(run, prepared(run, 1), ending)
+    commit(run, 5)
+    assert requeues(run, prepared(run, 2), ending)
 
 
 class ForgetfulSlurm:

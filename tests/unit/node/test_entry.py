@@ -22,26 +22,20 @@ from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.launch_failures import START
 from primeslurm.slurm.local import submit
-from tests.support.plans import plan_of, python
+from tests.support.plans import SLEEP, plan_of, process, python
+from tests.support.waiting import wait_until
 from tests.unit.node.test_attempt_start import Clock
 
-SLEEP = python("import time; time.sleep(600)")
 # A trainer that dies in the first attempt and succeeds in the second.
 SECOND_TRY = python("import sys; sys.exit(0 if sys.argv[1] == '2' else 1)", "${attempt}")
-
-
-def process(name: str, node: int, argv: tuple[str, ...], role: str) -> Process:
-    restart = "attempt" if role == "trainer" else "in_place"
-    fields = {"name": name, "role": role, "node": node, "argv": argv, "log": f"logs/{name}.log", "restart": restart}
-    return Process.model_validate(fields)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RunDirectory, str]]]:
     started: list[tuple[Plan, str]] = []
 
-    def run(*nodes: tuple[Process, ...], max_attempts: int = 3) -> tuple[RunDirectory, str]:
-        plan = plan_of(tmp_path / "run", *nodes, max_attempts=max_attempts)
+    def run(*nodes: tuple[Process, ...]) -> tuple[RunDirectory, str]:
+        plan = plan_of(tmp_path / "run", *nodes)
         plan = plan.model_copy(update={"addresses": {f"local-{i}": f"127.0.0.{i + 1}" for i in range(len(nodes))}})
         directory = RunDirectory(tmp_path / "run")
         directory.attempt(1).prepare(plan)
@@ -56,18 +50,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RunDirectory, str]]]:
             submit.cancel(plan, job_id)
 
 
-def wait(condition: Callable[[], object], timeout_s: float = 600.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.1)
-
-
 def end_of(run: RunDirectory, attempt: int) -> EndRecord:
-    wait(lambda: run.attempt(attempt).end() is not None)
-    record = run.attempt(attempt).end()
-    assert record is not None
-    return record
+    return wait_until(run.attempt(attempt).end)
 
 
 def test_a_failed_attempt_is_requeued_and_the_next_one_completes(
@@ -78,26 +62,8 @@ def test_a_failed_attempt_is_requeued_and_the_next_one_completes(
     first, second = end_of(run, 1), end_of(run, 2)
     assert (first.outcome, first.reason, first.requeued) == ("failed", "trainer-rank-0 ended with exit code 1", True)
     assert (second.outcome, second.requeued) == ("completed", False)
-    wait(lambda: not submit.is_running(run.attempt(2).plan(), job_id))
+    wait_until(lambda: not submit.is_running(run.attempt(2).plan(), job_id))
     assert [attempt.number for attempt in run.attempts()] == [1, 2]
-
-
-def test_a_run_that_commits_nothing_stops_after_three_attempts(start: Callable[..., tuple[RunDirectory, str]]) -> None:
-    run, _ = start((process("trainer-rank-0", 0, python("raise SystemExit(1)"), "trainer"),), max_attempts=9)
-    last = end_of(run, 3)
-    assert last.requeued is False
-    assert last.why_not_requeued == "three failed attempts in a row committed nothing new"
-
-
-def test_a_trainer_that_fails_twice_with_the_same_error_ends_the_run(
-    start: Callable[..., tuple[RunDirectory, str]],
-) -> None:
-    wrong = python("import os; raise ValueError(f'{os.getpid()} rows, but line 7 of data.jsonl has none')")
-    run, _ = start((process("trainer-rank-0", 0, wrong, "trainer"),), max_attempts=9)
-    first, last = end_of(run, 1), end_of(run, 2)
-    assert first.requeued and "line 7 of data.jsonl has none" in first.error
-    assert not last.requeued and "ValueError: " in last.reason
-    assert last.why_not_requeued == "the attempt before ended with the same error, and neither made progress"
 
 
 def test_ending_the_controller_ends_every_agent_and_process(start: Callable[..., tuple[RunDirectory, str]]) -> None:
@@ -106,9 +72,9 @@ def test_ending_the_controller_ends_every_agent_and_process(start: Callable[...,
     )
     plan = run.attempt(1).plan()
     agent_file = run.attempt(1).agent_file(1)
-    wait(lambda: agent_file.exists() and '"ready"' in agent_file.read_text())
+    wait_until(lambda: agent_file.exists() and '"ready"' in agent_file.read_text())
     submit.cancel(plan, job_id)
-    wait(lambda: not submit.is_running(plan, job_id))
+    wait_until(lambda: not submit.is_running(plan, job_id))
     record = end_of(run, 1)
     assert (record.outcome, record.reason, record.requeued) == ("cancelled", "SIGTERM", False)
     for index in (0, 1):

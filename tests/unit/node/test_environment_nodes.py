@@ -1,4 +1,4 @@
-"""Lost environment nodes: their workers move, and leftovers on local disks are removed."""
+"""Lost environment nodes: their workers move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from primeslurm.api.runs.attach import find_target
 from primeslurm.node.agent.node_agent import AgentTimings
-from primeslurm.node.agent.node_context import remove_leftovers
 from primeslurm.node.head.fleet import Fleet
 from primeslurm.node.head.head import HeadTimings
 from primeslurm.node.preflight.preflight import Preflight
@@ -19,25 +18,18 @@ from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
-from tests.support.plans import plan_of, python
+from tests.support.plans import plan_of, process
 from tests.unit.node.fleet_of_agents import Agents
 from tests.unit.node.test_agent import Running
 
-SLEEP = python("import time; time.sleep(600)")
-
-
-def process(name: str, role: str, node: int, **options: object) -> Process:
-    fields = {"name": name, "role": role, "node": node, "argv": SLEEP, "log": f"logs/{role}/{name}.log"}
-    return Process.model_validate(fields | options)
-
 
 def worker(name: str, node: int) -> Process:
-    return process(name, "environment", node)
+    return process(name, node, role="environment")
 
 
 def make_plan(directory: Path, *environments: tuple[Process, ...], spares: int = 0, **options: int) -> Plan:
     """Return a plan: the orchestrator on node 0, an engine on node 1, environment workers on the other nodes."""
-    first = ((process("orchestrator", "orchestrator", 0),), (process("engine-r0-0", "engine", 1, gpus=(0,)),))
+    first = ((process("orchestrator", 0, role="orchestrator"),), (process("engine-r0-0", 1, gpus=(0,)),))
     made = plan_of(directory / "run", *first, *environments, spares=spares, **options)
     nodes = [
         node.model_copy(
@@ -59,7 +51,7 @@ class Environments(Agents):
     """Return agents of a plan with environment nodes, after the assignment."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__((process("x", "engine", 0),))
+        super().__init__((process("x", 0),))
         self.fleet = Fleet(plan, started_at=0.0)
         self.assigned()
 
@@ -149,12 +141,3 @@ def test_preflight_checks_gpus_and_adapters_only_where_they_are_used(tmp_path: P
     found = {rank: Preflight(plan, rank, "n", attempt, tmp_path, journal)._gpu() for rank in (1, 2)}
     assert [check.name for check in found[2]] == ["gpus"] and found[2][0].level == "ok"
     assert {"gpus", "hca"} <= {check.name for check in found[1] if check.level == "failed"}
-
-
-def test_leftovers_of_a_killed_agent_are_removed_by_the_next_attempt(tmp_path: Path) -> None:
-    names = ["primeslurm-r-1-1-a0", "primeslurm-r-1-2-a1", "primeslurm-r-1-3-a0", "primeslurm-r-10-1-a0", "r-1-1-a0"]
-    for name in [*names, "primeslurm-r-1-4-a0", "other"]:
-        (tmp_path / name / "below").mkdir(parents=True)
-    remove_leftovers(tmp_path / "primeslurm-r-1-3-a7")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"primeslurm-r-1-3-a0", "primeslurm-r-1-4-a0", "primeslurm-r-10-1-a0", "r-1-1-a0", "other"}

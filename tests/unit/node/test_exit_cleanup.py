@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from primeslurm.node.host.exit_cleanup import ExitCleanup
+from tests.support.waiting import wait_until
 
 _OWNER = """
 import sys, time
@@ -21,17 +20,6 @@ cleanup.add(Path(sys.argv[2]))
 print(cleanup.pid, flush=True)
 time.sleep(600)
 """
-
-
-def settled(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
-def gone(*paths: Path) -> bool:
-    return settled(lambda: not any(path.exists() for path in paths))
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
@@ -49,14 +37,14 @@ def test_only_directories_of_the_killed_process_are_removed(tmp_path: Path) -> N
         assert owner.stdout is not None
         cleanup = int(owner.stdout.readline())
         # Slurm signals every process of a step. This one must outlive the others.
-        assert settled(lambda: ignores(cleanup, signal.SIGTERM))
+        wait_until(lambda: ignores(cleanup, signal.SIGTERM))
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
             subprocess.run(["kill", f"-{number.value}", str(cleanup)], check=True)
         assert first.exists() and second.exists()
         owner.kill()
-    assert gone(first, second)
+    wait_until(lambda: not (first.exists() or second.exists()))
     assert (other / "below").exists()
-    assert gone(Path(f"/proc/{cleanup}"))
+    wait_until(lambda: not Path(f"/proc/{cleanup}").exists())
 
 
 def test_the_shell_ends_when_nothing_is_left(tmp_path: Path) -> None:

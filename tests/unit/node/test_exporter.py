@@ -27,30 +27,24 @@ from primeslurm.node.head.exporter import (
     start_exporter,
     targets,
 )
-from primeslurm.plan.model import Plan, Process
+from primeslurm.plan.model import Plan
 from primeslurm.records.fleet import FleetView
 from primeslurm.records.metrics import Row, parse_row
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import Addresses
-from tests.support.plans import plan_of, python
+from tests.support.plans import plan_of, process
 from tests.support.waiting import wait_until
 
 HOSTILE = 'a"b\\c\nd'
 
 
-def process(name: str, role: str, **fields: Any) -> Process:
-    return Process.model_validate(
-        {"name": name, "role": role, "node": 0, "argv": python("pass"), "log": "p.log", **fields}
-    )
-
-
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     processes = (
-        process("orchestrator", "orchestrator", ports={"wire": 1}),
-        process("engine-r0-0", "engine", replica=0, ports={"http": 1}),
-        process("engine-r0-1", "engine", replica=0, ports={"http": 1}),
-        process("router-0", "router", replica=0, ports={"http": 1, "metrics": 2, "health": 3}),
+        process("orchestrator", 0, role="orchestrator", ports={"wire": 1}),
+        process("engine-r0-0", 0, replica=0, ports={"http": 1}),
+        process("engine-r0-1", 0, replica=0, ports={"http": 1}),
+        process("router-0", 0, role="router", replica=0, ports={"http": 1, "metrics": 2, "health": 3}),
     )
     (tmp_path / "run").mkdir()
     secret.create(tmp_path / "run")
@@ -94,6 +88,10 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     }
 
 
+def scraped(plan: Plan, served: Exporter) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return samples(get(served.address, token=(Path(plan.run_dir) / TOKEN_FILE).read_text()))
+
+
 def only(**labels: str) -> frozenset[tuple[str, str]]:
     return frozenset(labels.items())
 
@@ -133,8 +131,7 @@ def test_head_runs_without_an_exporter_if_it_cannot_serve(
 
 
 def test_newest_row_is_exposed_with_labels(plan: Plan, served: Exporter) -> None:
-    token = (Path(plan.run_dir) / TOKEN_FILE).read_text()
-    assert samples(get(served.address, token=token))["primeslurm_processes", only(role="engine", state="HEALTHY")] == 2
+    assert scraped(plan, served)["primeslurm_processes", only(role="engine", state="HEALTHY")] == 2
     write_rows(
         plan,
         {"step": 1, "time": 9.0, "reward/mean": 0.1, "trainer/mfu": 0.2, "trainer/tokens": 10.0, "old/reward": 1.0},
@@ -146,7 +143,7 @@ def test_newest_row_is_exposed_with_labels(plan: Plan, served: Exporter) -> None
         },
         end='{"step": 3, "rew',
     )
-    values = samples(get(served.address, token=token))
+    values = scraped(plan, served)
     assert values["primeslurm_step", only()] == 2 and values["primeslurm_step_timestamp_seconds", only()] == 10
     assert values["primeslurm_reward_mean", only()] == 0.3
     assert values["primeslurm_engines_kv_usage_mean", only(role="decode")] == 0.7
@@ -161,10 +158,9 @@ def test_newest_row_is_exposed_with_labels(plan: Plan, served: Exporter) -> None
 
 
 def test_each_row_counts_once_and_a_resumed_run_counts_again(plan: Plan, served: Exporter) -> None:
-    token = (Path(plan.run_dir) / TOKEN_FILE).read_text()
 
     def tokens() -> float:
-        return samples(get(served.address, token=token))["primeslurm_trained_tokens_total", only()]
+        return scraped(plan, served)["primeslurm_trained_tokens_total", only()]
 
     rows = [{"step": step, "trainer/tokens": 1.0} for step in range(1, 5)]
     write_rows(plan, *rows[:2])
@@ -208,17 +204,16 @@ def test_a_file_that_was_replaced_by_a_longer_one_counts_again(plan: Plan, colle
 
 
 def test_no_name_or_number_of_a_row_ends_the_scrapes(plan: Plan, served: Exporter) -> None:
-    token = (Path(plan.run_dir) / TOKEN_FILE).read_text()
     huge = '{"step": 1, "time": 2.0, "\\udfff/reward": 0.5, "reward/mean": 0.25, "trainer/loss": 1' + "0" * 400 + "}\n"
     (Path(plan.run_dir) / "metrics.jsonl").write_text(huge)
-    values = samples(get(served.address, token=token))
+    values = scraped(plan, served)
     assert values["primeslurm_environment", only(environment="?", metric="reward")] == 0.5
     assert values["primeslurm_reward_mean", only()] == 0.25 and ("primeslurm_trainer_loss", only()) not in values
 
 
 def test_rows_of_sft_have_the_names_of_rl(plan: Plan, served: Exporter) -> None:
     write_rows(plan, {"step": 1, "loss": 0.5, "mfu": 0.3, "gpu_hours": 0.25})
-    values = samples(get(served.address, token=(Path(plan.run_dir) / TOKEN_FILE).read_text()))
+    values = scraped(plan, served)
     assert values["primeslurm_trainer_mfu", only()] == 0.3
     assert values["primeslurm_gpu_hours_total", only(role="trainer")] == 0.25
 

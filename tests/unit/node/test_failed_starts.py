@@ -1,25 +1,20 @@
-"""Engines that cannot start end the attempt, and then the run."""
+"""Engines that cannot start end the attempt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from primeslurm.node.agent.supervision import ProcessState, Supervision
-from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.node.head.failed_starts import FailedStarts
 from primeslurm.plan.supervision import Health
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
-from primeslurm.records.journal import Journal
 from primeslurm.run.diagnosis.failure_signatures import is_transient
-from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.stored import checkpoints
-from tests.support.plans import plan_of, python
+from tests.support.plans import process as of_plan
+from tests.support.plans import python
 from tests.unit.node.fleet_of_agents import Agents, process
 from tests.unit.node.test_agent import Running, start
-from tests.unit.node.test_agent import process as of_plan
 
 __all__ = ["start"]  # a fixture
 ERROR = "ValueError: max_model_len (131072) is larger than 40960"
@@ -144,50 +139,6 @@ def test_a_restart_group_counts_as_one_engine() -> None:
 )
 def test_transient_errors(error: str, transient: bool) -> None:
     assert is_transient(error) is transient
-
-
-@pytest.mark.parametrize(
-    ("errors", "requeued"),
-    [
-        ((ERROR, ERROR.replace("131072", "131073")), [True, False]),
-        ((ERROR, None, ERROR), [True, True, False]),  # a preemption between them
-        ((ERROR, NO_MODULE), [True, True]),
-        (("", ""), [True, True]),  # other failures
-    ],
-)
-def test_a_run_ends_with_the_second_attempt_that_cannot_start(
-    tmp_path: Path, errors: tuple[str | None, ...], requeued: list[bool]
-) -> None:
-    plan = plan_of(tmp_path / "r", (), max_attempts=9)
-    run, found = RunDirectory(Path(plan.run_dir)), []
-    for number, error in enumerate(errors, start=1):
-        attempt = run.attempt(number)
-        attempt.prepare(plan)
-        ending = Ending(Outcome.FAILED, f"engine-0 cannot start: {error}", "engine-0", error=error or "")
-        ending = ending if error is not None else Ending(Outcome.PREEMPTED, "USR2")
-        found.append(conclude(plan, run, attempt, ending, Journal(attempt.path, "head")))
-    assert found == requeued
-    end = run.latest().end()
-    assert end is not None
-    again = "the attempt before ended with the same error, and neither made progress"
-    assert end.why_not_requeued == ("" if requeued[-1] else again)
-
-
-def test_attempts_before_the_newest_committed_step_do_not_count(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "r", (), max_attempts=9)
-    run = RunDirectory(Path(plan.run_dir))
-    for number in (1, 2):
-        attempt = run.attempt(number)
-        attempt.prepare(plan)
-        assert conclude(
-            plan,
-            run,
-            attempt,
-            Ending(Outcome.FAILED, "engine-0 cannot start", "engine-0", error=ERROR),
-            Journal(attempt.path, "head"),
-        )
-        checkpoints.step_dir(run.path, 5).mkdir(parents=True, exist_ok=True)
-        checkpoints.commit(checkpoints.step_dir(run.path, 5), 5, 1)
 
 
 @pytest.mark.parametrize(

@@ -172,12 +172,27 @@ def test_a_node_whose_agent_was_killed_is_replaced_at_once() -> None:
     assert fleet.gone == {1: "node n1: its agent was killed: Killed"} and fleet.assignment.rank_of == {0: 0, 1: 2}
 
 
-def test_a_silent_node_without_a_spare_ends_the_attempt() -> None:
-    agents = two_nodes()
+def with_orchestrator(spares: int) -> Agents:
+    return Agents((process(name="a"),), (process("orchestrator", name="o", health=False, node=1),), spares=spares)
+
+
+@pytest.mark.parametrize(
+    ("make", "spares", "rank"),
+    [
+        pytest.param(two_nodes, 0, 1, id="no spare"),
+        pytest.param(with_orchestrator, 1, 1, id="the node of the orchestrator"),
+        pytest.param(trainer_of_two, 0, 2, id="a trainer's, without a spare"),
+    ],
+)
+def test_a_silent_node_that_cannot_be_replaced_ends_the_attempt(
+    make: Callable[..., Agents], spares: int, rank: int
+) -> None:
+    agents = make(spares=spares)
     fleet = agents.assigned()
-    agents.silent = {1}
+    agents.silent = {rank}
     assert agents.decide(90.0) is None
-    assert agents.decide(91.0) == silent_for(91, "n1") and fleet.gone == {1: "node n1: has been silent for 91 s"}
+    assert agents.decide(91.0) == silent_for(91, f"n{rank}")
+    assert fleet.gone == {rank: f"node n{rank}: has been silent for 91 s"}
 
 
 def test_a_spare_replaces_a_lost_node_which_is_not_used_again() -> None:
@@ -215,13 +230,6 @@ def test_a_replica_needs_one_prefill_and_one_decode_engine() -> None:
     agents.states = {"prefill-r0-0": ProcessReport("failed", exit_code=3, restarts=5)}
     reason = "prefill-r0-0 ended with exit code 3 after 5 restarts"
     assert agents.decide(92.0) == Ending(Outcome.FAILED, reason, "prefill-r0-0")
-
-
-def test_the_node_of_the_orchestrator_cannot_be_replaced() -> None:
-    agents = Agents((process(name="a"),), (process("orchestrator", name="o", health=False, node=1),), spares=1)
-    agents.assigned()
-    agents.silent = {1}
-    assert agents.decide(91.0) == silent_for(91, "n1")
 
 
 @pytest.mark.parametrize("spares", [0, 1])
@@ -373,12 +381,6 @@ def test_a_rank_whose_gpu_failed_moves_to_a_spare() -> None:
     agents.unfit = {2: "GPU 3 has 2 uncorrected ECC errors"}
     assert agents.decide(12.0) is None
     assert agents.fleet.assignment.rank_of[2] == 3 and agents.fleet.orders == {"trainer": RestartOrder(1, hold=True)}
-
-
-def test_a_trainer_node_without_a_spare_ends_the_attempt() -> None:
-    agents = trainer_of_two(spares=0)
-    agents.silent = {2}
-    assert agents.decide(91.0) == silent_for(91, "n2")
 
 
 @pytest.mark.parametrize(

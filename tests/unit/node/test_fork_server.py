@@ -20,7 +20,9 @@ from primeslurm.node.agent.fork_client import ForkServer, ForkServers
 from primeslurm.plan.model import Process
 from primeslurm.records import heartbeats
 from primeslurm.wire.transport import secret
-from tests.unit.node.test_agent import Running, process, start
+from tests.support.plans import process
+from tests.support.waiting import wait_until
+from tests.unit.node.test_agent import Running, start
 
 __all__ = ["start"]  # a fixture
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,18 +30,11 @@ PROGRAM = "tests.unit.node.forked_program"
 ENV = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
     """A server that has imported the program."""
     started = ForkServer([PROGRAM], sys.executable, ENV, tmp_path / "server.log", tmp_path)
-    wait_for(lambda: started.imported)
+    wait_until(lambda: started.imported)
     yield started
     started.close()
 
@@ -49,7 +44,7 @@ def forked(server: ForkServer, directory: Path, *args: str, env: dict[str, str] 
 
 
 def ended(child: ProcessGroup) -> int:
-    wait_for(lambda: child.poll() is not None)
+    wait_until(lambda: child.poll() is not None)
     code = child.poll()
     assert code is not None
     return code
@@ -80,7 +75,7 @@ def test_a_forked_process_does_not_import_again(server: ForkServer, tmp_path: Pa
     child = forked(server, tmp_path, "wait")
     assert psutil.Process(child.pid).ppid() != os.getpid()
     assert psutil.Process(psutil.Process(child.pid).ppid()).ppid() == os.getpid()
-    wait_for(lambda: "fork_server" not in " ".join(psutil.Process(child.pid).cmdline()))
+    wait_until(lambda: "fork_server" not in " ".join(psutil.Process(child.pid).cmdline()))
     assert " ".join(psutil.Process(child.pid).cmdline()).strip() == f"{sys.executable} -m {PROGRAM} wait"
     child.kill()
     assert ended(child) == -signal.SIGKILL
@@ -117,7 +112,7 @@ def test_a_forked_process_gets_signals(server: ForkServer, tmp_path: Path) -> No
 def test_a_forked_process_handles_the_signals_that_its_server_ignores(server: ForkServer, tmp_path: Path) -> None:
     waits = tmp_path / "waits"
     child = forked(server, tmp_path, "wait for the end", str(waits))
-    wait_for(waits.exists)
+    wait_until(waits.exists)
     os.kill(server.pid, signal.SIGTERM)
     time.sleep(0.2)
     assert child.poll() is None and not server.failed
@@ -131,7 +126,7 @@ def test_a_forked_process_ends_with_its_server(server: ForkServer, tmp_path: Pat
     process = psutil.Process(child.pid)
     psutil.Process(process.ppid()).kill()
     assert ended(child) == -signal.SIGKILL
-    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(OSError, match=r"Broken pipe|ended|reset"):
         forked(server, tmp_path, "wait")
 
@@ -139,21 +134,21 @@ def test_a_forked_process_ends_with_its_server(server: ForkServer, tmp_path: Pat
 def test_a_server_that_does_not_answer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_client, "ANSWER_S", 0.1)
     server = ForkServer([PROGRAM], sys.executable, ENV, tmp_path / "server.log", tmp_path)
-    wait_for(lambda: server.imported)
+    wait_until(lambda: server.imported)
     os.kill(server.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         forked(server, tmp_path, "wait")
-    wait_for(lambda: server.failed)
+    wait_until(lambda: server.failed)
 
 
 def test_processes_wait_for_the_imports_of_their_server(tmp_path: Path) -> None:
     servers = ForkServers(tmp_path, tmp_path)
     assert servers.importing((PROGRAM,), sys.executable, ENV)
-    wait_for(lambda: not servers.importing((PROGRAM,), sys.executable, ENV))
+    wait_until(lambda: not servers.importing((PROGRAM,), sys.executable, ENV))
     first = servers.of((PROGRAM,))
     assert first is not None
     first.close()
-    wait_for(lambda: servers.importing((PROGRAM,), sys.executable, ENV))  # another server
+    wait_until(lambda: servers.importing((PROGRAM,), sys.executable, ENV))  # another server
     assert servers.of((PROGRAM,)) is not first
     servers.close()
 
@@ -166,7 +161,7 @@ def test_processes_import_by_themselves_if_the_server_fails(module: str, tmp_pat
         assert not servers.importing(modules, sys.executable, ENV)
     else:
         assert servers.importing(modules, sys.executable, ENV)
-        wait_for(lambda: not servers.importing(modules, sys.executable, ENV))
+        wait_until(lambda: not servers.importing(modules, sys.executable, ENV))
         assert "no.such.module" in (tmp_path / f"{PROGRAM}.log").read_text()
     assert servers.of(modules) is None
     assert not servers.importing(modules, sys.executable, ENV)

@@ -17,9 +17,9 @@ from primeslurm.records.events.nodes import AgentFailed, NodeLost, ProcessesMove
 from primeslurm.records.fleet import AssignmentRecord, Ending, Outcome
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.run_status import read_status
-from tests.support.plans import plan_of, python
+from tests.support.plans import SLEEP, plan_of, process, python
 from tests.unit.node import test_agent
-from tests.unit.node.test_agent import PATIENT, QUICK, SLEEP, Running, process, server
+from tests.unit.node.test_agent import PATIENT, QUICK, Running, server
 from tests.unit.node.test_environment_nodes import make_plan, worker
 
 ENGINES = ("engine-0", "engine-1", "engine-2")
@@ -114,7 +114,7 @@ def test_a_router_starts_without_the_lost_engines(
 
 
 def test_a_loss_that_ends_the_attempt_leaves_no_agent_with_an_error(start: Start, tmp_path: Path) -> None:
-    ranks = [process(f"trainer-rank-{i}", i, SLEEP, role="trainer", restart="attempt") for i in (1, 2)]
+    ranks = [process(f"trainer-rank-{i}", i, role="trainer") for i in (1, 2)]
     uses = process("orchestrator", 0, (*SLEEP, "${host:trainer-rank-1}"), role="orchestrator")
     running = start(plan_of(tmp_path / "run", (uses,), *((rank,) for rank in ranks)), 1)
     ending = running.ended()
@@ -124,9 +124,9 @@ def test_a_loss_that_ends_the_attempt_leaves_no_agent_with_an_error(start: Start
 
 def test_ranks_meet_at_the_spare_that_replaces_the_node_of_rank_0(start: Start, tmp_path: Path) -> None:
     meet = python("import time; time.sleep(600)", "${host:trainer-rank-0}:${port:trainer-rank-0:master}")
-    options = {"role": "trainer", "restart": "attempt", "unit": "trainer"}
+    options = {"role": "trainer", "unit": "trainer"}
     ranks = [process(f"trainer-rank-{i}", i + 1, meet, ports={"master": 21500}, **options) for i in (0, 1)]
-    orchestrator = process("orchestrator", 0, SLEEP, role="orchestrator")
+    orchestrator = process("orchestrator", 0, role="orchestrator")
     running = start(plan_of(tmp_path / "run", (orchestrator,), *((rank,) for rank in ranks), spares=1), 1)
     for rank in ranks:
         running.wait_state(rank.name, "ready")

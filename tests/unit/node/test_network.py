@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ import pytest
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.host import network
 from primeslurm.node.host.network import NetworkError, Ports, own_address
-from primeslurm.plan.model import Process
+from primeslurm.plan.model import Plan, Process
 from primeslurm.records.events.nodes import PortTaken
 from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import events as all_events
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import SERVER, plan_of, python
 from tests.support.strangers import needs_second_user, stranger
+from tests.support.waiting import wait_until
 
 ADDRESS = "127.0.3.7"
 FIRST = 21800
@@ -129,14 +129,18 @@ def test_a_port_is_lost_to_another_user_only() -> None:
     ports.release()
 
 
+def prepared(plan: Plan) -> tuple[Attempt, Journal]:
+    attempt = RunDirectory(Path(plan.run_dir)).attempt(1)
+    attempt.prepare(plan)
+    return attempt, Journal(attempt.path, "agent-0")
+
+
 @needs_second_user
 def test_a_server_whose_port_was_taken_starts_on_another(tmp_path: Path) -> None:
     argv = python(SERVER, "${host}", "${port:http}")
     server = Process(name="server", role="engine", node=0, argv=argv, ports={"http": FIRST}, log="logs/server.log")
     plan = plan_of(tmp_path / "run", (server,))
-    attempt = RunDirectory(tmp_path / "run").attempt(1)
-    attempt.prepare(plan)
-    journal = Journal(attempt.path, "agent-0")
+    attempt, journal = prepared(plan)
     values = {"run_dir": str(tmp_path / "run"), "tmp": str(tmp_path), "key": "abcdef"}
     manager = ProcessManager(plan, plan.nodes[0], attempt, ADDRESS, values, journal)
     first = manager.ports["server"]["http"]
@@ -150,10 +154,7 @@ def test_a_server_whose_port_was_taken_starts_on_another(tmp_path: Path) -> None
         assert other != first
         manager.tick(0.0, FleetView(time=0.0), Addresses(hosts=hosts, ports={"server": {"http": other}}))
         try:
-            deadline = time.monotonic() + 60
-            while network.can_bind(ADDRESS, other) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert not network.can_bind(ADDRESS, other)
+            wait_until(lambda: not network.can_bind(ADDRESS, other))
         finally:
             manager.kill()
             manager.close()
@@ -211,11 +212,10 @@ def test_no_other_process_gets_a_fixed_port(tmp_path: Path) -> None:
     fixed = {"ports": {"http": FIRST + 1}, "fixed_ports": ("http",), "argv": ("x",), "role": "engine", "log": "b.log"}
     nodes = (free, Process(name="b", node=0, **fixed)), (Process(name="c", node=1, **fixed),)
     plan = plan_of(tmp_path / "run", *nodes)
-    attempt = RunDirectory(tmp_path / "run").attempt(1)
-    attempt.prepare(plan)
+    attempt, journal = prepared(plan)
     with socket.create_server((ADDRESS, FIRST)):
         for node in (plan.nodes[0], plan.nodes[0].model_copy(update={"processes": (free,)})):
-            manager = ProcessManager(plan, node, attempt, ADDRESS, {"key": "k"}, Journal(attempt.path, "agent-0"))
+            manager = ProcessManager(plan, node, attempt, ADDRESS, {"key": "k"}, journal)
             assert manager.ports["a"] == {"http": FIRST + 2}
             manager.close()
 
@@ -224,9 +224,8 @@ def test_an_agent_starts_no_process_whose_fixed_port_is_in_use(tmp_path: Path) -
     ports = {"http": FIRST, "metrics": FIRST}
     server = Process(name="s", role="engine", node=0, argv=("x",), ports=ports, fixed_ports=("http",), log="logs/s.log")
     plan = plan_of(tmp_path / "run", (server,))
-    attempt = RunDirectory(tmp_path / "run").attempt(1)
-    attempt.prepare(plan)
-    arguments = (plan, plan.nodes[0], attempt, ADDRESS, {"key": "k"}, Journal(attempt.path, "agent-0"))
+    attempt, journal = prepared(plan)
+    arguments = (plan, plan.nodes[0], attempt, ADDRESS, {"key": "k"}, journal)
     with socket.create_server((ADDRESS, FIRST)), pytest.raises(NetworkError, match=f"port {FIRST} of .* is in use"):
         ProcessManager(*arguments)
     manager = ProcessManager(*arguments)

@@ -38,6 +38,7 @@ from tests.support.cli import ROOT
 from tests.support.plans import plan_of, python
 from tests.support.recipes import model_dir
 from tests.support.turn_templates import CHATML, write_model
+from tests.support.waiting import wait_until
 
 # As `nvidia-smi --format=csv,noheader,nounits` prints them: index, uuid, MiB used, uncorrected errors.
 SOUND = ["0", "GPU-a", "4", "0"]
@@ -192,7 +193,7 @@ def test_the_head_waits_until_it_can_publish_its_reference(
     with monkeypatch.context() as read_only:
         read_only.setattr("primeslurm.node.preflight.preflight.write_json", fails)
         check.start()
-        wait_for_fault(check)
+        wait_until(lambda: check.file_system)
         assert check.verdict == (PreflightState.CHECKING, "") and "Read-only" in check.file_system
     assert verdict(check)[0] is PreflightState.FIT
 
@@ -245,11 +246,14 @@ def preflight(plan: Plan, rank: int, tmp_path: Path, **seconds: float) -> Prefli
 
 
 def verdict(check: Preflight) -> tuple[PreflightState, str]:
-    deadline = time.monotonic() + 600
-    while check.verdict[0] is PreflightState.CHECKING:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: check.verdict[0] is not PreflightState.CHECKING)
     return check.verdict
+
+
+def judged(check: Preflight) -> tuple[PreflightState, str]:
+    """Run preflight to its end."""
+    check.start()
+    return verdict(check)
 
 
 @pytest.fixture
@@ -273,18 +277,17 @@ def test_two_nodes_pass(plan: Plan, tmp_path: Path) -> None:
 def test_a_node_that_sees_another_plan_fails(plan: Plan, tmp_path: Path) -> None:
     attempt = RunDirectory(Path(plan.run_dir)).attempt(1)
     write_json(attempt.path / "preflight.json", {"plan_digest": "other", "packages": {}})
-    check = preflight(plan, 1, tmp_path)
-    check.start()
-    assert verdict(check) == (PreflightState.UNFIT, f"{attempt.plan_file} differs from what the head sees")
+    assert judged(preflight(plan, 1, tmp_path)) == (
+        PreflightState.UNFIT,
+        f"{attempt.plan_file} differs from what the head sees",
+    )
 
 
 def test_the_teachers_model_is_checked(plan: Plan, tmp_path: Path) -> None:
     model = model_dir(tmp_path)
     teacher = {"type": "engines", "path": str(tmp_path / "none")}
     write_json(Path(plan.run_dir) / "recipe.resolved.json", {"model": {"path": str(model)}, "teacher": teacher})
-    check = preflight(plan, 0, tmp_path)
-    check.start()
-    assert verdict(check) == (PreflightState.UNFIT, f"there is no model {tmp_path / 'none'}")
+    assert judged(preflight(plan, 0, tmp_path)) == (PreflightState.UNFIT, f"there is no model {tmp_path / 'none'}")
 
 
 @pytest.mark.parametrize("name", ["orchestrator", "trainer-rank-0", "engine-r0-0"])
@@ -325,9 +328,10 @@ def test_a_check_that_takes_too_long_fails_the_node(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("primeslurm.node.preflight.checks.space_checks", lambda *_: time.sleep(60))
-    check = preflight(plan, 1, tmp_path, limit_s=0.2)
-    check.start()
-    assert verdict(check) == (PreflightState.UNFIT, "preflight takes longer than 0.2 s; it checks its file systems")
+    assert judged(preflight(plan, 1, tmp_path, limit_s=0.2)) == (
+        PreflightState.UNFIT,
+        "preflight takes longer than 0.2 s; it checks its file systems",
+    )
 
 
 class Clock:
@@ -350,13 +354,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def wait_for_fault(check: Preflight) -> None:
-    deadline = time.monotonic() + 600
-    while not check.file_system:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_preflight_waits_for_a_full_disk(
     plan: Plan, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +361,7 @@ def test_preflight_waits_for_a_full_disk(
     with monkeypatch.context() as full:
         full.setattr(checks, "MIN_FREE_BYTES", 2**60)
         check.start()
-        wait_for_fault(check)
+        wait_until(lambda: check.file_system)
         clock.offset_s = 120.0  # longer than the timeout of the checks, shorter than the run's stall timeout
         assert check.verdict == (PreflightState.CHECKING, "")
         assert check.file_system.endswith(f"the run directory {plan.run_dir}")
@@ -374,19 +371,14 @@ def test_preflight_waits_for_a_full_disk(
 def test_the_wait_for_a_full_disk_ends(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MIN_FREE_BYTES", 2**60)
     soon = plan.model_copy(update={"stall_timeout_s": 0})
-    check = preflight(soon, 0, tmp_path, clock_wait_s=0.2, full_poll_s=0.05)
-    check.start()
-    state, why = verdict(check)
+    state, why = judged(check := preflight(soon, 0, tmp_path, clock_wait_s=0.2, full_poll_s=0.05))
     assert state is PreflightState.UNFIT and check.file_system in why and "GiB free in the run directory" in why
 
 
 def test_preflight_waits_for_a_late_head(plan: Plan, tmp_path: Path, clock: Clock) -> None:
     check = preflight(plan, 1, tmp_path, clock_wait_s=0.2)
     check.start()
-    deadline = time.monotonic() + 600
-    while check._deadline < math.inf:  # until it waits for the head
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: check._deadline == math.inf)  # it waits for the head
     clock.offset_s = 120.0
     assert check.verdict[0] is PreflightState.CHECKING
     preflight(plan, 0, tmp_path, clock_wait_s=0.2).start()
@@ -394,9 +386,10 @@ def test_preflight_waits_for_a_late_head(plan: Plan, tmp_path: Path, clock: Cloc
 
 
 def test_the_wait_for_the_head_ends(plan: Plan, tmp_path: Path) -> None:
-    alone = preflight(plan.model_copy(update={"node_start_s": 1}), 1, tmp_path)
-    alone.start()
-    assert verdict(alone) == (PreflightState.UNFIT, "the files of the head are not visible after 1 s")
+    assert judged(preflight(plan.model_copy(update={"node_start_s": 1}), 1, tmp_path)) == (
+        PreflightState.UNFIT,
+        "the files of the head are not visible after 1 s",
+    )
 
 
 def test_the_sites_hcas_are_checked(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,9 +398,7 @@ def test_the_sites_hcas_are_checked(plan: Plan, tmp_path: Path, monkeypatch: pyt
     used = tuple(process.model_copy(update={"gpus": (0,)}) for process in node.processes)
     nodes = (node.model_copy(update={"processes": used}),)
     on_gpus = plan.model_copy(update={"device": "cuda", "hcas": ("mlx5_77",), "nodes": nodes})
-    check = preflight(on_gpus, 1, tmp_path)
-    check.start()
-    state, why = verdict(check)
+    state, why = judged(preflight(on_gpus, 1, tmp_path))
     assert state is PreflightState.UNFIT and "mlx5_77" in why
 
 

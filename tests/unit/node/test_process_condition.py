@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from primeslurm.node.agent.liveness_monitor import condition_of
+from tests.support.waiting import wait_until
 
 PARENT = """
 import subprocess, sys
@@ -36,26 +36,19 @@ def family() -> Iterator[tuple[int, int, int]]:
     parent.communicate()
 
 
-def reaches(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_stopped_child_stops_its_parent(family: tuple[int, int, int]) -> None:
     parent, own, _ = family
     assert not condition_of(parent).stopped
     os.kill(own, signal.SIGSTOP)
-    reaches(lambda: condition_of(parent).stopped)
+    wait_until(lambda: condition_of(parent).stopped)
     os.killpg(parent, signal.SIGCONT)
-    reaches(lambda: not condition_of(parent).stopped)
+    wait_until(lambda: not condition_of(parent).stopped)
 
 
 def test_a_child_in_another_session_does_not_count(family: tuple[int, int, int]) -> None:
     parent, _, apart = family
     os.kill(apart, signal.SIGSTOP)
-    reaches(lambda: condition_of(apart).stopped)
+    wait_until(lambda: condition_of(apart).stopped)
     assert not condition_of(parent).stopped
 
 

@@ -54,13 +54,9 @@ def test_a_run_keeps_its_secret_to_its_owner_and_in_one_file(tmp_path: Path) -> 
 
 
 def test_every_run_has_its_own_secret(tmp_path: Path) -> None:
-    assert made(tmp_path / "a")[1] != made(tmp_path / "b")[1]
-
-
-@pytest.fixture(autouse=True)
-def _directories(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
+    assert made(tmp_path / "a")[1] != made(tmp_path / "b")[1]
 
 
 def manager_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses]:

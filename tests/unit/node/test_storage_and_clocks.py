@@ -13,21 +13,15 @@ import pytest
 from primeslurm.base import files
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.head.head import Head
-from primeslurm.plan.model import Process
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.fleet import AgentReport, Ending, Outcome
 from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events as all_events
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
-from tests.support.plans import plan_of, python
+from tests.support.plans import plan_of, process
 
-SLEEP = python("import time; time.sleep(600)")
 NODE_SILENT_S = 30
-
-
-def process(name: str, node: int) -> Process:
-    return Process(name=name, role="engine", node=node, argv=SLEEP, log=f"logs/{name}.log")
 
 
 class Nodes:

@@ -15,8 +15,8 @@ from primeslurm.plan.supervision import HeartbeatLimits
 from primeslurm.records.events.processes import ProcessContinued, ProcessExited, ProcessUnresponsive, RanksUnresponsive
 from primeslurm.records.fleet import HeartbeatReport, Outcome
 from primeslurm.run.diagnosis.doctor import diagnose
-from tests.support.plans import python
-from tests.unit.node.test_agent import Running, process, start
+from tests.support.plans import process, python
+from tests.unit.node.test_agent import Running, start
 
 __all__ = ["start"]
 
@@ -84,7 +84,7 @@ def test_the_rank_that_the_others_wait_for_is_named_and_ends_the_attempt(
 ) -> None:
     agents = AgentTimings(term_grace_s=1.0, stopped_s=2.0)
     head = HeadTimings(thresholds=QuietThresholds(shown_s=2.0, ranks_share=1 / 4))
-    group = {"role": "trainer", "restart": "attempt", "unit": "trainer", "limit_s": 8}
+    group = {"role": "trainer", "unit": "trainer", "limit_s": 8}
     path = str(tmp_path / "met")
     ranks = [with_heartbeats(f"trainer-rank-{i}", i % 2, RANK, path, str(i), "1", **group) for i in range(3)]  # type: ignore[arg-type]
     running = start((ranks[0], ranks[2]), (ranks[1],), agents=agents, head=head)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import verifiers.v1 as vf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Echo, Grpo, HierarchicalGrpo, MaxRl, Opd, Rae, from_recipe
@@ -28,7 +28,6 @@ from tests.support.batches import batch_of
 from tests.support.recipes import recipe_data
 from tests.support.rollouts import rollouts, small_recipe, with_words
 
-relaxed = settings(deadline=None)
 AGENTS = ("proposer", "solver")
 
 
@@ -85,7 +84,6 @@ def check(group: RolloutGroup, credits: Any, exact: Any) -> None:
         assert (credit.mask == one.mask).all()
 
 
-@relaxed
 @given(batch=groups())
 def test_grpo_compares_traces_of_the_same_agent(batch: list[RolloutGroup]) -> None:
     for group, credits in zip(batch, Grpo().assign(batch), strict=True):
@@ -99,7 +97,6 @@ def test_grpo_compares_traces_of_the_same_agent(batch: list[RolloutGroup]) -> No
         )
 
 
-@relaxed
 @given(batch=groups())
 def test_max_rl_divides_by_the_mean_of_the_agent(batch: list[RolloutGroup]) -> None:
     def exact(group: RolloutGroup, one: Rollout) -> float:
@@ -111,7 +108,6 @@ def test_max_rl_divides_by_the_mean_of_the_agent(batch: list[RolloutGroup]) -> N
             check(group, credits, lambda one, _, g=group: exact(g, one))
 
 
-@relaxed
 @given(batch=groups())
 def test_hierarchical_grpo_compares_solvers_within_their_rollout(
     batch: list[RolloutGroup],
@@ -126,7 +122,6 @@ def test_hierarchical_grpo_compares_solvers_within_their_rollout(
         )
 
 
-@relaxed
 @given(batch=groups(), decay=st.sampled_from([0.0, 0.5, 0.95]), split=st.integers(0, 4))
 def test_rae_carries_a_baseline_per_environment_and_agent(batch: list[RolloutGroup], decay: float, split: int) -> None:
     # Batches and restarts must not change the recursion of SPIRAL over all traces.
@@ -175,7 +170,6 @@ def test_rollout_info_without_agent_and_penalty_is_read() -> None:
     assert (info.agent, info.trace, info.length_penalty, info.net_reward) == ("", 0, 0.0, 0.5)
 
 
-@relaxed
 @given(batch=groups(), average=st.sampled_from(["rollouts", "seq_len"]))
 def test_average_over_rollouts_or_seq_len(batch: list[RolloutGroup], average: Any) -> None:
     # The trainer sums over the batch, and divides by its number of trained tokens.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.base.errors import UsageError
@@ -28,8 +28,6 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
-
-relaxed = settings(deadline=None)
 
 
 @st.composite
@@ -84,7 +82,6 @@ def close(actual: np.ndarray, exact: np.ndarray | float) -> bool:
     return np.allclose(actual.astype(np.float64), exact, rtol=1e-5, atol=1e-5)
 
 
-@relaxed
 @given(batch=groups(), reward=st.sampled_from([0.0, 0.37]))
 def test_opd_adds_the_log_ratio_to_a_fraction_of_the_reward(batch: list[RolloutGroup], reward: float) -> None:
     for group, one, credit in pairs(batch, Opd(reward)):
@@ -94,7 +91,6 @@ def test_opd_adds_the_log_ratio_to_a_fraction_of_the_reward(batch: list[RolloutG
         assert close(credit.advantages, np.where(one.mask, gap, 0) + reward * centred)
 
 
-@relaxed
 @given(batch=groups(), weight=st.sampled_from([0.1, 2.5]), inner=st.sampled_from([Grpo(), Opd(0.5)]))
 def test_echo_adds_the_mean_cross_entropy_of_observed_tokens(
     batch: list[RolloutGroup], weight: float, inner: Algorithm
@@ -166,8 +162,6 @@ class Returns(Algorithm):
 
 
 class ReturnsNone(Algorithm):
-    """Returns None."""
-
     def assign(self, groups: Sequence[RolloutGroup]) -> Any:
         return None
 
@@ -306,7 +300,6 @@ def test_reason_must_be_a_word(reason: object, monkeypatch: pytest.MonkeyPatch) 
         algorithm.rejects(one_group())
 
 
-@relaxed
 @given(batch=groups(min_reward=0.125), weight=st.sampled_from([0.25, 1.0, 3.0]))
 def test_each_environment_has_its_own_algorithm_and_weight(batch: list[RolloutGroup], weight: float) -> None:
     # Each algorithm sees only the groups of its environment. The weight scales advantages and cross-entropy.

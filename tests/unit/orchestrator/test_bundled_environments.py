@@ -196,17 +196,12 @@ class Follower(FakeEngine):
 
     turns = 100
 
-    def __init__(self, model: Path) -> None:
-        super().__init__(model)
-        self.answers: list[list[int]] = []
-
     def _sample(self, prompt: list[int], number: int) -> list[int]:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False)
         read: str = re.findall(r"(?:Follow |<tool_response>\n)([a-z0-9]+)", text)[-1]
         call = f'<tool_call>\n{{"name": "sh", "arguments": {{"command": "cat {read}"}}}}\n</tool_call>'
         answer = read if read.isdigit() or number > self.turns else call
-        self.answers.append([*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id])
-        return self.answers[-1]
+        return [*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize(("turns", "reward"), [(100, 1.0), (1, 0.0)])
@@ -249,23 +244,9 @@ async def test_transcript_is_the_conversation_of_the_environment(model: Path) ->
     assert [message.tool_call_id for message in results] == [call.id for call in calls]
     assert shown.messages[-1].content == answer and shown.tools == ["sh"]
     assert sum(summary.reward_parts.values()) == summary.reward == 1.0
-
-    (sequence,) = shown.sequences
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    assert sequence.token_ids == rollout.token_ids.tolist() and sequence.spans[-1].end == len(sequence.token_ids)
-    assert "".join(sequence.pieces) == tokenizer.decode(rollout.token_ids)
-    sampled_turns = []
-    for span in sequence.spans:
-        message, sampled = shown.messages[span.message], sequence.sampled[span.start : span.end]
-        assert any(sampled) == message.sampled
-        tokens = [token for token, own in zip(sequence.token_ids[span.start : span.end], sampled, strict=True) if own]
-        text = "".join(sequence.pieces[span.start : span.end])
-        assert message.content in text
-        if message.sampled:
-            sampled_turns.append(tokens)
-            assert message.started_s is not None and message.ended_s is not None
-            assert 0 <= message.started_s <= message.ended_s <= rollout.info.seconds + 1
-    assert sampled_turns == engine.answers, "a trained token is not the sampled one"
+    for message in filter(lambda each: each.sampled, shown.messages):
+        assert message.started_s is not None and message.ended_s is not None
+        assert 0 <= message.started_s <= message.ended_s <= rollout.info.seconds + 1
 
 
 class OneCommand:

@@ -51,7 +51,6 @@ RENDERERS_OF_OWN = {
 
 
 def recorded() -> dict[str, Row]:
-    """Return the recorded results of all templates."""
     return {row["model"]: Row(**row) for row in json.loads(RESULTS.read_text())}
 
 

@@ -48,8 +48,6 @@ class LongAnswer(Talk):
 
 
 class OneTurn(Talk):
-    """Takes one answer."""
-
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         async with agents.agent.interaction(task) as interaction:
             await interaction.turn()

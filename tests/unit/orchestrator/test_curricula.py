@@ -30,7 +30,6 @@ from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout
 
 LABEL = "reverse-text"
-relaxed = settings(deadline=None)
 
 
 def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> DifficultyPools:
@@ -40,7 +39,6 @@ def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> Diff
     return made
 
 
-@relaxed
 @given(
     tasks=st.integers(1, 300),
     window=st.integers(1, 64),
@@ -114,7 +112,6 @@ def test_endless_taskset_always_has_unseen_examples() -> None:
     assert drawn == [first_epoch(position, 0, 1024) for position in range(3000)]
 
 
-@relaxed
 @given(seed=st.integers(0, 2**16), tasks=st.integers(1, 12), retire=st.none() | st.integers(1, 3))
 def test_example_is_in_one_pool_and_runs_once_at_a_time(seed: int, tasks: int, retire: int | None) -> None:
     source, made = random.Random(seed), pools(tasks, retire_solved=retire, retire_failed=retire)
@@ -200,7 +197,7 @@ class Life:
         return [group.id for group in groups]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**16), kills=st.lists(st.integers(0, 200), max_size=4))
 def test_kill_at_any_moment_loses_and_repeats_no_example(
     seed: int, kills: list[int], tmp_path_factory: pytest.TempPathFactory

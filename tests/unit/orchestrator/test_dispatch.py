@@ -87,11 +87,16 @@ def test_environment_without_worker_waits() -> None:
     assert job is not None and job.environment == "a"
 
 
-def test_no_group_opens_that_would_become_too_old() -> None:
-    dispatcher = make_dispatcher(limits(off_policy=0, max_inflight=100))
-    assert len(run_all(dispatcher)) == 4, "only step 1 may train a group of version 0"
-    dispatcher = make_dispatcher(limits(off_policy=2, max_inflight=100))
-    assert len(run_all(dispatcher)) == 12
+@pytest.mark.parametrize(
+    ("off_policy", "max_steps", "jobs"),
+    [
+        pytest.param(0, 50, 4, id="only step 1 may train a group of version 0"),
+        pytest.param(2, 50, 12, id="so may steps 2 and 3"),
+        pytest.param(8, 2, 8, id="step 2 is the last one"),
+    ],
+)
+def test_no_group_opens_that_no_step_may_train(off_policy: int, max_steps: int, jobs: int) -> None:
+    assert len(run_all(make_dispatcher(limits(off_policy, max_inflight=100, max_steps=max_steps)))) == jobs
 
 
 def test_slow_trainer_gets_no_long_queue() -> None:
@@ -101,11 +106,6 @@ def test_slow_trainer_gets_no_long_queue() -> None:
             if done := dispatcher.finished(job.id, rollout(job)):
                 dispatcher.add_ready(done)
     assert len(dispatcher.ready) == 4, "two batches, although eight would be fresh"
-
-
-def test_no_group_opens_beyond_the_last_step() -> None:
-    dispatcher = make_dispatcher(limits(off_policy=8, max_inflight=100, max_steps=2))
-    assert len(run_all(dispatcher)) == 8
 
 
 def test_open_groups_are_dispatched_before_new_ones() -> None:
@@ -334,8 +334,3 @@ def test_continuations_and_returned_examples_finish_late() -> None:
     assert not limit.finishes_late("a", 0, "a-00000000") and limit.version_of(GROUP) == 3
     assert limit.finishes_late("a", 0, "a-00000000.1001") and limit.finishes_late("a", 1, "a-00000001")
     assert limit.version_of(replace(GROUP, id="a-00000000.1001")) == 5, "its newest token counts"
-
-
-def test_old_tokens_are_masked() -> None:
-    masked = AgeLimit(0).mask_old_tokens(GROUP, 6)
-    assert [bool(sequence.mask.any()) for sequence in masked.sequences] == [False, True]

@@ -22,10 +22,7 @@ from tests.unit.orchestrator.test_dispatch import rollout
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 
-relaxed = settings(deadline=None)
 
-
-@relaxed
 @given(sizes=st.lists(st.integers(1, 6), max_size=9), total=st.integers(1, 24))
 def test_choice_is_the_smallest_sum_of_the_first_groups(sizes: list[int], total: int) -> None:
     enough = [
@@ -62,7 +59,7 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=CHAINS,
     batches=st.integers(1, 3),

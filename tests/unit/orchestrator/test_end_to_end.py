@@ -16,11 +16,14 @@ from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.batch import RankShard, Row
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from tests.support.runs import check_staleness
-from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
+from tests.support.scripted_run import BATCHES, OFF_POLICY, STEPS, Run, publish_addresses
 
 
 class FakeRun(Run):
     """A run on one FakeEngine, which is its own router."""
+
+    workers = {"worker": "reverse-text"}
+    """Environment of each worker."""
 
     def __init__(self, engine: FakeEngine, root: Path, changes: dict[str, Any] | None = None) -> None:
         super().__init__(
@@ -42,10 +45,19 @@ class FakeRun(Run):
     def begin(self, version: int = 0) -> TrainerLink:
         """Start the processes, and publish a policy as the trainer."""
         self.start("orchestrator")
-        self.start("worker")
+        for name, environment in self.workers.items():
+            self.start(name, environment)
         link = self.link()
         self.publish(link, version)
         return link
+
+    def finished(self) -> None:
+        """Wait until the orchestrator has ended without an error."""
+        assert self.processes["orchestrator"].wait(900) == 0, self.logs()
+
+    def state(self) -> dict[str, Any]:
+        """Return what the orchestrator of the first attempt has recorded last."""
+        return dict(json.loads((self.run_dir / "attempts/1/state/orchestrator.json").read_text()))
 
 
 TRANSPORTS = pytest.mark.parametrize("run", ["zmq", "filesystem"], indirect=True)
@@ -54,10 +66,9 @@ TRANSPORTS = pytest.mark.parametrize("run", ["zmq", "filesystem"], indirect=True
 
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeRun]:
-    orchestrator = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
-    transport = {"rollout_transport": getattr(request, "param", "zmq")}
+    options = {**BATCHES, "rollout_transport": getattr(request, "param", "zmq")}
     engine = FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05)
-    with engine, FakeRun(engine, tmp_path, {"orchestrator": orchestrator | transport}) as run:
+    with engine, FakeRun(engine, tmp_path, {"orchestrator": options}) as run:
         yield run
 
 
@@ -78,7 +89,7 @@ def finish(run: FakeRun, link: TrainerLink, step: int) -> None:
     """Train all steps from `step` on, and check the whole run."""
     for each in range(step, STEPS + 1):
         run.train(link, each)
-    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+    run.finished()
     check_whole_run(run)
 
 
@@ -114,7 +125,7 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     assert run.trained[3] == trained
     finish(run, link, 4)
     assert len(run.events("orchestrator_up")) == 2
-    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
+    state = run.state()
     counts = state["counts"]
     assert state["step"] == STEPS and state["version"] == STEPS
     ended = sum(counts.get(how, 0) for how in ("finished", "failed", "cancelled", "lost"))
@@ -137,7 +148,7 @@ def test_restarted_trainer_gets_every_uncommitted_batch(run: FakeRun) -> None:
             run.train(again, step, commits=False)
         assert run.trained == before, "the same rows as the first time"
     run.train(again, STEPS, commits=True)
-    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+    run.finished()
     check_whole_run(run)
 
 
@@ -163,11 +174,10 @@ def test_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
 def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model")
     with FakeEngine(tokenizer, delay_s=0.05) as engine, FakeEngine(tokenizer) as teacher:
-        batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
         changes = {
             "max_steps": 2,
             "teacher": {"type": "engines", "path": "/models/teacher"},
-            "orchestrator": {**batches, "advantages": "opd", "opd_reward": 0.5},
+            "orchestrator": {**BATCHES, "advantages": "opd", "opd_reward": 0.5},
         }
         run = FakeRun(engine, tmp_path, changes)
         run.teachers["teacher-0"] = "http://127.0.0.1:9"
@@ -175,8 +185,7 @@ def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
             link = run.begin()
             spool = run.run_dir / "rollouts"
             run.wait_until(lambda: len(list(spool.glob("*.group"))) >= 4)
-            state = run.run_dir / "attempts/1/state/orchestrator.json"
-            run.wait_until(lambda: json.loads(state.read_text())["unscored_groups"] >= 4)
+            run.wait_until(lambda: run.state()["unscored_groups"] >= 4)
             run.kill("orchestrator")
             run.teachers["teacher-0"] = teacher.url
             run.start("orchestrator")
@@ -193,7 +202,7 @@ def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
             assert len(engine.requests) == sampled, "rollouts from before the restart are trained"
             for step in (1, 2):
                 run.train(link, step)
-            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+            run.finished()
     rows = run.metrics()
     assert all(row["teacher/kl"] != 0 for row in rows)
     assert sum(row["teacher/tokens"] for row in rows) > 0 and sum(row["teacher/seconds"] for row in rows) > 0
@@ -214,43 +223,40 @@ def trained_as_wanted(row: Row) -> bool:
 def test_run_with_a_custom_algorithm(tmp_path: Path) -> None:
     """It trains every second prompt: one token of each answer by policy loss, the others by cross-entropy."""
     chosen = {"function": "tests.unit.orchestrator.test_algorithms:FirstTokens", "kwargs": {"tokens": 1}}
-    batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
-    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.01) as engine:
-        in_order = {"environments": [{"id": "reverse-text", "shuffle": False}]}
-        run = FakeRun(engine, tmp_path, {"max_steps": 2, "orchestrator": {**batches, "algorithm": chosen}, **in_order})
-        with run:
-            link = run.begin()
-            for step in (1, 2):
-                for batch in run.batch(link, step):
-                    assert batch.info.loss_tokens == 8
-                    assert all(trained_as_wanted(row) for row in batch.rows)
-                run.train(link, step)
-            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+    in_order = {"environments": [{"id": "reverse-text", "shuffle": False}]}
+    changes = {"max_steps": 2, "orchestrator": {**BATCHES, "algorithm": chosen}, **in_order}
+    engine = FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.01)
+    with engine, FakeRun(engine, tmp_path, changes) as run:
+        link = run.begin()
+        for step in (1, 2):
+            for batch in run.batch(link, step):
+                assert batch.info.loss_tokens == 8
+                assert all(trained_as_wanted(row) for row in batch.rows)
+            run.train(link, step)
+        run.finished()
     trained_words = list(reverse_text.words(40, 0))[::2]
     assert set(words(run)) <= set(trained_words) and len(words(run)) == 4
-    counts = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["counts"]
-    assert counts["groups_rejected_odd"] > 0
+    assert run.state()["counts"]["groups_rejected_odd"] > 0
     assert sum(row.get("groups/rejected_odd", 0) for row in run.metrics()) > 0
 
 
 def test_error_of_a_custom_algorithm_reaches_the_trainer(tmp_path: Path) -> None:
     name = "tests.unit.orchestrator.test_algorithms:ReturnsNone"
-    batches = {"batch_size": 4, "group_size": 4}
-    with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
-        run = FakeRun(engine, tmp_path, {"orchestrator": {**batches, "algorithm": {"function": name}}})
-        with run:
-            link = run.begin()
-            with pytest.raises(LinkError, match=rf"algorithm\.function = {name}: assign returned a NoneType"):
-                run.batch(link, 1)
+    changes = {"orchestrator": {"batch_size": 4, "group_size": 4, "algorithm": {"function": name}}}
+    engine = FakeEngine(write_tokenizer(tmp_path / "model"))
+    with engine, FakeRun(engine, tmp_path, changes) as run:
+        link = run.begin()
+        with pytest.raises(LinkError, match=rf"algorithm\.function = {name}: assign returned a NoneType"):
+            run.batch(link, 1)
 
 
 def test_missing_custom_algorithm_ends_the_attempt(tmp_path: Path) -> None:
-    with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
-        run = FakeRun(engine, tmp_path, {"orchestrator": {"algorithm": {"function": "no_such_module:Algorithm"}}})
+    changes = {"orchestrator": {"algorithm": {"function": "no_such_module:Algorithm"}}}
+    engine = FakeEngine(write_tokenizer(tmp_path / "model"))
+    with engine, FakeRun(engine, tmp_path, changes) as run:
         for name in ("orchestrator", "worker"):
             run.start(name)
-        with run:
-            assert [run.processes[name].wait(600) for name in ("orchestrator", "worker")] == [2, 1]
+        assert [run.processes[name].wait(600) for name in ("orchestrator", "worker")] == [2, 1]
     expected = "orchestrator.algorithm.function = no_such_module:Algorithm: cannot be imported: No module named"
     assert (tmp_path / "orchestrator.log").read_text().startswith(expected)
     assert expected in (tmp_path / "worker.log").read_text()
@@ -271,7 +277,7 @@ def test_run_continues_without_a_lost_replica(tmp_path: Path) -> None:
             run.wait_until(lambda: run.events("replica_lost"))  # three steps later its rollouts would be too old
             for step in range(1, STEPS + 1):
                 run.train(link, step)
-            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+            run.finished()
     (event,) = run.events("replica_lost")
     assert event["router"] == "router-1" and int(str(event["rollouts"])) > 0
     assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
@@ -295,33 +301,32 @@ def test_two_environments_with_a_curriculum_survive_kills(tmp_path: Path) -> Non
             },
         ],
         "orchestrator": {
-            **{"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY},
+            **BATCHES,
             "filters": [{"type": "zero_advantage", "action": "monitor"}, {"type": "length", "max_tokens": 100}],
         },
     }
-    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
-        run = FakeRun(engine, tmp_path, changes)
-        with run:
-            run.start("orchestrator")
-            run.start("worker")
-            run.start("pooled", "pooled")
-            state = run.run_dir / "attempts/1/state/orchestrator.json"
-            run.wait_until(lambda: state.exists() and len(json.loads(state.read_text())["environments"]) == 2)
-            link = run.link()
-            run.publish(link, 0)
-            run.train(link, 1)
-            run.kill("orchestrator")
-            run.start("orchestrator")
-            for step in (2, 3):
-                run.train(link, step)
-            run.kill("orchestrator")
-            run.attempt, run.engine.version = 2, None
-            run.start("orchestrator")
-            link = run.link()
-            run.publish(link, 2)
-            for step in (3, 4):
-                run.train(link, step)
-            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+    engine = FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05)
+    with engine, FakeRun(engine, tmp_path, changes) as run:
+        run.start("orchestrator")
+        run.start("worker")
+        run.start("pooled", "pooled")
+        state = run.run_dir / "attempts/1/state/orchestrator.json"
+        run.wait_until(lambda: state.exists() and len(run.state()["environments"]) == 2)
+        link = run.link()
+        run.publish(link, 0)
+        run.train(link, 1)
+        run.kill("orchestrator")
+        run.start("orchestrator")
+        for step in (2, 3):
+            run.train(link, step)
+        run.kill("orchestrator")
+        run.attempt, run.engine.version = 2, None
+        run.start("orchestrator")
+        link = run.link()
+        run.publish(link, 2)
+        for step in (3, 4):
+            run.train(link, step)
+        run.finished()
     rows = run.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4], run.logs()
     assert {"env/reverse-text/filters/truncated", "env/pooled/filters/zero_advantage"} <= rows[-1].keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,17 @@ from primeslurm.records.metrics import rows
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.stored import checkpoints
 from tests.support.runs import check_staleness
-from tests.support.scripted_run import OFF_POLICY, STEPS, Run
+from tests.support.scripted_run import BATCHES, OFF_POLICY, STEPS
+from tests.support.waiting import wait_until
+from tests.unit.orchestrator.test_end_to_end import FakeRun
 
 EXAMPLES, SAMPLES = 6, 2
-BATCHES = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
 
 
-class EvaluatedRun(Run):
-    """A Run on one FakeEngine, with an environment for training and one for evaluation."""
+class EvaluatedRun(FakeRun):
+    """A run with an environment for training and one for evaluation."""
+
+    workers = {"worker": "reverse-text", "evaluation": "held-out"}
 
     def __init__(self, engine: FakeEngine, root: Path, **evaluation: Any) -> None:
         environment = {
@@ -34,42 +36,28 @@ class EvaluatedRun(Run):
             "sampling": {"temperature": 0.5, "max_tokens": 20},
         }
         section = {"environments": [environment], "interval": 2, "at_start": True, **evaluation}
-        super().__init__(
-            root,
-            root / "model",
-            [engine.url],
-            {"engine-r0-0": engine.url},
-            lambda run_dir, version: run_dir / str(version),
-            {"evaluation": section, "checkpoint": {"interval": 2, "keep": 1}, "orchestrator": BATCHES},
-        )
-        self.engine = engine
-
-    def start_all(self) -> None:
-        self.start("orchestrator")
-        self.start("worker")
-        self.start("evaluation", "held-out")
+        checkpoint = {"interval": 2, "keep": 1}
+        super().__init__(engine, root, {"evaluation": section, "checkpoint": checkpoint, "orchestrator": BATCHES})
 
     def evaluated(self) -> list[dict[str, Any]]:
         """Requests of evaluations to the engine."""
         return [request for request in self.engine.requests if "evaluation" in request["cache_salt"]]
 
     def wait_for(self, step: int) -> EvaluationRecord:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            if records := [record for record in evaluations(self.run_dir) if record.step == step]:
-                return records[0]
-            time.sleep(0.05)
-        raise AssertionError(self.logs())
+        return wait_until(
+            lambda: next((record for record in evaluations(self.run_dir) if record.step == step), None), self.logs
+        )
 
     def wait_for_samples(self, step: int, count: int) -> None:
         """Wait until an evaluation has this many samples on disk. It must not be finished."""
-        deadline = time.monotonic() + 600
-        while self.samples(step) < count:
-            assert time.monotonic() < deadline, self.logs()
-            assert not (step_dir(self.run_dir, step) / "summary.json").exists(), (
-                "the evaluation finished before the test saw its samples"
-            )
-            time.sleep(0.02)
+
+        def seen() -> bool:
+            if self.samples(step) >= count:
+                return True
+            assert not (step_dir(self.run_dir, step) / "summary.json").exists(), "the evaluation finished too early"
+            return False
+
+        wait_until(seen, self.logs, poll_s=0.02)
 
     def samples(self, step: int) -> int:
         """Number of samples of an unfinished evaluation on disk."""
@@ -86,11 +74,8 @@ def engine(tmp_path: Path) -> Iterator[FakeEngine]:
 
 
 def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEngine, tmp_path: Path) -> None:
-    run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=3, keep_best="held-out/reward_mean")
-    try:
-        run.start_all()
-        link = run.link()
-        run.publish(link, 0)
+    with EvaluatedRun(engine, tmp_path, max_inflight_rollouts=3, keep_best="held-out/reward_mean") as run:
+        link = run.begin()
         run.wait_for(0)
         kept_steps = {}
         for step in range(1, STEPS + 1):
@@ -102,9 +87,7 @@ def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEng
         assert kept_steps == {2: [2], 4: [2]}
         checkpoints.prune(run.run_dir, 1, kept_steps[4])
         assert checkpoints.committed(run.run_dir) == [2, STEPS], "the best and the last checkpoint"
-        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    finally:
-        run.stop()
+        run.finished()
     records = evaluations(run.run_dir)
     assert [(record.step, record.version) for record in records] == [(0, 0), (2, 2), (4, 4), (5, 5)]
     assert (records[-1].oldest_version, records[-1].newest_version) == (STEPS, STEPS), "only the final policy sampled"
@@ -125,18 +108,14 @@ def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEng
     assert [row["step"] for row in table] == list(range(1, STEPS + 1))
     assert [row["step"] for row in table if "eval/held-out/reward_mean" in row] == [2, 4, 5]
     check_staleness(table, OFF_POLICY)
-    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
-    best = state["evaluation"]["best"]
-    assert best == {"step": 2, "metric": "held-out/reward_mean", "value": records[1].metric("held-out/reward_mean")}
-    assert state["evaluation"]["last"]["step"] == STEPS and state["evaluation"]["step"] is None
+    state, value = run.state()["evaluation"], records[1].metric("held-out/reward_mean")
+    assert state["best"] == {"step": 2, "metric": "held-out/reward_mean", "value": value}
+    assert state["last"]["step"] == STEPS and state["step"] is None
 
 
 def test_restarted_orchestrator_repeats_no_sample_and_loses_no_evaluation(engine: FakeEngine, tmp_path: Path) -> None:
-    run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1, at_start=False)
-    try:
-        run.start_all()
-        link = run.link()
-        run.publish(link, 0)
+    with EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1, at_start=False) as run:
+        link = run.begin()
         run.train(link, 1)
         engine._delay_s = 0.5
         run.train(link, 2)
@@ -158,9 +137,7 @@ def test_restarted_orchestrator_repeats_no_sample_and_loses_no_evaluation(engine
         run.wait_for_samples(STEPS, 2)
         run.kill("orchestrator")
         run.start("orchestrator")
-        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    finally:
-        run.stop()
+        run.finished()
     steps = [record.step for record in evaluations(run.run_dir)]
     assert steps[0] == 2 and steps[-1] == STEPS
     done = [event["step"] for event in run.events("evaluation_done")]
@@ -172,11 +149,8 @@ def test_restarted_orchestrator_repeats_no_sample_and_loses_no_evaluation(engine
 
 def test_new_attempt_keeps_evaluations_up_to_its_checkpoint(engine: FakeEngine, tmp_path: Path) -> None:
     # The evaluation of step 2 stays. Step 4 is trained again, so its evaluation is repeated.
-    run = EvaluatedRun(engine, tmp_path, at_start=False, max_inflight_rollouts=4)
-    try:
-        run.start_all()
-        link = run.link()
-        run.publish(link, 0)
+    with EvaluatedRun(engine, tmp_path, at_start=False, max_inflight_rollouts=4) as run:
+        link = run.begin()
         for step in (1, 2, 3):
             run.train(link, step)
         first = run.wait_for(2)
@@ -187,16 +161,12 @@ def test_new_attempt_keeps_evaluations_up_to_its_checkpoint(engine: FakeEngine, 
         for name in ("orchestrator", "worker", "evaluation"):
             run.kill(name)
         run.attempt, run.engine.version = 2, None
-        run.start_all()
-        link = run.link()
-        run.publish(link, 2)
+        link = run.begin(2)
         for step in range(3, STEPS + 1):
             run.train(link, step)
             if step == 4:
                 run.wait_for(4)
-        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    finally:
-        run.stop()
+        run.finished()
     records = {record.step: record for record in evaluations(run.run_dir)}
     assert sorted(records) == [2, 4, 5] and records[2] == first
     assert (run.run_dir / "evaluations" / "step-000004.undone-2" / "summary.json").exists()
@@ -205,19 +175,14 @@ def test_new_attempt_keeps_evaluations_up_to_its_checkpoint(engine: FakeEngine, 
 
 def test_evaluation_of_an_environment_that_always_fails_ends(engine: FakeEngine, tmp_path: Path) -> None:
     # The prompts leave no room for an answer, so the engine refuses them. Training continues, and the run ends.
-    run = EvaluatedRun(engine, tmp_path, at_start=False, interval=100)
-    recipe = json.loads(run.recipe.read_text())
-    recipe["evaluation"]["environments"][0]["args"] = {"n": 2, "min_length": 80, "max_length": 80}
-    run.recipe.write_text(json.dumps(recipe))
-    try:
-        run.start_all()
-        link = run.link()
-        run.publish(link, 0)
+    with EvaluatedRun(engine, tmp_path, at_start=False, interval=100) as run:
+        recipe = json.loads(run.recipe.read_text())
+        recipe["evaluation"]["environments"][0]["args"] = {"n": 2, "min_length": 80, "max_length": 80}
+        run.recipe.write_text(json.dumps(recipe))
+        link = run.begin()
         for step in range(1, STEPS + 1):
             run.train(link, step)
-        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    finally:
-        run.stop()
+        run.finished()
     (record,) = evaluations(run.run_dir)
     result = record.result("held-out")
     assert result is not None and (result.failed, result.reward.value, result.examples) == (1, 0, 2)
@@ -226,11 +191,10 @@ def test_evaluation_of_an_environment_that_always_fails_ends(engine: FakeEngine,
 
 
 def test_eval_task_needs_no_trainer_and_survives_a_restart(engine: FakeEngine, tmp_path: Path) -> None:
-    run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1)
-    recipe = json.loads(run.recipe.read_text())
-    run.recipe.write_text(json.dumps({**recipe, "task": "eval"}))
     engine._delay_s = 0.3
-    try:
+    with EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1) as run:
+        recipe = json.loads(run.recipe.read_text())
+        run.recipe.write_text(json.dumps({**recipe, "task": "eval"}))
         run.start("orchestrator")
         run.start("evaluation", "held-out")
         run.wait_for_samples(0, 3)
@@ -239,11 +203,8 @@ def test_eval_task_needs_no_trainer_and_survives_a_restart(engine: FakeEngine, t
         engine._delay_s = 0.01
         requests_before = len(engine.requests)
         run.start("orchestrator")
-        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    finally:
-        run.stop()
+        run.finished()
     (record,) = evaluations(run.run_dir)
     assert (record.step, record.oldest_version, record.newest_version) == (0, 0, 0)
     assert 0 <= len(engine.requests) - requests_before - (EXAMPLES * SAMPLES - there) <= 1
-    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
-    assert state["evaluation"]["last"]["step"] == 0
+    assert run.state()["evaluation"]["last"]["step"] == 0

@@ -23,13 +23,7 @@ from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def evaluation(**changes: Any) -> EvaluationRun:
@@ -163,7 +157,7 @@ def test_restart_keeps_samples_that_have_ended() -> None:
 
 
 def test_remaining_samples_fail_if_no_rollout_ends() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     run = evaluation(clock=clock, max_inflight=3)
     jobs = dispatch_all(run)
     clock.now = 239
@@ -179,7 +173,7 @@ def test_remaining_samples_fail_if_no_rollout_ends() -> None:
 
 
 def test_remaining_samples_fail_earlier_if_no_rollout_can_start() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     run = evaluation(clock=clock)
     clock.now = 59
     assert dispatch_all(run, ()) == [] and run.expire() == ([], [])
@@ -188,7 +182,7 @@ def test_remaining_samples_fail_earlier_if_no_rollout_can_start() -> None:
 
 
 def test_timeouts_do_not_run_while_engines_load() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     run = evaluation(clock=clock)
     clock.now = 3000
     run.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.stored import checkpoints
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
-from tests.support.scripted_run import OFF_POLICY, STEPS
+from tests.support.scripted_run import BATCHES, STEPS
 from tests.unit.orchestrator.test_end_to_end import FakeRun, finish
 from tests.unit.orchestrator.test_packing import group
 
@@ -98,16 +97,6 @@ def test_unreadable_spool_damages_no_group(tmp_path: Path) -> None:
     assert spool.damaged == {} and [each.id for each in spool.load()] == ["g"]
 
 
-def test_damaged_group_is_set_aside_with_its_reason(tmp_path: Path) -> None:
-    Spool(tmp_path).put(group([3, 7], [0.25, 1.0]))
-    (tmp_path / "g.group").write_bytes(b"nothing of the kind")
-    spool = Spool(tmp_path)
-    assert spool.load() == []
-    spool.delete(["g"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["g.damaged", "g.damaged.txt"]
-    assert (tmp_path / "g.damaged.txt").read_text().strip()
-
-
 @NUMBERS
 def test_unfinished_evaluation_is_read_despite_failures(number: int, tmp_path: Path) -> None:
     archive = Archive(tmp_path)
@@ -125,12 +114,11 @@ def test_unfinished_evaluation_is_read_despite_failures(number: int, tmp_path: P
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[FakeRun]:
-    options = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY, "rollout_transport": "filesystem"}
-    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
-        run = FakeRun(engine, tmp_path, {"orchestrator": options})
+    options = {**BATCHES, "rollout_transport": "filesystem"}
+    engine = FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05)
+    with engine, FakeRun(engine, tmp_path, {"orchestrator": options}) as run:
         run.orchestrator = "tests.support.faulty_orchestrator"
         yield run
-        run.stop()
 
 
 def test_run_on_a_faulty_file_system(run: FakeRun) -> None:
@@ -142,4 +130,4 @@ def test_run_on_a_faulty_file_system(run: FakeRun) -> None:
     finish(run, link, 3)
     faults = run.events("storage_fault")
     assert faults and all(event["recovered"] for event in faults)
-    assert json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["step"] == STEPS
+    assert run.state()["step"] == STEPS

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.base import durable, files
@@ -70,7 +70,6 @@ def group(*rollouts: Rollout | tuple[Rollout, ...], name: str = f"{LABEL}-000000
 
 
 def applies(filters: dict[str, Any], *rollouts: Rollout | tuple[Rollout, ...], model: str = "/none") -> list[bool]:
-    """Return whether a filter applies to each rollout."""
     options = Orchestrator.model_validate({"filters": [filters]})
     (one,) = rollout_filters(options.filters, model)
     return [one.applies(each if isinstance(each, tuple) else (each,)) for each in rollouts]
@@ -88,7 +87,6 @@ def test_length_counts_sampled_tokens_of_all_sequences() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(
     sure=st.lists(st.booleans(), min_size=1, max_size=60),
     mask=st.lists(st.booleans(), min_size=60, max_size=60),
@@ -244,7 +242,6 @@ def lost(made: list[Member], penalty: dict[str, Any]) -> list[float]:
     return amounts
 
 
-@settings(deadline=None)
 @given(made=members, buffer=st.integers(1, 20), factor=st.sampled_from([1.0, 0.3]))
 def test_overlong_follows_dapo(made: list[Member], buffer: int, factor: float) -> None:
     longest = 30
@@ -260,7 +257,6 @@ def test_overlong_follows_dapo(made: list[Member], buffer: int, factor: float) -
         assert amount == pytest.approx(-factor * exact)
 
 
-@settings(deadline=None)
 @given(made=members)
 def test_relative_follows_kimi(made: list[Member]) -> None:
     lengths = [tokens for tokens, _, _ in made]
@@ -270,7 +266,6 @@ def test_relative_follows_kimi(made: list[Member]) -> None:
         assert -amount == pytest.approx(0.2 * (share if reward >= 0.5 else min(0.0, share)))
 
 
-@settings(deadline=None)
 @given(made=members)
 def test_cost_grows_with_the_solve_rate(made: list[Member]) -> None:
     rate = np.clip(np.mean([np.float64(reward) for _, reward, _ in made]), 0, 1)

@@ -18,6 +18,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.batch import RankShard, Row
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import pack, received
+from tests.support.recipes import recipe_data
 
 SEQ_LEN = 32
 
@@ -121,11 +122,8 @@ def test_documents_are_spread_over_all_ranks() -> None:
     ],
 )
 def test_quantum_of_row_lengths(seq_len: int, trainer: dict[str, object], expected: int | None) -> None:
-    fields = {"name": "test", "max_steps": 10, "seq_len": seq_len, "model": {"path": "m"}, "trainer": trainer}
-    assert (
-        packing.row_length_multiple(Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]}))
-        == expected
-    )
+    recipe = Recipe.model_validate(recipe_data(seq_len=seq_len, trainer=trainer))
+    assert packing.row_length_multiple(recipe) == expected
 
 
 def group(lengths: list[int], rewards: list[float]) -> RolloutGroup:
@@ -249,8 +247,7 @@ def test_mixed_rollouts_are_not_on_policy() -> None:
 
 def test_batch_is_the_same_at_every_request() -> None:
     groups = [group([5, 9, 30], [1.0, 0.0, 0.0])]
-    fields = {"name": "test", "max_steps": 10, "seq_len": SEQ_LEN, "model": {"path": "m"}}
-    recipe = Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})
+    recipe = Recipe.model_validate(recipe_data(max_steps=10, seq_len=SEQ_LEN))
     first, second = (Batches(recipe, from_recipe(recipe)) for _ in range(2))
     for batches in (first, second):
         batches.add(1, [RolloutGroup.from_bytes(g.to_bytes()) for g in groups])

@@ -1,8 +1,7 @@
-"""Progress, stalls and metrics of a run, and the bookkeeping of workers."""
+"""Progress, stalls and metrics of a run."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -10,45 +9,29 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-from primeslurm.orchestrator.rollouts.job_protocol import (
-    Cancel,
-    Describe,
-    Job,
-    JobDescriptions,
-    JobFailure,
-    Result,
-    SendResults,
-    Status,
-    ToWorker,
-)
-from primeslurm.orchestrator.rollouts.job_runner import give_notice
-from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIVE_UP_S
+from primeslurm.orchestrator.rollouts.job_protocol import JobFailure
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor, StallError
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.inference import EngineParallel, Inference
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.batches.rollout import Rollout
-from primeslurm.wire.transport import curve
 from tests.support.clock import Clock
-from tests.support.waiting import wait_until_async
-from tests.support.worker_pools import CallbackPool
+from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
 
-RECIPE = Recipe.model_validate(
-    {
-        "name": "test",
-        "max_steps": 5,
-        "seq_len": 64,
-        "model": {"path": "/m"},
-        "environments": [{"id": "reverse-text"}],
-        "orchestrator": {"stall_timeout_s": 100},
-    }
-)
+RECIPE = Recipe.model_validate(recipe_data(orchestrator={"batch_size": 128, "group_size": 8, "stall_timeout_s": 100}))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(tmp_path: Path, clock: Clock) -> ProgressMonitor:
+    return ProgressMonitor(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
 
 
 def test_batch_metrics() -> None:
@@ -72,9 +55,7 @@ def check(watch: ProgressMonitor, suspect: str = "nobody") -> None:
     watch.check_stall(lambda: suspect, lambda job: False, ())
 
 
-def test_stall_ends_the_attempt_and_names_the_suspect(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = ProgressMonitor(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
+def test_stall_ends_the_attempt_and_names_the_suspect(watch: ProgressMonitor, clock: Clock, tmp_path: Path) -> None:
     clock.now = 1000.0
     check(watch)  # nothing has begun
     watch.policy_wanted(0)
@@ -90,18 +71,16 @@ def test_stall_ends_the_attempt_and_names_the_suspect(tmp_path: Path) -> None:
     assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "the culprit"
 
 
-def test_row_has_the_load_of_each_role(tmp_path: Path) -> None:
-    watch = ProgressMonitor(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
+def test_row_has_the_load_of_each_role(watch: ProgressMonitor) -> None:
     for running in (8.0, 0.0, 8.0, 8.0):
         watch.engines_seen({"decode-r0-0": {"running": running, "waiting": 0.0, "kv_usage": 0.1}})
     row = watch.step_metrics(Counter(), {"inflight": 7}, version=3)
     assert row["engines/decode/busy_mean"] == 0.75 and row["policy/version"] == 3 and row["queue/inflight"] == 7
 
 
-def test_row_has_gpu_hours_and_idle_time_of_each_role(tmp_path: Path) -> None:
+def test_row_has_gpu_hours_and_idle_time_of_each_role(clock: Clock, tmp_path: Path) -> None:
     recipe = RECIPE.model_copy(update={"inference": Inference(parallel=EngineParallel(tp=4))})
     engines = dict.fromkeys(("prefill-r0-0", "decode-r0-0", "decode-r0-1", "router-0"), "http://x")
-    clock = Clock()
     watch = ProgressMonitor(recipe, Journal(tmp_path, "orchestrator"), lambda: engines, clock)
     for generated in (0.0, 800.0):
         clock.now += 10
@@ -117,9 +96,7 @@ def test_row_has_gpu_hours_and_idle_time_of_each_role(tmp_path: Path) -> None:
     assert watch.step_metrics(Counter(), {}, version=0)["engines/prefill/gpu_hours"] == pytest.approx(4 * 36 / 3600)
 
 
-def test_state_shows_progress_of_engines(tmp_path: Path) -> None:
-    clock, journal = Clock(), Journal(tmp_path, "orchestrator")
-    watch = ProgressMonitor(RECIPE, journal, dict, clock)
+def test_state_shows_progress_of_engines(watch: ProgressMonitor, clock: Clock, tmp_path: Path) -> None:
     markers = []
     for tokens in (0.0, 100.0, 100.0):
         clock.now += 5.0
@@ -130,9 +107,7 @@ def test_state_shows_progress_of_engines(tmp_path: Path) -> None:
     assert markers[0] != markers[1] == markers[2]
 
 
-def test_run_does_not_stall_while_engines_compute(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = ProgressMonitor(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
+def test_run_does_not_stall_while_engines_compute(watch: ProgressMonitor, clock: Clock) -> None:
     watch.policy_current(0)
     tokens = 0.0
     for _ in range(2 * 720):  # two hours
@@ -158,8 +133,7 @@ def test_run_does_not_stall_while_engines_compute(tmp_path: Path) -> None:
         check(watch)
 
 
-def test_attempt_ends_if_all_rollouts_fail(tmp_path: Path) -> None:
-    watch = ProgressMonitor(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
+def test_attempt_ends_if_all_rollouts_fail(watch: ProgressMonitor) -> None:
     for _ in range(4 * RECIPE.orchestrator.batch_size - 1):
         watch.rollout_failed("j", JobFailure("ZeroDivisionError"))
     check(watch)
@@ -168,9 +142,7 @@ def test_attempt_ends_if_all_rollouts_fail(tmp_path: Path) -> None:
         check(watch)
 
 
-def test_attempt_ends_if_all_groups_are_rejected(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = ProgressMonitor(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
+def test_attempt_ends_if_all_groups_are_rejected(watch: ProgressMonitor, clock: Clock, tmp_path: Path) -> None:
     groups = 4 * RECIPE.orchestrator.batch_size // RECIPE.orchestrator.group_size
     for i in range(3 * groups):  # rollouts finish all the time
         clock.now += 1
@@ -184,145 +156,3 @@ def test_attempt_ends_if_all_groups_are_rejected(tmp_path: Path) -> None:
         check(watch)
     events = [json.loads(line) for line in (tmp_path / "events/orchestrator.jsonl").read_text().splitlines()]
     assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "algorithm"
-
-
-class Peers:
-    """Workers with its callbacks recorded, and real sockets on the other side."""
-
-    def __init__(self, address: str) -> None:
-        self.clock = Clock()
-        self.results: list[tuple[str, object]] = []
-        self.lost: list[str] = []
-        self.unusable: list[tuple[str, int, str]] = []
-        self.address = address
-        self.kept: set[str] = set()
-        self.claims: list[Job] = []
-        told = (self._result, self.lost.append, self._unusable)
-        asked = {"claim": self._claim, "keeps": self.kept.__contains__}
-        self.workers = CallbackPool(address, *told, clock=self.clock, **asked)
-
-    def _claim(self, job: Job, runs: bool) -> bool:
-        self.claims.append(job)
-        return job.sender == "killed"
-
-    def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
-        self.results.append((job, outcome))
-
-    def _unusable(self, environment: str, worker: int, error: str) -> None:
-        self.unusable.append((environment, worker, error))
-
-    def connect(self) -> zmq.asyncio.Socket:
-        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        curve.secure_client(socket)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self.address)
-        return socket
-
-    async def tell(
-        self, socket: zmq.asyncio.Socket, message: Status | Result | JobDescriptions, *frames: bytes
-    ) -> None:
-        await socket.send_multipart([msgspec.msgpack.encode(message), *frames])
-        identity, head, *rest = await self.workers._socket.recv_multipart()
-        await self.workers._receive(identity, head, rest)
-
-
-async def heard(socket: zmq.asyncio.Socket) -> ToWorker:
-    message: ToWorker = msgspec.msgpack.decode(await socket.recv(), type=ToWorker)
-    return msgspec.structs.replace(message, number=0) if isinstance(message, Job) else message
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Peers:
-    return Peers(f"ipc://{tmp_path}/envs")
-
-
-def job(name: str) -> Job:
-    return Job(name, "g", "e", 0, 0, "http://r", "salt")
-
-
-async def test_worker_that_cannot_start_reports_why(peers: Peers) -> None:
-    serving = asyncio.create_task(peers.workers.serve())
-    await asyncio.to_thread(give_notice, "e", 3, peers.address, ImportError("no index \ud83d"))
-    await wait_until_async(lambda: peers.unusable)
-    serving.cancel()
-    assert peers.unusable == [("e", 3, "ImportError: no index \\ud83d")] and not peers.workers.environments
-
-
-async def test_missing_jobs_are_lost_and_unknown_jobs_are_cancelled(peers: Peers) -> None:
-    socket = peers.connect()
-    await peers.tell(socket, Status("e", 0, "x", ["old"]))
-    assert await heard(socket) == Describe(["old"])
-    await peers.tell(socket, JobDescriptions([job("old")]))
-    assert await heard(socket) == Cancel(["old"]) and peers.claims == [job("old")]
-    await peers.workers.send(job("a"))
-    await peers.tell(socket, Status("e", 0, "x", []))
-    assert peers.lost == [], "the status may have been written before the job arrived"
-    peers.clock.now += DELIVERY_TIMEOUT_S + 1
-    await peers.tell(socket, Status("e", 0, "x", []))
-    assert peers.lost == ["a"]
-
-
-@pytest.mark.parametrize("end", ["restart", "silence"])
-async def test_jobs_of_a_lost_worker_are_lost(peers: Peers, end: str) -> None:
-    socket = peers.connect()
-    await peers.tell(socket, Status("e", 0, "x", []))
-    await peers.workers.send(job("a"))
-    if end == "restart":
-        await peers.tell(peers.connect(), Status("e", 0, "y", []))
-    else:
-        for _ in range(int(GIVE_UP_S) + 1):
-            assert peers.lost == []
-            peers.clock.now += 1.0
-            peers.workers.expire()
-    assert peers.lost == ["a"]
-    await peers.tell(socket, Result("a", error="late"))
-    assert peers.results == [], "a late result of a lost job counts for nothing"
-
-
-async def test_worker_keeps_its_jobs_after_a_reconnect(peers: Peers) -> None:
-    socket = peers.connect()
-    await peers.tell(socket, Status("e", 0, "x", []))
-    await peers.workers.send(job("a"))
-    assert await heard(socket) == job("a")
-    socket.disconnect(peers.address)
-    socket.connect(peers.address)
-    await peers.tell(socket, Status("e", 0, "x", ["a"]))
-    await peers.workers.send(job("b"))
-    assert await heard(socket) == job("b"), "nothing was cancelled"
-    await peers.tell(socket, Result("a", error="e"))
-    assert peers.results == [("a", JobFailure("e"))] and peers.lost == []
-
-
-async def test_jobs_of_a_killed_orchestrator_are_adopted_once(peers: Peers) -> None:
-    socket = peers.connect()
-    runs, ended = (msgspec.structs.replace(job(name), sender="killed", number=7) for name in ("runs", "ended"))
-    status = Status("e", 0, "x", ["runs"], held={"ended": 9}, seen=7)
-    await peers.tell(socket, Result("ended"), b"from before the restart")
-    await peers.tell(socket, status)
-    assert await heard(socket) == Describe(["ended", "runs"]) and peers.results == []
-    assert peers.workers.count_settled({"e"}) == 0
-    await peers.tell(socket, JobDescriptions([runs, ended]))
-    await peers.tell(socket, JobDescriptions([runs, ended]))
-    assert [claimed.id for claimed in peers.claims] == ["runs", "ended"], "a second answer claims nothing"
-    assert peers.workers.load == {"": 2}
-    await peers.tell(socket, status)
-    assert await heard(socket) == SendResults(["ended"]) and peers.workers.count_settled({"e"}) == 1
-    await peers.tell(socket, status)  # written before the worker was asked: it is not asked twice
-    await peers.tell(socket, Result("ended", error="e"))
-    assert peers.results == [("ended", JobFailure("e"))]
-    peers.kept.add("ended")
-    await peers.tell(socket, status)
-    await peers.tell(socket, Result("runs", error="e"))
-    await peers.tell(socket, Status("e", 0, "x", [], held={"ended": 9}, seen=7))
-    assert peers.workers.load == {"": 0} and peers.lost == []
-    peers.kept.clear()  # its group is on disk
-    await peers.tell(socket, Status("e", 0, "x", [], held={"ended": 9}, seen=7))
-    assert await heard(socket) == Describe(["ended"])
-
-
-async def test_adopted_job_that_its_worker_no_longer_has_is_lost(peers: Peers) -> None:
-    socket = peers.connect()
-    await peers.tell(socket, Status("e", 0, "x", ["a"], seen=7))
-    await peers.tell(socket, JobDescriptions([msgspec.structs.replace(job("a"), sender="killed", number=7)]))
-    await peers.tell(socket, Status("e", 0, "x", [], seen=7))
-    assert peers.lost == ["a"]

@@ -16,11 +16,11 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
 from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import serving
-from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes import fake_engine
 from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.conversations import START, ScriptedEngine, answering, rollout, sampled, write_tokenizer
+from tests.support.rollouts import small_recipe
 
 PLAIN = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
 CUT = {"top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.3, "logit_bias": {"5": 9}, "temperature": 0.1}
@@ -68,16 +68,8 @@ async def test_untrained_agents_choose_their_sampling(qwen3: Path, options: dict
 async def test_failed_rollout_names_the_changed_parameters(tmp_path: Path) -> None:
     tokenizer = fake_engine.write_tokenizer(tmp_path / "tokenizer")
     environment = {"id": "reverse-text", "args": {"env": {"agent": {"sampling": {"temperature": 0.3, "min_p": 0.1}}}}}
-    made = Recipe.model_validate(
-        {
-            "name": "test",
-            "max_steps": 5,
-            "seq_len": 64,
-            "model": {"path": str(tokenizer)},
-            "environments": [environment],
-            "evaluation": {"environments": [{**environment, "name": "eval"}]},
-        }
-    )
+    evaluation = {"environments": [{**environment, "name": "eval"}]}
+    made = small_recipe(tokenizer, environments=[environment], evaluation=evaluation)
     with FakeEngine(tokenizer) as engine:
         engine.version = 0
         addresses = AddressBook(tmp_path)

@@ -225,7 +225,6 @@ class Slow:
         pass
 
 
-@pytest.mark.asyncio
 async def test_spooled_groups_are_read_shortly_before_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool, names = Spool(tmp_path / "rollouts"), [f"e-{number:08d}" for number in range(9)]
     for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from weakref import ReferenceType, ref
@@ -34,21 +34,18 @@ from tests.unit.wire.test_batch_files import empty
 RECIPE = Recipe.model_validate(recipe_data())
 
 
-def batches_of(run: Path, steps: Sequence[int] = (1, 2, 3, 4)) -> Batches:
+def batches_of(run: Path) -> Batches:
     spool = Spool(run / "rollouts")
     made = Batches(RECIPE, from_recipe(RECIPE), spool.on_disk)
-    for step in steps:
-        groups = [
-            RolloutGroup(f"g-{step}", "reverse-text", step, 0, group([5, 9 + step], [1.0, 0.0]).rollouts),
-        ]
-        for one in groups:
-            spool.put(one)
-        made.add(step, groups)
+    for step in (1, 2, 3, 4):
+        one = RolloutGroup(f"g-{step}", "reverse-text", step, 0, group([5, 9 + step], [1.0, 0.0]).rollouts)
+        spool.put(one)
+        made.add(step, [one])
     return made
 
 
-def files_of(run: Path, batches: Batches, attempt: int = 1, committed: int = 0) -> ShardFiles:
-    return ShardFiles(run, attempt, batches, committed, retry_s=0.01)
+def files_of(run: Path, batches: Batches) -> ShardFiles:
+    return ShardFiles(run, 1, batches, 0, retry_s=0.01)
 
 
 async def path_of(files: ShardFiles, shard: StepShard, *, unreadable: bool = False) -> Path:
@@ -59,79 +56,70 @@ async def path_of(files: ShardFiles, shard: StepShard, *, unreadable: bool = Fal
             return Path(answer.path)
 
 
-def run_with(run: Path, scenario: Callable[[ShardFiles, Batches], object]) -> None:
-    async def whole() -> None:
-        batches = batches_of(run)
-        files = files_of(run, batches)
-        await scenario(files, batches)  # type: ignore[misc]
-        files.close()
-        batches.close()
-
-    asyncio.run(whole())
+@pytest.fixture
+def batches(tmp_path: Path) -> Iterator[Batches]:
+    made = batches_of(tmp_path)
+    yield made
+    made.close()
 
 
-def test_every_rank_reads_its_own_shard(tmp_path: Path) -> None:
-    async def scenario(files: ShardFiles, batches: Batches) -> None:
-        shards = [StepShard(4, RankShard(dp, 2, cp, 2)) for dp in range(2) for cp in range(2)]
-        sent = {shard: batches.get(shard) for shard in shards}
-        paths = await asyncio.gather(*(path_of(files, shard) for shard in shards))
-        for shard, path in zip(shards, paths, strict=True):
-            frames = sent[shard]
-            assert frames is not None
-            batch = batch_files.read(path, empty, LARGEST_BATCH)
-            assert [*map(bytes, batch.encode())] == [*map(bytes, received(frames).encode())]
-            assert batches.encoded(shard) is None, "the shard is dropped from memory"
-
-    run_with(tmp_path, scenario)
+@pytest.fixture
+def files(tmp_path: Path, batches: Batches) -> Iterator[ShardFiles]:
+    made = files_of(tmp_path, batches)
+    yield made
+    made.close()
 
 
-def test_shard_is_written_once(tmp_path: Path) -> None:
-    async def scenario(files: ShardFiles, batches: Batches) -> None:
-        shard = StepShard(4, RankShard(0, 2))
-        paths = await asyncio.gather(*(path_of(files, shard) for _ in range(5)))
-        first = paths[0].stat()
-        assert set(paths) == {paths[0]}
-        restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # without any group
-        assert await path_of(restarted, shard) == paths[0]
-        assert await path_of(restarted, shard, unreadable=True) == paths[0], "the file itself is whole"
-        assert paths[0].stat().st_ino == first.st_ino
-        assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
-        restarted.close()
-
-    run_with(tmp_path, scenario)
+async def test_every_rank_reads_its_own_shard(files: ShardFiles, batches: Batches) -> None:
+    shards = [StepShard(4, RankShard(dp, 2, cp, 2)) for dp in range(2) for cp in range(2)]
+    sent = {shard: batches.get(shard) for shard in shards}
+    paths = await asyncio.gather(*(path_of(files, shard) for shard in shards))
+    for shard, path in zip(shards, paths, strict=True):
+        frames = sent[shard]
+        assert frames is not None
+        batch = batch_files.read(path, empty, LARGEST_BATCH)
+        assert [*map(bytes, batch.encode())] == [*map(bytes, received(frames).encode())]
+        assert batches.encoded(shard) is None, "the shard is dropped from memory"
 
 
-def test_damaged_file_is_rewritten(tmp_path: Path) -> None:
-    async def scenario(files: ShardFiles, batches: Batches) -> None:
-        shard = StepShard(1, RankShard(0, 2))
-        path = await path_of(files, shard)
-        before = path.read_bytes()
-        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-        assert await path_of(files, shard) == path, "without a report, the file is not checked"
-        assert await path_of(files, shard, unreadable=True) == path
-        assert path.read_bytes() == before
-        path.unlink()
-        assert await path_of(files, shard, unreadable=True) == path and path.read_bytes() == before
-
-    run_with(tmp_path, scenario)
+async def test_shard_is_written_once(files: ShardFiles, tmp_path: Path) -> None:
+    shard = StepShard(4, RankShard(0, 2))
+    paths = await asyncio.gather(*(path_of(files, shard) for _ in range(5)))
+    first = paths[0].stat()
+    assert set(paths) == {paths[0]}
+    restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # without any group
+    assert await path_of(restarted, shard) == paths[0]
+    assert await path_of(restarted, shard, unreadable=True) == paths[0], "the file itself is whole"
+    assert paths[0].stat().st_ino == first.st_ino
+    assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
+    restarted.close()
 
 
-def test_files_stay_until_their_step_is_committed(tmp_path: Path) -> None:
-    async def scenario(files: ShardFiles, batches: Batches) -> None:
-        paths = {step: await path_of(files, StepShard(step, RankShard(0, 1))) for step in (1, 2, 3, 4)}
-        old = tmp_path / "batches" / "7" / "step_000009" / "rank_0_of_1.0_of_1"
-        old.parent.mkdir(parents=True)
-        old.write_text("of another attempt")
-        files.committed(2)
-        await files.tidy()
-        assert {step for step, path in paths.items() if path.exists()} == {3, 4} and not old.exists()
+async def test_damaged_file_is_rewritten(files: ShardFiles) -> None:
+    shard = StepShard(1, RankShard(0, 2))
+    path = await path_of(files, shard)
+    before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    assert await path_of(files, shard) == path, "without a report, the file is not checked"
+    assert await path_of(files, shard, unreadable=True) == path
+    assert path.read_bytes() == before
+    path.unlink()
+    assert await path_of(files, shard, unreadable=True) == path and path.read_bytes() == before
 
-    run_with(tmp_path, scenario)
+
+async def test_files_stay_until_their_step_is_committed(files: ShardFiles, tmp_path: Path) -> None:
+    paths = {step: await path_of(files, StepShard(step, RankShard(0, 1))) for step in (1, 2, 3, 4)}
+    old = tmp_path / "batches" / "7" / "step_000009" / "rank_0_of_1.0_of_1"
+    old.parent.mkdir(parents=True)
+    old.write_text("of another attempt")
+    files.committed(2)
+    await files.tidy()
+    assert {step for step, path in paths.items() if path.exists()} == {3, 4} and not old.exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_write_waits_for_a_full_or_read_only_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+async def test_write_waits_for_a_full_or_read_only_disk(
+    files: ShardFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     full, write = [True], batch_files.write
 
@@ -141,40 +129,26 @@ def test_write_waits_for_a_full_or_read_only_disk(
         write(path, frames)
 
     monkeypatch.setattr(batch_files, "write", written)
-
-    async def scenario(files: ShardFiles, batches: Batches) -> None:
-        shard = StepShard(4, RankShard(0, 1))
-        for _ in range(3):
-            assert await files.answer(shard, unreadable=False, within_s=0.05) == Answer("wait")
-        await wait_until_async(lambda: caplog.records)
-        assert [record.message for record in caplog.records].count(
-            f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
-        ) == 1
-        (tmp_path / ".reserve").write_bytes(b"")  # released
-        full[0] = False
-        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), "records come first"
-        (tmp_path / ".reserve").unlink()
-        assert (await path_of(files, shard)).exists()
-
-    run_with(tmp_path, scenario)
+    shard = StepShard(4, RankShard(0, 1))
+    for _ in range(3):
+        assert await files.answer(shard, unreadable=False, within_s=0.05) == Answer("wait")
+    await wait_until_async(lambda: caplog.records)
+    assert [record.message for record in caplog.records].count(
+        f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
+    ) == 1
+    (tmp_path / ".reserve").write_bytes(b"")  # released
+    full[0] = False
+    assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), "records come first"
+    (tmp_path / ".reserve").unlink()
+    assert (await path_of(files, shard)).exists()
 
 
-def test_other_disk_faults_are_raised(tmp_path: Path) -> None:
-    async def scenario(files: ShardFiles, batches: Batches) -> None:
-        (tmp_path / "batches").write_text("no directory")
-        with pytest.raises(OSError, match="batches"):
-            await path_of(files, StepShard(4, RankShard(0, 1)))
-        (tmp_path / "batches").unlink()
-        assert (await path_of(files, StepShard(4, RankShard(0, 1)))).exists(), "a later request tries again"
-
-    run_with(tmp_path, scenario)
-
-
-@pytest.fixture
-def batches(tmp_path: Path) -> Iterator[Batches]:
-    made = batches_of(tmp_path)
-    yield made
-    made.close()
+async def test_other_disk_faults_are_raised(files: ShardFiles, tmp_path: Path) -> None:
+    (tmp_path / "batches").write_text("no directory")
+    with pytest.raises(OSError, match="batches"):
+        await path_of(files, StepShard(4, RankShard(0, 1)))
+    (tmp_path / "batches").unlink()
+    assert (await path_of(files, StepShard(4, RankShard(0, 1)))).exists(), "a later request tries again"
 
 
 def held(batches: Batches) -> set[int]:

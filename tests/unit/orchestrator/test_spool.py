@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,15 +68,17 @@ def test_arrays_are_not_copied() -> None:
     assert np.shares_memory(RolloutGroup.from_bytes(data.data).sequences[0].token_ids, data)
 
 
-def test_damaged_file_is_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda data: data[:20], lambda data: b"nothing of the kind"])
+def test_damaged_file_is_set_aside(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     Spool(tmp_path).put(group([3], [0.5]))
     path = tmp_path / "g.group"
-    path.write_bytes(path.read_bytes()[:20])
+    path.write_bytes(damage(path.read_bytes()))
     spool = Spool(tmp_path)
     assert spool.load() == [] and list(spool.damaged) == ["g"]
     assert [p.name for p in tmp_path.iterdir()] == ["g.group"], "until it is on record that its example comes again"
     spool.delete(["g"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g.damaged", "g.damaged.txt"]
+    assert (tmp_path / "g.damaged.txt").read_text().strip(), "the reason"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
@@ -251,7 +254,7 @@ def test_restart_reads_only_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert head.whole().to_bytes() == whole.to_bytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_file_costs_one_group(data: st.DataObject) -> None:
     with TemporaryDirectory() as directory:

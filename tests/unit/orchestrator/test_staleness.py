@@ -17,17 +17,9 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
 from primeslurm.recipe.sections.staleness import Staleness
 from tests.support.batches import batch_of
+from tests.support.clock import Clock
+from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout, run_all
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_dispatcher(
@@ -35,7 +27,7 @@ def make_dispatcher(
 ) -> Dispatcher:
     rules = Staleness(**staleness)  # type: ignore[arg-type]
     limits = DispatchLimits({"a": 4}, batch, inflight, off_policy, 100, {"a": 1.0}, staleness=rules)
-    dispatcher = Dispatcher(limits, ["r0"], "run", "i", clock=clock or Clock())
+    dispatcher = Dispatcher(limits, ["r0"], "run", "i", clock=clock or Clock(0.0))
     dispatcher.version = 0
     return dispatcher
 
@@ -243,7 +235,7 @@ def test_continuation_ids_are_unique_over_restarts() -> None:
 
 def test_slots_are_rollouts_not_groups() -> None:
     """A group that waits for its last rollout occupies one slot."""
-    clock = Clock()
+    clock = Clock(0.0)
     dispatcher = make_dispatcher(clock, batch=8, inflight=16, off_policy=8)
     stragglers: set[str] = set()
     for _ in range(8):
@@ -295,7 +287,7 @@ def test_forecast_is_zero_before_any_rollout_ended() -> None:
 
 
 def test_cold_start_fills_the_engines() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     dispatcher = make_dispatcher(clock, batch=4, inflight=16, off_policy=8)
     assert len(run_all(dispatcher)) == 16, "the first rollouts do not have to end first"
     for _ in range(50):  # rollouts of one second, and no request of the trainer
@@ -312,9 +304,7 @@ def test_cold_start_fills_the_engines() -> None:
 @pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])
 def test_batch_trains_no_old_token(rule: str) -> None:
     fields = {"batch_size": 4, "group_size": 4, "max_off_policy_steps": 1, "staleness": {"rule": rule}}
-    recipe = Recipe.model_validate(
-        {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
-    )
+    recipe = Recipe.model_validate(recipe_data(environments=[{"id": "a"}], orchestrator=fields))
     jobs = [Job(f"a-00000000/{n}-i", "a-00000000", "a", 0, 0, "r0", "s") for n in range(4)]
     rollouts = tuple(rollout(job, version) for job, version in zip(jobs, [0, 3, 3, 4], strict=True))
     batches = Batches(recipe, Grpo())
@@ -325,11 +315,10 @@ def test_batch_trains_no_old_token(rule: str) -> None:
 
 def test_min_rollouts_above_the_group_size_is_refused() -> None:
     fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "min_rollouts": 5}}
-    data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
-    (violation,) = violations(Recipe.model_validate(data))
+    (violation,) = violations(Recipe.model_validate(recipe_data(orchestrator=fields)))
     assert (violation.field, violation.fix) == ("orchestrator.staleness.min_rollouts", "nearest: 4")
     fields["staleness"] = {"rule": "drop", "min_rollouts": 5}
-    assert not violations(Recipe.model_validate(data))
+    assert not violations(Recipe.model_validate(recipe_data(orchestrator=fields)))
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry", "mask"])
@@ -351,7 +340,7 @@ def test_batch_forms_early_without_known_step_time_only_if_nothing_is_lost(rule:
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry"])
 def test_batch_forms_early_if_its_last_groups_will_not_finish_in_time(rule: str) -> None:
     """Rollouts take 10, 30 or 50 s, a step of the trainer 30 s."""
-    dispatcher = make_dispatcher(clock := Clock(), inflight=8, rule=rule)
+    dispatcher = make_dispatcher(clock := Clock(0.0), inflight=8, rule=rule)
 
     def ends(jobs: list[Job], at: float, version: int = 0) -> RolloutGroup | None:
         clock.now = at
@@ -380,7 +369,7 @@ def test_batch_forms_early_if_its_last_groups_will_not_finish_in_time(rule: str)
 
 
 def test_step_of_an_early_batch_starts_when_the_previous_one_ends() -> None:
-    ahead = CompletionForecast(["a"], clock := Clock())
+    ahead = CompletionForecast(["a"], clock := Clock(0.0))
     ahead.batch_formed()
     clock.now = 5.0
     ahead.batch_formed(early=True)

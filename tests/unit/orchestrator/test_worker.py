@@ -84,15 +84,6 @@ async def test_stale_engine_is_retried_until_the_deadline(tokenizer: Path) -> No
         await rollouts(engine, small_recipe(tokenizer, orchestrator=orchestrator))
 
 
-async def test_too_long_prompt_fails_and_long_answer_is_truncated(tokenizer: Path) -> None:
-    with FakeEngine(tokenizer) as engine:
-        engine.version = 0
-        (rollout,) = await rollouts(engine, small_recipe(tokenizer, seq_len=20))
-        assert len(rollout.token_ids) == 20 and rollout.info.finish_reason == "length"
-        with pytest.raises(RolloutError, match="maximum context length"):
-            await rollouts(engine, small_recipe(tokenizer, seq_len=10))
-
-
 @pytest.mark.parametrize("stable", [True, False])
 async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_path: Path, stable: bool) -> None:
     if not stable:

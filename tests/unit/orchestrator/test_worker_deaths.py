@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
@@ -16,8 +16,9 @@ from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, JobFailure, Result, Status, ToOrchestrator
 from primeslurm.orchestrator.rollouts.worker_deaths import PATH, WorkerDeaths
-from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout
 from tests.support.worker_pools import CallbackPool
+from tests.unit.orchestrator.test_dispatch import rollout
 
 SIZE = 4
 HANG_S = 300
@@ -27,12 +28,6 @@ HANG_S = 300
 def job(example: int, member: int = 0, label: str = "e") -> Job:
     group = f"{label}-{example:08d}"
     return Job(f"{group}/{member}", group, label, example, 0, "router-0", "salt")
-
-
-def rollout(of: Job) -> tuple[Rollout, ...]:
-    info = RolloutInfo(of.id, of.group, of.environment, of.opened_version, reward=1.0)
-    ones = np.ones(2, np.int32)
-    return (Rollout(info, ones, ones.astype(np.bool_), np.zeros(2, np.float32), np.zeros(2, np.int32)),)
 
 
 class SimulatedWorker:
@@ -130,7 +125,6 @@ class Simulation:
     _jobs: dict[str, Job] = {}
 
     async def second(self) -> None:
-        """A second passes."""
         self.now += 1
         for worker in self.workers:
             if self.now < worker.back_at:
@@ -162,9 +156,21 @@ class Simulation:
         raise AssertionError(f"after {longest_s} s: {self.complete} {self.given_up} {self.killed}")
 
 
+Simulate = Callable[..., Simulation]
+
+
 @pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/envs"
+def simulate(tmp_path: Path) -> Iterator[Simulate]:
+    """A function that makes simulations, which are closed after the test."""
+    made: list[Simulation] = []
+
+    def make(workers: int, kills: Callable[[Job], bool], **options: Any) -> Simulation:
+        made.append(Simulation(f"ipc://{tmp_path}/envs-{len(made)}", workers, kills, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 def every_37th(each: Job) -> bool:
@@ -172,70 +178,62 @@ def every_37th(each: Job) -> bool:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 6])
-async def test_other_tasks_are_trained_while_every_37th_kills_its_worker(address: str, workers: int) -> None:
-    run = Simulation(address, workers, every_37th)
+async def test_other_tasks_are_trained_while_every_37th_kills_its_worker(simulate: Simulate, workers: int) -> None:
+    run = simulate(workers, every_37th)
     bad = {36, 73, 110, 147}
     await run.run(lambda: set(range(150)) - bad <= run.complete and bad <= set(run.given_up), 3000)
     assert all(every_37th(job(each)) for each in run.given_up), "no neighbour is blamed"
     assert max(run.killed[each] for each in (36, 73, 110)) <= SIZE + worker_deaths.DEATHS
-    run.close()
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-async def test_task_that_hangs_its_worker_is_found(address: str, workers: int) -> None:
-    run = Simulation(address, workers, lambda each: each.example == 5, hangs=True)
+async def test_task_that_hangs_its_worker_is_found(simulate: Simulate, workers: int) -> None:
+    run = simulate(workers, lambda each: each.example == 5, hangs=True)
     await run.run(lambda: set(range(40)) - {5} <= run.complete and bool(run.given_up), 20 * HANG_S)
     assert run.given_up == [5]
-    run.close()
 
 
-async def test_task_that_sometimes_kills_is_finished_or_given_up(address: str) -> None:
-    run = Simulation(address, 3, lambda each: each.example == 3 and "/2-" in each.id)
+async def test_task_that_sometimes_kills_is_finished_or_given_up(simulate: Simulate) -> None:
+    run = simulate(3, lambda each: each.example == 3 and "/2-" in each.id)
     await run.run(lambda: set(range(30)) - {3} <= run.complete and 3 in run.given_up, 2000)
     assert run.given_up == [3] and run.killed[3] <= 2 * SIZE
-    run.close()
 
 
-async def test_loss_of_a_node_makes_no_suspects(address: str) -> None:
-    run = Simulation(address, 4, lambda each: False, nodes=2)
+async def test_loss_of_a_node_makes_no_suspects(simulate: Simulate) -> None:
+    run = simulate(4, lambda each: False, nodes=2)
     await run.run(lambda: bool(run.complete), 100)
     for worker in run.workers:
         if worker.node == "0":  # the head starts its processes on another node
             worker.back_at, worker.node = run.now + 40, "2"
     await run.run(lambda: len(run.complete) > 60, 500)
     assert run.lost and not run.deaths.suspects and not run.given_up
-    run.close()
 
 
-async def test_rollouts_are_repeated_after_an_unrelated_death(address: str) -> None:
-    run = Simulation(address, 2, lambda each: False)
+async def test_rollouts_are_repeated_after_an_unrelated_death(simulate: Simulate) -> None:
+    run = simulate(2, lambda each: False)
     for _ in range(6):
         await run.run(lambda: bool(run.workers[0].jobs), 100)
         run.workers[0].back_at = run.now + 3
         await run.run(lambda: not run.workers[0].back_at, 10)
     await run.run(lambda: set(range(100)) <= run.complete, 1000)
     assert run.given_up == []
-    run.close()
 
 
-async def test_all_killing_tasks_are_given_up(address: str) -> None:
-    run = Simulation(address, 2, lambda each: True)
+async def test_all_killing_tasks_are_given_up(simulate: Simulate) -> None:
+    run = simulate(2, lambda each: True)
     await run.run(lambda: len(run.given_up) >= 8, 600)
     assert not run.complete
-    run.close()
 
 
-async def test_record_of_deaths_survives_restarts(address: str, tmp_path: Path) -> None:
-    run = Simulation(address, 2, lambda each: each.example == 1)
+async def test_record_of_deaths_survives_restarts(simulate: Simulate, tmp_path: Path) -> None:
+    run = simulate(2, lambda each: each.example == 1)
     await run.run(lambda: 1 in run.given_up, 500)
-    run.close()
     worker_deaths.save_deaths(tmp_path, run.deaths)
     known = worker_deaths.load(tmp_path)
     assert known == run.deaths and worker_deaths.example_positions(known.guilty) == [("e", 1)]
-    again = Simulation(f"{address}2", 2, lambda each: each.example == 1, deaths=known)
+    again = simulate(2, lambda each: each.example == 1, deaths=known)
     await again.run(lambda: {0, *range(2, 10)} <= again.complete, 200)
     assert not again.killed, "it is not dispatched again"
-    again.close()
     (tmp_path / PATH).write_text(json.dumps({"suspects": 3}))
     assert worker_deaths.load(tmp_path) == WorkerDeaths()
 

@@ -21,15 +21,18 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Describe,
     Job,
     JobDescriptions,
+    JobFailure,
     Result,
+    SendResults,
     Status,
     ToOrchestrator,
     ToWorker,
 )
+from primeslurm.orchestrator.rollouts.job_runner import give_notice
 from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIVE_UP_S, NO_NEW_JOBS_S, REASSIGN_S
-from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import curve
 from tests.support.clock import Clock
+from tests.support.waiting import wait_until_async
 from tests.support.worker_pools import CallbackPool
 
 NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
@@ -38,19 +41,14 @@ NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
 class Pool:
     """A pool, and workers at the other end of real sockets."""
 
-    def __init__(self, address: str, max_per_node: int | None = None) -> None:
+    def __init__(self, address: str, **options: Any) -> None:
         self.clock, self.address = Clock(), address
         self.lost: list[str] = []
-        self.results: list[str] = []
-        told = (self._result, self.lost.append, self._unusable)
-        self.pool = CallbackPool(address, *told, clock=self.clock, max_per_node=max_per_node)
+        self.results: list[tuple[str, object]] = []
+        self.unusable: list[tuple[str, int, str]] = []
+        told = (lambda *result: self.results.append(result), self.lost.append, lambda *why: self.unusable.append(why))
+        self.pool = CallbackPool(address, *told, clock=self.clock, **options)
         self.sockets: dict[int, zmq.asyncio.Socket] = {}
-
-    def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
-        self.results.append(job)
-
-    def _unusable(self, environment: str, worker: int, why: str) -> None:
-        raise AssertionError(why)
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -66,8 +64,8 @@ class Pool:
             self.sockets[worker] = self.connect()
         await self.tell(self.sockets[worker], Status(label, worker, incarnation, list(jobs), node=node))
 
-    async def tell(self, socket: zmq.asyncio.Socket, message: ToOrchestrator) -> None:
-        await socket.send(msgspec.msgpack.encode(message))
+    async def tell(self, socket: zmq.asyncio.Socket, message: ToOrchestrator, *frames: bytes) -> None:
+        await socket.send_multipart([msgspec.msgpack.encode(message), *frames])
         identity, head, *rest = await self.pool._socket.recv_multipart()
         await self.pool._receive(identity, head, rest)
 
@@ -82,7 +80,6 @@ class Pool:
             self.pool.expire()
 
     def load(self) -> Counter[int]:
-        """Jobs by worker."""
         return Counter(owner.number for owner in self.pool._owners.values())
 
     def close(self) -> None:
@@ -336,3 +333,74 @@ async def test_node_with_fewer_workers_gets_fewer_jobs(pool: Pool) -> None:
     for number in range(40):
         await pool.pool.send(job(str(number)))
     assert set(pool.load().values()) == {10}
+
+
+async def test_worker_that_cannot_start_reports_why(pool: Pool) -> None:
+    serving = asyncio.create_task(pool.pool.serve())
+    await asyncio.to_thread(give_notice, "e", 3, pool.address, ImportError("no index \ud83d"))
+    await wait_until_async(lambda: pool.unusable)
+    serving.cancel()
+    assert pool.unusable == [("e", 3, "ImportError: no index \\ud83d")] and not pool.pool.environments
+
+
+async def test_worker_keeps_its_jobs_after_a_reconnect(pool: Pool) -> None:
+    await pool.hear(0)
+    await pool.pool.send(job("a"))
+    assert await pool.given(0) == job("a")
+    pool.sockets[0].disconnect(pool.address)
+    pool.sockets[0].connect(pool.address)
+    await pool.hear(0, "a")
+    await pool.pool.send(job("b"))
+    assert await pool.given(0) == job("b"), "nothing was cancelled"
+    await pool.tell(pool.sockets[0], Result("a", error="e"))
+    assert pool.results == [("a", JobFailure("e"))] and pool.lost == []
+
+
+def of_killed(name: str) -> Job:
+    """Return a job that a killed orchestrator has sent."""
+    return msgspec.structs.replace(job(name), sender="killed", number=7)
+
+
+async def test_jobs_of_a_killed_orchestrator_are_adopted_once(address: str) -> None:
+    claims, held = list[str](), set[str]()
+
+    def claim(job: Job, runs: bool) -> bool:
+        claims.append(job.id)
+        return True
+
+    pool = Pool(address, claim=claim, keeps=held.__contains__)
+    socket = pool.sockets[0] = pool.connect()
+    runs, ended = map(of_killed, ("runs", "ended"))
+    status = Status("e", 0, "x", ["runs"], held={"ended": 9}, seen=7)
+    await pool.tell(socket, Result("ended"), b"from before the restart")
+    await pool.tell(socket, status)
+    assert await pool.given(0) == Describe(["ended", "runs"]) and pool.results == []
+    assert pool.pool.count_settled({"e"}) == 0
+    await pool.tell(socket, JobDescriptions([runs, ended]))
+    await pool.tell(socket, JobDescriptions([runs, ended]))
+    assert claims == ["runs", "ended"], "a second answer claims nothing"
+    assert pool.pool.load == {"": 2}
+    await pool.tell(socket, status)
+    assert await pool.given(0) == SendResults(["ended"]) and pool.pool.count_settled({"e"}) == 1
+    await pool.tell(socket, status)  # written before the worker was asked: it is not asked twice
+    await pool.tell(socket, Result("ended", error="e"))
+    assert pool.results == [("ended", JobFailure("e"))]
+    held.add("ended")
+    await pool.tell(socket, status)
+    await pool.tell(socket, Result("runs", error="e"))
+    await pool.tell(socket, Status("e", 0, "x", [], held={"ended": 9}, seen=7))
+    assert pool.pool.load == {"": 0} and pool.lost == []
+    held.clear()  # its group is on disk
+    await pool.tell(socket, Status("e", 0, "x", [], held={"ended": 9}, seen=7))
+    assert await pool.given(0) == Describe(["ended"])
+    pool.close()
+
+
+async def test_adopted_job_that_its_worker_no_longer_has_is_lost(address: str) -> None:
+    pool = Pool(address, claim=lambda job, runs: True)
+    socket = pool.sockets[0] = pool.connect()
+    await pool.tell(socket, Status("e", 0, "x", ["a"], seen=7))
+    await pool.tell(socket, JobDescriptions([of_killed("a")]))
+    await pool.tell(socket, Status("e", 0, "x", [], seen=7))
+    assert pool.lost == ["a"]
+    pool.close()
