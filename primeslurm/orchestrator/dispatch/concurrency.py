@@ -96,7 +96,7 @@ class RolloutModel:
     """Learns the size of a rollout, as a share of an engine's KV cache, from all replicas: each alone has too few."""
 
     def __init__(self) -> None:
-        # Sums that decay: seconds of rollouts, of running and all requests, and of rollouts at tools; counts
+        # Sums that decay: seconds of rollouts, of running and all requests, of rollouts at tools, and of sizes; counts
         self._sums = dict.fromkeys(("rollout_s", "running_s", "request_s", "tool_s", "kv_s", "ended", "answered"), 0.0)
         self._ended = 0  # since the start of the run
         self._inflight = 0
