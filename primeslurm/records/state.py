@@ -50,10 +50,10 @@ class Load(msgspec.Struct, frozen=True):
 # The limiting factor of a replica's rollouts.
 #
 # - demand: there is no more work. growing: it is not known yet whether more fit. bound: `max_inflight_rollouts`.
-# - kv: the KV cache is full. preemption: requests were preempted. queue: requests wait at full engines.
+# - kv: the KV cache is full. queue: requests wait at full engines.
 # - prefill: requests wait for prefill while decode has room. cache: more rollouts would evict prompts from the cache.
 # - slow: other replicas are twice as fast. lost: no engine answers.
-Limit = Literal["demand", "growing", "bound", "kv", "preemption", "queue", "prefill", "cache", "slow", "lost"]
+Limit = Literal["demand", "growing", "bound", "kv", "queue", "prefill", "cache", "slow", "lost"]
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):

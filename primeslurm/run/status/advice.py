@@ -94,7 +94,7 @@ def _spare_capacity(load: Load, tunables: Tunables) -> Advice | None:
 
 def _balance(prefill: Load, decode: Load, p: int, d: int, limit: str | None) -> Advice | None:
     prefill_full = _waiting(prefill) >= WAITING_PER_ENGINE and prefill.busy_mean >= SATURATED_BUSY
-    decode_full = (_waiting(decode) >= WAITING_PER_ENGINE or limit in ("kv", "preemption")) and (
+    decode_full = (_waiting(decode) >= WAITING_PER_ENGINE or limit == "kv") and (
         decode.kv_usage_mean >= FULL_KV or decode.preemptions_per_s * 60 >= PREEMPTIONS_PER_MIN
     )
     if prefill_full and decode.kv_usage_mean < ROOM_KV and _waiting(decode) < WAITING_PER_ENGINE:
