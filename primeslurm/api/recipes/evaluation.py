@@ -69,5 +69,5 @@ def _version(run_dir: Path, run: str, step: int | None) -> int:
     export = f"or `primeslurm export {run} DIR --step N`, and `eval` of the recipe with --set model.path=DIR"
     why = f"is not among the published policies in {run_dir / 'weights'}"
     if len(versions) < len(manifests):
-        why = f"{why}, which are adapters without the model"
+        why = f"{why}, of which {len(manifests) - len(versions)} are adapters or deltas without the model"
     raise UsageError([Violation("--step", "newest" if step is None else str(step), why, "; ".join([*nearest, export]))])

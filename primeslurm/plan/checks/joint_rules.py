@@ -22,6 +22,15 @@ def _colocated_nccl(context: RuleContext) -> str:
     return "trainer and engines share GPUs (deployment.colocated)" if refused else ""
 
 
+def _deltas(context: RuleContext) -> str:
+    recipe = context.recipe
+    if recipe.task != "rl" or not recipe.weights.deltas:
+        return ""
+    if recipe.weights.transport == "nccl":
+        return "weights.transport is nccl, which publishes no files"
+    return "engines get LoRA adapters (trainer.lora.engines)" if recipe.sends_adapter else ""
+
+
 def _replay(context: RuleContext) -> bool:
     return context.recipe.trainer.router_replay and context.recipe.task == "rl"
 
@@ -178,6 +187,9 @@ JOINT_RULES = (
          "set exclusive: true for the nodes of engines, in slurm", "vLLM 0.32 distributed/kv_events.py"),
     Rule("colocated-nccl", "error", "weights.transport", "NCCL cannot connect two processes on one GPU",
          _colocated_nccl, "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
+    Rule("weight-deltas", "error", "weights.deltas", "Deltas need whole models in files that engines load", _deltas,
+         "set deltas: false, or transport: filesystem and, with LoRA, trainer.lora.engines: merged",
+         "a delta is the difference of two published models"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher always answers at temperature 1",
          _teacher_temperature, "set temperature: 1", "vLLM 0.32: prompt_logprobs"),
     Rule("teacher-room", "warning", "model.max_len", "Engines need room for the hint of a policy teacher",
