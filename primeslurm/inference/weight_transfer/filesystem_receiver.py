@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -125,11 +126,12 @@ def _tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 def restored(base_paths: list[Path], delta_paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a version from its base and its delta. Raise PolicyError if one is not as published."""
     with contextlib.ExitStack() as stack:
-        handles, digests = {}, {}
+        handles: dict[str, tuple[Path, Any]] = {}
+        digests: dict[str, str] = {}
         for path in delta_paths:
             handle = stack.enter_context(files.retrying(path, partial(safe_open, path, framework="pt")))
             handles |= dict.fromkeys(handle.keys(), (path, handle))
-            digests |= handle.metadata()
+            digests |= handle.metadata() or {}
 
         def read(key: str) -> torch.Tensor:
             path, handle = handles[key]

@@ -259,12 +259,13 @@ class _RankWriter:
 
     def _hold(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
-            stored = {name: tensor.contiguous()}
+            whole = tensor.contiguous().cpu()
+            stored = {name: whole}
             if self._base is not None:
-                self._digests[name] = deltas.digest(stored[name])
-                stored = deltas.changes(name, stored[name], self._base.tensor(name).to(tensor.device))
+                self._digests[name] = deltas.digest(whole)
+                stored = deltas.changes(name, whole, self._base.tensor(name))
             self._names.append(name)
-            self._held |= {key: part.cpu() for key, part in stored.items()}
+            self._held |= stored
             self._bytes += sum(part.nbytes for part in stored.values())
 
     def _save(self) -> None:

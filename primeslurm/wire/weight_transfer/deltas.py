@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from primeslurm.wire.stored import digests
@@ -22,18 +23,19 @@ class DeltaError(ValueError):
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return the digest of a tensor's bytes. The tensor must be contiguous."""
+    """Return the digest of a tensor's bytes. The tensor must be contiguous, on the CPU."""
     state = digests.hasher()
-    state.update(tensor.cpu().flatten().view(torch.uint8).numpy())
+    state.update(tensor.flatten().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
 
 
 def changes(name: str, new: torch.Tensor, old: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that make `new` out of `old`: none if all bits are equal. Both must be contiguous."""
-    before, after = _integers(old), _integers(new)
-    places = (before != after).nonzero().flatten()
-    places = places.to(torch.int32 if new.numel() < 2**31 else torch.int64)
-    values = after[places]
+    """Return the tensors that make `new` out of `old`: none if all bits are equal. Both are contiguous, on the CPU."""
+    before, after = _integers(old).numpy(), _integers(new).numpy()
+    # With two threads on two busy cores, torch takes twenty times as much CPU time for this as numpy.
+    indices = np.flatnonzero(before != after)
+    places = torch.from_numpy(indices.astype(np.int32 if new.numel() < 2**31 else np.int64))
+    values = torch.from_numpy(after[indices])
     if places.nbytes + values.nbytes >= new.nbytes > 0:
         return {name: new}
     return {name + _INDICES: places, name + _VALUES: values} if len(places) else {}
