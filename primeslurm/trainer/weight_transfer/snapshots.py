@@ -20,8 +20,7 @@ class Snapshots:
 
     def base_of(self, version: int) -> int | None:
         """Return the base of the next version. None: it has to be whole."""
-        # Deltas grow with the distance from their base. Writing a new base once they have cost as many bytes as it
-        # costs at most twice the bytes of the best sequence.
+        # Deltas grow with the distance from their base, so a new base is due once they have cost as many bytes as one.
         if self.must_be_whole(version) or self.delta_bytes >= self.base_bytes:
             return None
         return self.base if self.base is not None and self.base < version else None
