@@ -159,7 +159,7 @@ async def with_deltas(model: Path, directory: Path, world: World) -> list[dict[s
     client = TimedClient(lambda: server.url, str(model))
     try:
         for row in sorted(rows, key=lambda row: str(row["form"])):
-            await client.apply(PolicyVersion(row["step"] + 1, row.pop("path")), 60)
+            await client.apply(PolicyVersion(row["step"] + 1, row.pop("path")), 600)
             row |= client.split()
     finally:
         server.stop()
