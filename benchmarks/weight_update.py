@@ -3,6 +3,10 @@
 One trainer rank and one real vLLM engine, with the demo's model. An update consists of `publish` (the trainer writes
 files, or describes its tensors), `transfer` and `load` in the engine, and `pause`, the time without generation. Sent
 tensors are loaded as they arrive, so transfer is part of load.
+
+With `--deltas MODEL`, compare whole versions and deltas (`weights.deltas`) after real AdamW steps on a model in
+bfloat16, such as SmolLM2-135M, on text of docs/ (ten minutes). All deltas have version 1 as their base. `cpu` are CPU
+seconds of `publish`, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import Server, rank_environment, start_process
@@ -39,17 +46,22 @@ from primeslurm.wire.link.trainer_link import TrainerLink
 from scripts.models import tiny_model
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"
+DELTAS_RESULT = RESULT.with_name("weight_deltas.json")
 UPDATES = 8
+# Of the benchmark of deltas
+LEARNING_RATES = (1e-6, 1e-5)
+STEPS = 2
+ROWS, SEQ_LEN = 1, 256
 
 
-def recipe(model: Path, transport: str) -> Recipe:
+def recipe(model: Path, transport: str, dtype: str = "float32") -> Recipe:
     """Return the demo's recipe, as far as engines are concerned."""
     return Recipe.model_validate(
         {
             "name": "weight-update",
             "max_steps": 1,
-            "seq_len": 256,
-            "model": {"path": str(model), "dtype": "float32"},
+            "seq_len": SEQ_LEN,
+            "model": {"path": str(model), "dtype": dtype},
             "environments": [{"id": "reverse-text"}],
             "inference": {"kv_cache_bytes": 32 * 2**20},
             "weights": {"transport": transport},
@@ -111,35 +123,108 @@ async def by_sending(model: Path, directory: Path, world: World) -> list[dict[st
     return rows
 
 
+async def with_deltas(model: Path, directory: Path, world: World) -> list[dict[str, Any]]:
+    """Train and publish every version both whole and as a delta. Then load all of them into one engine."""
+    run_recipe = recipe(model, "filesystem", "bfloat16")
+    text = "\n".join(path.read_text() for path in sorted(Path("docs/how-to").glob("*.md")))
+    batches = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt").input_ids[0][: STEPS * ROWS * SEQ_LEN]
+    batches = batches.view(STEPS, ROWS, SEQ_LEN)
+    rows: list[dict[str, Any]] = []
+    for rate in LEARNING_RATES:
+        policy = build(run_recipe, world)
+        optimizer = torch.optim.AdamW(policy.model.parameters(), lr=rate)
+        encoding, run = Encoding(torch.bfloat16), directory / str(rate)
+        publishers = {
+            "whole": Publisher(policy, run / "whole", encoding, STEPS + 1, world),
+            "delta": Publisher(policy, run / "delta", encoding, STEPS + 1, world, whole=lambda version: version == 1),
+        }
+        for publisher in publishers.values():
+            publisher.publish(1)
+        for step in range(1, STEPS + 1):
+            logits = policy.logits(batches[step - 1], torch.arange(SEQ_LEN).expand(ROWS, -1))[0]
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batches[step - 1][:, 1:].flatten()
+            ).backward()
+            torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            for form, publisher in publishers.items():
+                begun, cpu = time.monotonic(), time.process_time()
+                path = publisher.publish(step + 1)
+                seconds = {"publish": time.monotonic() - begun, "cpu": time.process_time() - cpu}
+                row = {"learning_rate": rate, "step": step, "form": form, "path": str(path), **seconds}
+                rows.append(row | {"bytes": publisher.size, "changed": changed_elements(path)})
+                print(rows[-1], flush=True)
+    server = start(run_recipe, directory / "deltas.log")
+    client = TimedClient(lambda: server.url, str(model))
+    try:
+        for row in sorted(rows, key=lambda row: str(row["form"])):
+            await client.apply(PolicyVersion(row["step"] + 1, row.pop("path")), 600)
+            row |= client.split()
+    finally:
+        server.stop()
+    return rows
+
+
+def changed_elements(directory: Path) -> int:
+    """Return the number of elements that a delta stores with their index. 0 for a whole version."""
+    count = 0
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as handle:
+            slices = [handle.get_slice(key) for key in handle.keys() if key.endswith("indices")]  # noqa: SIM118
+            count += sum(each.get_shape()[0] for each in slices)
+    return count
+
+
+def summary_of_deltas(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per learning rate and step, with bytes and seconds of the whole version and of the delta."""
+    summary: dict[tuple[float, int], dict[str, Any]] = {}
+    for row in rows:
+        at = {"learning_rate": row["learning_rate"], "steps_since_base": row["step"]}
+        entry = summary.setdefault((row["learning_rate"], row["step"]), at)
+        parts = {part: round(row[part], 3) for part in ("publish", "cpu", "load", "pause")}
+        entry[row["form"]] = {"megabytes": round(row["bytes"] / 1e6, 2), **parts}
+        if row["form"] == "delta":
+            entry["changed_elements"] = row["changed"]
+    return list(summary.values())
+
+
+async def measured(options: argparse.Namespace, directory: Path, world: World) -> dict[str, Any]:
+    if options.deltas is not None:
+        return {"updates": summary_of_deltas(await with_deltas(options.deltas, directory, world))}
+    model = directory / "model"
+    tiny_model.write_model(model)
+    transports = {
+        "filesystem": await by_files(model, directory, world),
+        "nccl": await by_sending(model, directory, world),
+    }
+    seconds = {
+        transport: {part: round(statistics.median(row[part] for row in rows[1:]), 3) for part in rows[0]}
+        for transport, rows in transports.items()
+    }
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return {"megabytes": round(size / 1e6, 2), "updates": UPDATES - 1, "median_seconds": seconds}
+
+
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks weight_update", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}, or {DELTAS_RESULT.name}")
+    parser.add_argument("--deltas", type=Path, metavar="MODEL", help="compare whole versions and deltas of this model")
     options = parser.parse_args(words)
     os.environ |= rank_environment(0, 1, free_port())
     world = join(Interrupt(), timeout_s=60)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        tiny_model.write_model(directory / "model")
-        found = {
-            "filesystem": asyncio.run(by_files(directory / "model", directory, world)),
-            "nccl": asyncio.run(by_sending(directory / "model", directory, world)),
-        }
-        size = sum(file.stat().st_size for file in (directory / "model").glob("*.safetensors"))
+        values = asyncio.run(measured(options, Path(name), world))
     world.close()
-    seconds = {
-        transport: {part: round(statistics.median(row[part] for row in rows[1:]), 3) for part in rows[0]}
-        for transport, rows in found.items()
-    }
     result = {
-        "command": "python -m benchmarks weight_update --write",
+        "command": f"python -m benchmarks weight_update {'--deltas MODEL ' if options.deltas else ''}--write",
         "machine": f"{os.cpu_count()} CPU cores, shared with other work; nccl is gloo between CPUs",
         "load_1m": round(load, 1),
-        "megabytes": round(size / 1e6, 2),
-        "updates": UPDATES - 1,
-        "median_seconds": seconds,
+        **values,
     }
     print(json.dumps(result, indent=2))
     if options.write:
-        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+        path = DELTAS_RESULT if options.deltas else RESULT
+        path.write_text(json.dumps(result, indent=2) + "\n")

@@ -63,6 +63,7 @@ def _transport(recipe: Recipe, device: str) -> WeightTransport:
         "trainer and engines share GPUs": recipe.colocated,
         "the run trains LoRA adapters": recipe.trainer.lora is not None,
         "weights.keep asks for published policies": "keep" in recipe.weights.model_fields_set,
+        "weights.deltas publishes policies": recipe.weights.deltas,
         "batch-invariant engines use other NCCL settings": recipe.inference.batch_invariant,
     }
     reason = next((reason for reason, applies in reasons_for_files.items() if applies), None)

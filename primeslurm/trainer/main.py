@@ -83,7 +83,8 @@ def _task(
     kept = KeptLogprobs(run_dir, attempt, world.rank) if recipe.task == "rl" else None
     train_step = TrainStep(policy, recipe, world, reader, kept=kept, meter=meter)
     encoding = published(recipe, stored_by_engines(recipe, policy.stored_fp8, world))
-    publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world, recipe.sends_adapter)
+    whole = recipe.commits if recipe.weights.deltas else None
+    publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world, recipe.sends_adapter, whole)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
     if recipe.task == "rl":
         if link is None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from primeslurm.inference.weight_transfer.filesystem_receiver import policy_files, tensor_names
+from primeslurm.inference.weight_transfer.filesystem_receiver import policy_files, restored, tensor_names
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.faulty_storage import FaultyStorage, storage_time  # noqa: F401 - for all tests
-from tests.support.models import publish
+from tests.support.models import publish, publish_delta
 
 pytestmark = pytest.mark.engine
 
@@ -65,3 +68,19 @@ def test_a_policy_without_safetensors_is_refused(tmp_path: Path) -> None:
     filesystem.complete(tmp_path, 3, "float32")
     with pytest.raises(PolicyError, match="names no safetensors"):
         policy_files(tmp_path, 3)
+
+
+def test_a_delta_is_restored_and_a_damaged_one_refused(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "changed").mkdir()
+    delta = publish_delta(tmp_path, 5, 3, tmp_path / "changed")
+    (base,), (file,) = policy_files(policy, 3), policy_files(delta, 5)
+    expected = load_file(tmp_path / "changed" / file.name)
+    actual = dict(restored([base], [file]))
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+    with safe_open(file, framework="pt") as handle:
+        digests = handle.metadata()
+    stored = load_file(file)
+    stored[next(key for key in stored if key.endswith("values"))] ^= 1
+    save_file(stored, file, digests)
+    with pytest.raises(PolicyError, match=r"v000005: .* is damaged"):
+        dict(restored([base], [file]))

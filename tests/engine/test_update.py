@@ -22,6 +22,7 @@ from tests.support.models import (
     make_constant_model,
     make_model,
     publish,
+    publish_delta,
     token_id,
 )
 from tests.support.processes import Server
@@ -33,7 +34,7 @@ PolicyOf = Callable[[int], PolicyVersion]
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Return policies: 1 always says a, 2 always says b, 3 and 4 are random."""
+    """Return policies: 1 always says a, 2 always says b, 3 and 4 are random, and 6 is a delta of 3."""
     run_dir = tmp_path_factory.mktemp("run")
     made = tmp_path_factory.mktemp("made")
     sources = {
@@ -44,6 +45,8 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     }
     for version, source in sources.items():
         publish(source, run_dir, version)
+    sources[6] = shutil.copytree(sources[3], made / "r6")
+    publish_delta(run_dir, 6, 3, sources[6])
     return sources | {-1: run_dir}
 
 
@@ -77,7 +80,7 @@ async def test_logprobs_after_updates_are_those_of_the_new_weights(
     engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
 ) -> None:
     control = client(engine)
-    for version in (3, 4):
+    for version in (3, 4, 6):
         await control.apply(policy(version), timeout_s=600)
         answer = generate(engine.url, PROMPT, 24, salt=f"exact:{version}", temperature=1.0, seed=5)
         check_sampled_by(policies[version], PROMPT, answer)

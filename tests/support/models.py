@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from primeslurm.wire.weight_transfer import filesystem
+from primeslurm.wire.weight_transfer import deltas, filesystem
 from tests.support.generate import logprobs, tokens
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"abcdefghijklmnopqrstuvwxyz", *" .,:-0123456789"]
@@ -71,6 +72,22 @@ def publish(source: Path, run_dir: Path, version: int) -> Path:
     for file in source.glob("*.safetensors"):
         shutil.copy(file, directory)
     filesystem.complete(directory, version, "float32")
+    return directory
+
+
+def publish_delta(run_dir: Path, version: int, base: int, changed: Path) -> Path:
+    """Publish a version that differs from `base` in each seventh element, also as the whole model in `changed`."""
+    directory, source = filesystem.version_dir(run_dir, version), filesystem.version_dir(run_dir, base)
+    directory.mkdir(parents=True)
+    (file,) = source.glob("*.safetensors")
+    before = load_file(file)
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for tensor in after.values():
+        tensor.view(-1)[::7] *= 1.5
+    stored = {key: part for name in after for key, part in deltas.changes(name, after[name], before[name]).items()}
+    save_file(stored, directory / file.name, {name: deltas.digest(tensor) for name, tensor in after.items()})
+    save_file(after, changed / file.name)
+    filesystem.complete(directory, version, "float32", layout="delta", base=base)
     return directory
 
 

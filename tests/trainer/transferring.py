@@ -35,7 +35,9 @@ def main() -> None:
     for directory in map(Path, sys.argv[2:]):
         policy = build(Recipe.model_validate_json((directory / "recipe.json").read_text()), world)
         encoding = Encoding(torch.float32, stored=policy.stored_fp8)
-        Publisher(policy, directory, encoding, 1, world).publish(1)
+        publisher = Publisher(policy, directory, encoding, 1, world, whole=lambda version: version == 1)
+        publisher.publish(1)
+        publisher.publish(2)
         print("GATHERED", json.dumps([directory.name, max(gathered)]), flush=True)
         gathered.clear()
         sessions = Sender(policy, encoding, link, world, 60).send(1)

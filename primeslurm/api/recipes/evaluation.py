@@ -65,9 +65,10 @@ def _version(run_dir: Path, run: str, step: int | None) -> int:
         return versions[-1]
     if step in versions:
         return step
-    nearest = [f"nearest: {min(versions, key=lambda version: abs(version - (step or 0)))}"] if versions else []
+    wanted = max(manifests, default=0) if step is None else step
+    nearest = [f"nearest: {min(versions, key=lambda version: abs(version - wanted))}"] if versions else []
     export = f"or `primeslurm export {run} DIR --step N`, and `eval` of the recipe with --set model.path=DIR"
     why = f"is not among the published policies in {run_dir / 'weights'}"
     if len(versions) < len(manifests):
-        why = f"{why}, which are adapters without the model"
+        why = f"{why}, of which {len(manifests) - len(versions)} are adapters or deltas without the model"
     raise UsageError([Violation("--step", "newest" if step is None else str(step), why, "; ".join([*nearest, export]))])

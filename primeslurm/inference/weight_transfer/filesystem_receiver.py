@@ -1,11 +1,17 @@
-"""Weight updates from files: each engine worker reads a published policy from the shared file system."""
+"""Weight updates from files: each engine worker reads a published policy from the shared file system.
+
+The policy is a whole version, or a base and a delta. Either way, all tensors are loaded, so it does not matter which
+versions the engine had before.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -13,7 +19,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from primeslurm.base import files
 from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, first_three
-from primeslurm.wire.weight_transfer.filesystem import MANIFEST, SEEN_S, read_manifest
+from primeslurm.wire.weight_transfer import deltas
+from primeslurm.wire.weight_transfer.filesystem import MANIFEST, SEEN_S, base_of, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
 
@@ -38,7 +45,10 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
 
     def receive_weights(self, update_info: PolicyDirectory) -> None:
         """Load a policy. Raise PolicyError if it is incomplete or of another version; nothing has been loaded then."""
-        paths = policy_files(Path(update_info.path), update_info.version)
+        directory = Path(update_info.path)
+        paths, delta_paths = policy_files(directory, update_info.version), []
+        if (base := base_of(directory)) is not None:
+            paths, delta_paths = policy_files(*base), paths
         config = self.model_config.hf_text_config
         ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
         # There are none for a hub id. `finish_weight_update` still checks every parameter.
@@ -49,7 +59,7 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
             lacking.discard("lm_head.weight")
         if lacking:
             raise PolicyError(f"{update_info.path}: lacks {len(lacking)} tensors of the model: {first_three(lacking)}")
-        self.load(_tensors(paths))
+        self.load(restored(paths, delta_paths) if delta_paths else _tensors(paths))
 
 
 def policy_files(directory: Path, version: int) -> list[Path]:
@@ -111,3 +121,25 @@ def _tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         with files.retrying(path, partial(safe_open, path, framework="pt")) as handle:
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 yield name, files.retrying(path, partial(handle.get_tensor, name))
+
+
+def restored(base_paths: list[Path], delta_paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a version from its base and its delta. Raise PolicyError if one is not as published."""
+    with contextlib.ExitStack() as stack:
+        handles: dict[str, tuple[Path, Any]] = {}
+        digests: dict[str, str] = {}
+        for path in delta_paths:
+            handle = stack.enter_context(files.retrying(path, partial(safe_open, path, framework="pt")))
+            handles |= dict.fromkeys(handle.keys(), (path, handle))
+            digests |= handle.metadata() or {}
+
+        def read(key: str) -> torch.Tensor:
+            path, handle = handles[key]
+            return files.retrying(path, partial(handle.get_tensor, key))
+
+        for name, old in _tensors(base_paths):
+            stored = {key: read(key) for key in deltas.keys(name) if key in handles}
+            try:
+                yield name, deltas.restored(name, old, stored, digests.get(name))
+            except deltas.DeltaError as error:
+                raise PolicyError(f"{delta_paths[0].parent}: {error}") from error

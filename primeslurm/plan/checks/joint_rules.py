@@ -16,6 +16,15 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 HOST_SHARE = 0.9
 
 
+def _deltas(context: RuleContext) -> str:
+    recipe = context.recipe
+    if recipe.task != "rl" or not recipe.weights.deltas:
+        return ""
+    if recipe.weights.transport == "nccl":
+        return "weights.transport is nccl, which publishes no files"
+    return "engines get LoRA adapters (trainer.lora.engines)" if recipe.sends_adapter else ""
+
+
 def _replay(context: RuleContext) -> bool:
     return context.recipe.trainer.router_replay and context.recipe.task == "rl"
 
@@ -131,6 +140,9 @@ JOINT_RULES = (
          lambda c: when(c.recipe.colocated and c.recipe.weights.transport == "nccl" and not c.on_cpus,
                         "trainer and engines share GPUs (deployment.colocated)"),
          "set transport: filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
+    Rule("weight-deltas", "error", "weights.deltas", "Deltas need whole models in files that engines load", _deltas,
+         "set deltas: false, or transport: filesystem and, with LoRA, trainer.lora.engines: merged",
+         "a delta is the difference of two published models"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher always answers at temperature 1",
          lambda c: when(c.recipe.teacher and any(c.recipe.sampling(e).temperature != 1 for e in c.recipe.environments),
                         "the policy samples at another temperature"),

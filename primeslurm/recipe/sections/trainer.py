@@ -269,6 +269,11 @@ class Weights(Section):
     `keep`; else filesystem. `plan` shows the choice."""
     keep: PositiveInt = 3
     """Number of published versions to keep on disk. Versions that engines still need are always kept."""
+    deltas: bool = False
+    """true: between checkpoints, `filesystem` publishes only the elements that differ from the last whole version, bit
+    by bit. Engines read both versions and check all tensors. A version is also whole if the deltas since the last whole
+    version take as many bytes. For slow file systems: engines pause longer to load deltas. Works with FP8, but not if
+    engines get adapters."""
     timeout_s: PositiveInt = 600
     """Seconds that an engine may take to load new weights. After that it is restarted."""
 

@@ -1,11 +1,13 @@
 """Publish policies as Hugging Face model directories or LoRA adapters, which appear only when they are complete.
 
 All ranks write the tensors that they export (`export.parts`) in parallel, in files of FILE_BYTES, and no rank
-holds the whole model. Rank 0 writes adapters.
+holds the whole model. Rank 0 writes adapters. A delta is written like a whole model: every rank compares the tensors
+that it exports with those that it wrote for the base.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial as partial_of
@@ -21,12 +23,15 @@ from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weight_transfer.snapshots import Snapshots
 from primeslurm.trainer.weights import model_directory, peft
 from primeslurm.trainer.weights.export import Encoding, parts
+from primeslurm.trainer.weights.safetensors_header import read_header
+from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.stored import manifest
 from primeslurm.wire.stored.manifest import FileRecord
-from primeslurm.wire.weight_transfer import filesystem, tensor_names
+from primeslurm.wire.weight_transfer import deltas, filesystem, tensor_names
 
 # Target size of a rank's files. It bounds the tensors that a rank holds in host memory.
 FILE_BYTES = 2 * 2**30
@@ -35,7 +40,9 @@ FILE_BYTES = 2 * 2**30
 class Publisher:
     """Writes versions to `<run>/weights`. Keeps the newest `keep`, and those of checkpoints. All are collectives.
 
-    `only_adapter`: versions are LoRA adapters instead of whole models.
+    Args:
+        only_adapter: Versions are LoRA adapters instead of whole models.
+        whole: Returns whether a version must be whole. The others may be deltas. None: all are whole.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class Publisher:
         keep: int,
         world: World,
         only_adapter: bool = False,
+        whole: Callable[[int], bool] | None = None,
     ) -> None:
         self._policy = policy
         self._run_dir = run_dir
@@ -53,6 +61,8 @@ class Publisher:
         self._keep = keep
         self._world = world
         self._layout = "adapter" if only_adapter else "hf"
+        self._snapshots = Snapshots(whole or (lambda version: True))  # used by rank 0, which decides
+        self._base: tuple[Path, list[str]] = Path(), []  # directory of the newest whole version, and this rank's files
         self.size: int | None = None
         """On rank 0: bytes of the files of the newest version, if this process published any."""
 
@@ -74,10 +84,13 @@ class Publisher:
             complete = partial_of(filesystem.complete, partial, version, self._encoding.dtype_name, layout="adapter")
             self._on_main(complete, version)
         else:
-            written = self._write_model(partial, version)
+            base = self._world.share(self._snapshots.base_of(version) if self._world.is_main else None)
+            written = self._write_model(partial, version, base)
             if self._policy.lora is not None and self._policy.lora.save_adapter:
                 self._write_adapter(partial / "adapter", version)
-            self._on_main(lambda: self._complete(partial, version, written), version)
+            self._on_main(lambda: self._complete(partial, version, written, base), version)
+            if base is None:
+                self._base = final, sorted(set(written[self._world.rank].index.values()))
         self._on_main(lambda: self._rename(partial, final, version), version)
         return final
 
@@ -113,38 +126,52 @@ class Publisher:
     def _is_sound(self, version: int) -> bool:
         directory = filesystem.version_dir(self._run_dir, version)
         manifest = filesystem.read_manifest(directory)
-        # A resumed run may send what it did not send before.
+        # A resumed run may send what it did not send before. An interrupted run may have ended with a delta, which must
+        # be whole now that it belongs to a checkpoint.
         return manifest is not None and manifest.layout == self._layout and not filesystem.damage(directory)
 
-    def _write_model(self, directory: Path, version: int) -> list[_Written]:
-        writer = _RankWriter(directory, self._world.rank)
-        # After a failed write, the rank still takes part in the gathers.
-        for layer in parts(self._policy, self._encoding.gathered, self._world):
-            for part in layer:
-                whole = part.whole()
-                if part.is_exporter:
-                    writer.add(self._encoding.encode(part.name, whole))
-        writer.flush()
+    def _write_model(self, directory: Path, version: int, base: int | None) -> list[_Written]:
+        with self._open_base(base) as base_files:
+            writer = _RankWriter(directory, self._world.rank, base_files)
+            # After a failed write, the rank still takes part in the gathers.
+            for layer in parts(self._policy, self._encoding.gathered, self._world):
+                for part in layer:
+                    whole = part.whole()
+                    if part.is_exporter:
+                        writer.add(self._encoding.encode(part.name, whole))
+            writer.flush()
         self._world.agree(writer.failure, f"publishing v{version}")
         return self._world.collect(_Written(writer.index, writer.records, writer.size))
 
-    def _complete(self, partial: Path, version: int, written: list[_Written]) -> None:
+    def _open_base(self, base: int | None) -> contextlib.AbstractContextManager[OpenFiles | None]:
+        """Open the files that this rank wrote for the base, if there is one. A collective."""
+        if base is None:
+            return contextlib.nullcontext()
+        directory, names = self._base
+        headers = self._world.attempt(lambda: [read_header(directory / name) for name in names], f"reading v{base}")
+        return OpenFiles(TensorFiles(directory, {key: place for header in headers for key, place in header.items()}))
+
+    def _complete(self, partial: Path, version: int, written: list[_Written], base: int | None) -> None:
         index = {name: file for of_rank in written for name, file in of_rank.index.items()}
         self._check(index, sum(len(of_rank.index) for of_rank in written))
         encoding, total_size = self._encoding, sum(of_rank.size for of_rank in written)
-        quantization = encoding.quantization(set(index))
-        companions = (self._policy.source, partial, index, total_size, encoding.dtype_name, quantization)
-        files.retrying(partial, lambda: model_directory.write_companions(*companions))
+        if base is None:
+            quantization = encoding.quantization(set(index))
+            companions = (self._policy.source, partial, index, total_size, encoding.dtype_name, quantization)
+            files.retrying(partial, lambda: model_directory.write_companions(*companions))
         records = [record for of_rank in written for record in of_rank.records]
-        filesystem.complete(partial, version, encoding.dtype_name, records)
+        layout = "hf" if base is None else "delta"
+        filesystem.complete(partial, version, encoding.dtype_name, records, layout, base)
 
     def _rename(self, partial: Path, final: Path, version: int) -> None:
         manifest = filesystem.read_manifest(partial)
         self.size = sum(file.bytes for file in manifest.files) if manifest else None
+        base = manifest.base if manifest else None
         # An earlier attempt may have left a version of this number, which was damaged or never committed.
         _remove(final)
         files.rename(partial, final)
         filesystem.prune_behind(self._run_dir, self._keep, version)
+        self._snapshots.published(version, base, self.size or 0)
 
     def _check(self, index: dict[str, str], written: int) -> None:
         # Errors of the sharded export would otherwise show up as wrong rewards only.
@@ -201,39 +228,52 @@ class _Written:
 
 
 class _RankWriter:
-    """Writes the files of one rank. It writes nothing more after a failure."""
+    """Writes the files of one rank. It writes nothing more after a failure. `base`: this rank's files of the base."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, base: OpenFiles | None = None) -> None:
         self.index: dict[str, str] = {}
         """Tensor name to file name."""
         self.records: list[FileRecord] = []
         self.size = 0
-        """Bytes of all tensors."""
+        """Bytes of all tensors in the files."""
         self.failure: OSError | None = None
         self._directory = directory
         self._rank = rank
+        self._base = base
         self._held: dict[str, torch.Tensor] = {}
+        self._names: list[str] = []  # exported tensors that `_held` represents
+        self._digests: dict[str, str] = {}
         self._bytes = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy tensors to host memory, and write a file once there are FILE_BYTES."""
-        for name, tensor in tensors.items():
-            self._held[name] = tensor.contiguous().cpu()
-            self._bytes += tensor.nbytes
+        """Copy tensors to host memory, or their changes, and write a file once there are FILE_BYTES."""
+        if self.failure is None:
+            self.failure = _attempt(lambda: self._hold(tensors))
         if self._bytes >= FILE_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        if self._held and self.failure is None:
+        if self._names and self.failure is None:
             self.failure = _attempt(self._save)
-        self._held, self._bytes = {}, 0
+        self._held, self._names, self._digests, self._bytes = {}, [], {}, 0
+
+    def _hold(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            whole = tensor.contiguous().cpu()
+            stored = {name: whole}
+            if self._base is not None:
+                self._digests[name] = deltas.digest(whole)
+                stored = deltas.changes(name, whole, self._base.tensor(name))
+            self._names.append(name)
+            self._held |= stored
+            self._bytes += sum(part.nbytes for part in stored.values())
 
     def _save(self) -> None:
         name = f"{_prefix(self._rank)}{len(self.records):05d}.safetensors"
         path = self._directory / name
-        files.retrying(path, lambda: save_file(self._held, path, metadata={"format": "pt"}))
+        files.retrying(path, lambda: save_file(self._held, path, metadata={"format": "pt", **self._digests}))
         self.records += manifest.describe(self._directory, [path])
-        self.index |= dict.fromkeys(self._held, name)
+        self.index |= dict.fromkeys(self._names, name)
         self.size += self._bytes
 
 

@@ -21,13 +21,15 @@ _NAME = re.compile(r"^v(\d{6,})$")
 class WeightManifest(msgspec.Struct, frozen=True):
     """A complete published policy.
 
-    Layout "hf" is safetensors with Hugging Face names, and "adapter" a LoRA adapter in PEFT format.
+    Layout "hf" is safetensors with Hugging Face names, "adapter" a LoRA adapter in PEFT format, and "delta" the
+    difference from version `base`, whose layout is "hf" (see `deltas`).
     """
 
     version: int
     layout: str
     dtype: str
     files: list[FileRecord]
+    base: int | None = None
 
 
 def version_dir(run_dir: Path, version: int) -> Path:
@@ -35,20 +37,33 @@ def version_dir(run_dir: Path, version: int) -> Path:
 
 
 def complete(
-    directory: Path, version: int, dtype: str, described: Sequence[FileRecord] = (), layout: str = "hf"
+    directory: Path,
+    version: int,
+    dtype: str,
+    described: Sequence[FileRecord] = (),
+    layout: str = "hf",
+    base: int | None = None,
 ) -> WeightManifest:
     """Write the manifest of a directory, which makes the version valid. Files in `described` are not read."""
     recorded = {MANIFEST, *(record.name for record in described)}
     others = [path for path in files.listing(directory) if path.name not in recorded and not path.name.startswith(".")]
     more = manifest.describe(directory, [path for path in others if files.is_file(path)])
     records = sorted([*described, *more], key=lambda record: record.name)
-    value = WeightManifest(version=version, layout=layout, dtype=dtype, files=records)
+    value = WeightManifest(version=version, layout=layout, dtype=dtype, files=records, base=base)
     manifest.write(directory / MANIFEST, value)
     return value
 
 
 def read_manifest(directory: Path) -> WeightManifest | None:
     return manifest.read(directory / MANIFEST, WeightManifest)
+
+
+def base_of(directory: Path) -> tuple[Path, int] | None:
+    """Return the directory and version of a delta's base. None: the policy in `directory` is whole."""
+    manifest = read_manifest(directory)
+    if manifest is None or manifest.base is None:
+        return None
+    return directory.parent / version_dir(Path(), manifest.base).name, manifest.base
 
 
 def read_ahead(directory: Path) -> None:
@@ -84,12 +99,15 @@ def prune_behind(run_dir: Path, keep: int, version: int) -> list[int]:
 def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
     """Delete published versions beyond the newest `keep`, but none in `needed`, and incomplete versions.
 
-    Versions appear complete, so an incomplete one is left from an interrupted deletion. Returns the deleted versions.
+    The bases of remaining deltas remain, too. Versions appear complete, so an incomplete one is left from an
+    interrupted deletion. Returns the deleted versions.
     """
-    whole = published(run_dir)
-    keep_versions = {*whole[-keep:], *needed}
+    versions = published(run_dir)
+    keep_versions = {*versions[-keep:], *needed}
+    manifests = [read_manifest(version_dir(run_dir, version)) for version in keep_versions]
+    keep_versions |= {value.base for value in manifests if value is not None and value.base is not None}
     obsolete = [version for version in _directories(run_dir) if version not in keep_versions]
-    if any(version not in whole and _is_complete(run_dir, version) for version in obsolete):
+    if any(version not in versions and _is_complete(run_dir, version) for version in obsolete):
         return []  # this node's view was outdated, so another version that it does not see may be needed
     for version in obsolete:
         directory = version_dir(run_dir, version)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,7 +19,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.weight_transfer import filesystem
+from primeslurm.wire.weight_transfer import deltas, filesystem
 from tests.trainer.conftest import SEQ_LEN, make_recipe, tensors
 from tests.trainer.families import BY_NAME, MLA_YARN, YARN
 
@@ -80,6 +81,29 @@ def test_pruning_keeps_the_newest_and_what_checkpoints_need(moe_model: Path, wor
     publisher.discard_after(4)
     assert filesystem.published(tmp_path) == [1, 4]
     assert publisher.is_sound(4) and not publisher.is_sound(5)
+
+
+def test_delta_and_its_base_give_the_policy(moe_model: Path, world: World, tmp_path: Path) -> None:
+    policy = build(make_recipe(moe_model), world)
+    publisher = Publisher(policy, tmp_path, Encoding(torch.bfloat16), 1, world, whole=lambda version: version == 4)
+    for version in range(1, 5):
+        path = publisher.publish(version)
+        whole = Publisher(policy, tmp_path / "whole", Encoding(torch.bfloat16), 1, world).publish(version)
+        base = filesystem.base_of(path)
+        assert base == ((filesystem.version_dir(tmp_path, 1), 1) if version in (2, 3) else None)
+        if base is not None:
+            (file,) = path.glob("*.safetensors")
+            with safe_open(file, "pt") as handle:
+                digests = handle.metadata()
+            old, stored = tensors(base[0]), load_file(file)
+            actual = {name: deltas.restored(name, tensor, stored, digests[name]) for name, tensor in old.items()}
+            assert all(torch.equal(actual[name], tensor) for name, tensor in tensors(whole).items())
+            assert file.stat().st_size < sum(tensor.nbytes for tensor in old.values())
+            assert not publisher.is_sound(version), "a resumed run publishes it again as a whole"
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.view(-1)[version::9] *= 1.5
+    assert filesystem.published(tmp_path) == [4]
 
 
 def test_missing_model_is_named(world: World) -> None:

@@ -102,6 +102,9 @@ async def test_every_layout_transfers_the_loaded_policy(tmp_path: Path) -> None:
         published = filesystem.version_dir(tmp_path / name, 1)
         assert filesystem.damage(published) == []
         assert len(list(published.glob("*.safetensors"))) == RANKS, "every rank writes its share"
+        delta = filesystem.version_dir(tmp_path / name, 2)
+        assert filesystem.base_of(delta) == (published, 1), "every rank finds its tensors in its own files"
+        assert tensors(delta) == {}, "nothing has changed"
         actual = tensors(published)
         index = json.loads((published / "model.safetensors.index.json").read_text())
         assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in actual.values())}

@@ -274,6 +274,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),
         (trainer(lora={"targets": ["q_proj"]}), MOE, GPU),
     ),
+    "weight-deltas": (
+        (on(trainer(lora={"engines": "adapter"}), weights={"deltas": True}), DENSE, GPU),
+        (on(trainer(lora={"engines": "merged"}), weights={"deltas": True}), DENSE, GPU),
+    ),
     "colocated-nccl": ((on(COLOCATED, weights={"transport": "nccl"}), MOE, GPU), (COLOCATED, MOE, GPU)),
     "teacher-images": (
         (on(TEACHER, model={"vlm": {"freeze_vision_encoder": True}}), MOE, GPU),
@@ -363,6 +367,12 @@ def test_all_conflicts_are_reported_in_one_pass() -> None:
     llmd = inference(router={"type": "llm-d"})
     changes = on(REPLAY, PD, MOONCAKE, llmd, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
     assert {"replay-llm-d", "replay-dense", "lora-files"} <= broken(changes, DENSE, GPU)
+
+
+def test_deltas_need_files_and_concern_rl_only() -> None:
+    changes = {"weights": {"deltas": True, "transport": "nccl"}}
+    assert "weight-deltas" in broken(changes, MOE, GPU)
+    assert not broken(on(changes, SFT), MOE, GPU)
 
 
 def test_engine_rules_do_not_apply_to_sft() -> None:

@@ -32,6 +32,7 @@ def recipe(**changes: Any) -> Recipe:
         ({"trainer": {"lora": {"save_adapter": True}}}, "cuda", "filesystem", "LoRA"),
         ({"inference": {"batch_invariant": True}}, "cuda", "filesystem", "batch-invariant"),
         ({"weights": {"keep": 20}}, "cuda", "filesystem", "weights.keep"),
+        ({"weights": {"deltas": True}}, "cuda", "filesystem", "weights.deltas"),
         ({"weights": {"transport": "filesystem"}}, "cuda", "filesystem", "set by the recipe"),
         ({"weights": {"transport": "nccl"}}, "cpu", "nccl", "set by the recipe"),
     ],
