@@ -15,7 +15,7 @@ from primeslurm.base import files
 from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, first_three
 from primeslurm.wire.weight_transfer.filesystem import MANIFEST, SEEN_S, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
-from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
+from primeslurm.wire.weight_transfer.tensor_names import absent
 
 
 class UnseenError(PolicyError):
@@ -39,8 +39,7 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
     def receive_weights(self, update_info: PolicyDirectory) -> None:
         """Load a policy. Raise PolicyError if it is incomplete or of another version; nothing has been loaded then."""
         paths = policy_files(Path(update_info.path), update_info.version)
-        config = self.model_config.hf_text_config
-        ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
+        ahead = self.draft_names()
         # There are none for a hub id. `finish_weight_update` still checks every parameter.
         model_files = files.listing(Path(self.model_config.model), "*.safetensors")
         expected = {name for name in tensor_names(model_files) if not ahead.fullmatch(name)}

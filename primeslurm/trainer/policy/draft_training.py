@@ -67,11 +67,11 @@ class DraftTraining:
         outputs = self.hidden(to_device(positions, self._world.device).long()).flatten(0, 1).index_select(0, places)
         loss, hits, gradient = next_token_loss(outputs, self._weight, labels, self._head.chunk, self._head.dtype)
         outputs.backward(gradient)
-        self._sums += torch.stack([loss, hits, loss.new_tensor(len(labels))])
+        self._sums += torch.stack([loss, hits, loss.new_full((), len(labels))])
         del self._embeddings, self._hidden, self._weight
 
     def update(self) -> dict[str, float]:
-        """Update the draft layer, unless its gradient is not finite. Return metrics of the whole batch. A collective."""
+        """Update the draft layer if its gradient is finite. Return metrics of the whole batch. A collective."""
         loss, hits, count = self._world.sum(self._sums).clamp_min(1e-12).tolist()
         for parameter in self.layer.model.parameters():
             if parameter.grad is not None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.support.draft_layers import write_checkpoint
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -22,28 +20,16 @@ from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer, published, tensors
-from tests.trainer.families import BY_NAME
+from tests.trainer.families import BY_NAME, with_layers, write_drafting
 from tests.trainer.ranks import train, train_on_ranks
 
 FAMILIES = ("glm4_moe", "deepseek_v3")
 LAYER = 2
 DRAFT = f"model.layers.{LAYER}."
-COPIES = {DRAFT + "embed_tokens.weight": "model.embed_tokens.weight", DRAFT + "shared_head.head.weight": "lm_head.weight"}
-
-
-def config(family: str, layers: int) -> Any:
-    config = BY_NAME[family].config()
-    config.num_hidden_layers, config.num_nextn_predict_layers = layers, 1
-    return config
-
-
-def write(family: str, path: Path) -> Path:
-    """Write a checkpoint with a draft layer. Its norms are not all ones."""
-    write_checkpoint(path, lambda layers: config(family, layers), LAYER, "float32")
-    for file in path.glob("*.safetensors"):
-        noisy = {name: t + 0.1 * torch.randn_like(t) if "norm" in name else t for name, t in load_file(file).items()}
-        save_file(noisy, file, metadata={"format": "pt"})
-    return path
+COPIES = {
+    DRAFT + "embed_tokens.weight": "model.embed_tokens.weight",
+    DRAFT + "shared_head.head.weight": "lm_head.weight",
+}
 
 
 def draft_recipe(path: Path, draft_layer: dict[str, float] | None, **sections: Any) -> Recipe:
@@ -53,7 +39,7 @@ def draft_recipe(path: Path, draft_layer: dict[str, float] | None, **sections: A
 
 def reference(family: str, stored: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of the draft layer for one document [1, length], computed by transformers' layers."""
-    model: Any = AutoModelForCausalLM.from_config(config(family, LAYER + 1), dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_config(with_layers(BY_NAME[family], LAYER + 1), dtype=torch.float32).eval()
     missing = model.load_state_dict(to_reference(stored, model), strict=False).missing_keys
     assert not missing
     decoder, width = model.model, model.config.hidden_size
@@ -90,7 +76,7 @@ def to_reference(stored: dict[str, torch.Tensor], model: Any) -> dict[str, torch
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_logits_equal_the_reference_in_each_document(family: str, world: World, tmp_path: Path) -> None:
-    path = write(family, tmp_path)
+    path = write_drafting(BY_NAME[family], tmp_path)
     recipe = draft_recipe(path, {})
     step = TrainStep(build(recipe, world), recipe, world)
     assert step.draft_training is not None
@@ -107,7 +93,7 @@ def test_logits_equal_the_reference_in_each_document(family: str, world: World, 
 
 
 def test_policy_is_trained_as_without_draft_layer(world: World, tmp_path: Path) -> None:
-    path = write("glm4_moe", tmp_path / "model")
+    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
     runs = {}
     for name, option in (("keep", None), ("train", {"lr": 1e-2})):
         recipe = draft_recipe(path, option, max_steps=6)
@@ -134,7 +120,7 @@ def test_policy_is_trained_as_without_draft_layer(world: World, tmp_path: Path) 
 
 
 def test_labels_are_sampled_tokens_with_two_tokens_before_them(world: World, tmp_path: Path) -> None:
-    recipe = draft_recipe(write("glm4_moe", tmp_path), {})
+    recipe = draft_recipe(write_drafting(BY_NAME["glm4_moe"], tmp_path), {})
     step = TrainStep(build(recipe, world), recipe, world)
     batch = make_batch(1)
     expected = sum(int((row.mask & (row.positions >= 2)).sum()) for row in batch.rows)
@@ -147,7 +133,7 @@ def test_labels_are_sampled_tokens_with_two_tokens_before_them(world: World, tmp
 
 
 def test_resumed_draft_layer_continues_equally_and_is_exported(world: World, tmp_path: Path) -> None:
-    path = write("glm4_moe", tmp_path / "model")
+    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
     recipe = draft_recipe(path, {"lr": 1e-2}, checkpoint={"interval": 1})
 
     def run(attempt: int) -> tuple[TrainStep, Checkpoints]:
@@ -177,7 +163,7 @@ def test_resumed_draft_layer_continues_equally_and_is_exported(world: World, tmp
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_with_expert_parallelism_match_one(family: str, world: World, tmp_path: Path) -> None:
-    path = write(family, tmp_path / "model")
+    path = write_drafting(BY_NAME[family], tmp_path / "model")
 
     def recipe(size: int) -> Recipe:
         checkpointing = "none" if size == 1 else "full"
