@@ -150,8 +150,9 @@ class ModelShape:
     @property
     def with_draft_layer(self) -> ModelShape:
         """The shape with one layer of experts more, which a draft layer (MTP) resembles."""
+        indexer = replace(self.indexer, layers=self.indexer.layers + 1) if self.indexer else None
         experts = (*self.expert_layers, self.layers)
-        return replace(self, attention_layers=self.attention_layers + 1, expert_layers=experts)
+        return replace(self, attention_layers=self.attention_layers + 1, expert_layers=experts, indexer=indexer)
 
     @property
     def query_heads(self) -> tuple[int, int]:

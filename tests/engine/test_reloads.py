@@ -169,7 +169,7 @@ def make_drafting_engine(model: Path) -> FilesystemTransferEngine:
     return engine
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"])
 def test_update_with_a_draft_layer_equals_a_fresh_start(family: str, tmp_path: Path) -> None:
     first = checkpoint(family, tmp_path, write_drafting)
     engine = make_drafting_engine(tmp_path)

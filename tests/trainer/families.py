@@ -295,6 +295,9 @@ def with_layers(case: Case, layers: int) -> Any:
     """Return a case's config with this number of layers, and one draft layer."""
     config = case.config()
     config.num_hidden_layers, config.num_nextn_predict_layers = layers, 1
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+        if kinds := getattr(config, name, None):
+            setattr(config, name, ["full"] * layers if name == "indexer_types" else kinds[:layers])
     return config
 
 

@@ -194,7 +194,8 @@ class Lora(Section):
 class DraftLayer(Section):
     """Train the draft layer (MTP) of the model's checkpoint, so that it keeps predicting what the policy samples.
 
-    The policy is trained exactly as without it: the draft layer has its own gradient norm and optimizer state.
+    The policy is trained exactly as without it: the draft layer has its own optimizer state, and its gradient is
+    clipped separately, to `trainer.optimizer.max_norm`.
     """
 
     lr: PositiveFloat | None = None

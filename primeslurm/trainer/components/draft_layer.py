@@ -96,6 +96,8 @@ def spec(config: Any, seq_len: int, attention: str) -> ModelSpec:
         raise ValueError(f"trainer.draft_layer: the model has {count} draft layers, and only one can be trained")
     longer = copy.deepcopy(config)
     longer.num_hidden_layers += 1
+    if indexer_types := getattr(longer, "indexer_types", None):
+        longer.indexer_types = [*indexer_types, "full"]  # a draft layer selects its keys itself
     result = model_builder.spec(longer, seq_len, attention)
     if result.model.enable_weight_tying:
         raise ValueError("trainer.draft_layer: the head is tied to the embedding")

@@ -72,7 +72,8 @@ class DraftTraining:
 
     def update(self) -> dict[str, float]:
         """Update the draft layer if its gradient is finite. Return metrics of the whole batch. A collective."""
-        loss, hits, count = self._world.sum(self._sums).clamp_min(1e-12).tolist()
+        loss, hits, count = self._world.sum(self._sums).tolist()
+        count = max(1.0, count)
         for parameter in self.layer.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(count)
