@@ -46,7 +46,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
     come with a draft layer; without it, the engine keeps its own.
     """
 
-    draft_layers: torch.nn.Module | None = None
+    draft_layers: Any = None
     """vLLM's model of the draft layers. None: the engine does not draft with them."""
 
     def start_weight_update(self) -> None:
@@ -101,7 +101,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             elif not name.endswith(_SHARED):
                 self._drafting.append((name, tensor))
 
-    def _reload_draft_layers(self, drafter: torch.nn.Module) -> None:
+    def _reload_draft_layers(self, drafter: Any) -> None:
         # The embedding and the head belong to the policy as well, and have just been loaded with it.
         shared = set(self.model.modules())
         own = {name: module for name, module in drafter.named_modules() if module not in shared}

@@ -25,6 +25,7 @@ WRITERS = (
     ("trainer/components/loss.py", "trainer/", {"from_recipe", "cross_entropy", "_mismatch", "_policy_gradient"}),
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
     ("trainer/policy/train_step.py", "trainer/", {"train"}),
+    ("trainer/policy/draft_training.py", "trainer/", {"update"}),
     ("trainer/policy/compilation_metrics.py", "trainer/", {"take"}),
     ("trainer/policy/flops_meter.py", "trainer/", {"take"}),
     ("trainer/base/phase_timer.py", "trainer/", {"take"}),
