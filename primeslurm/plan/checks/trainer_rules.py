@@ -220,7 +220,9 @@ def _draft_layer_alone(context: RuleContext) -> str:
     recipe, trainer = context.recipe, context.recipe.trainer
     if trainer.draft_layer is None:
         return ""
-    fp8 = trainer.fp8 or recipe.inference.quantization or (context.shape and context.shape.quantization)
+    # `inference.model` is always in FP8.
+    engines = recipe.inference.quantization or recipe.inference.model
+    fp8 = trainer.fp8 or engines or (context.shape and context.shape.quantization)
     features = {"cp": trainer.parallelism.cp > 1, "lora": trainer.lora, "FP8": fp8}
     used = [name for name, is_on in features.items() if is_on]
     return f"the recipe also uses {' and '.join(used)}" if used else ""

@@ -66,6 +66,7 @@ class DraftTraining:
         labels = to_device(token_ids[:, 2:][wanted], self._world.device).long()
         outputs = self.hidden(to_device(positions, self._world.device).long()).flatten(0, 1).index_select(0, places)
         loss, hits, gradient = next_token_loss(outputs, self._weight, labels, self._head.chunk, self._head.dtype)
+        # Not scaled: only the end of the step knows the number of tokens of all ranks.
         outputs.backward(gradient)
         self._sums += torch.stack([loss, hits, loss.new_full((), len(labels))])
         del self._embeddings, self._hidden, self._weight
