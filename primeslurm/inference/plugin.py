@@ -51,6 +51,8 @@ def register() -> None:
         # Loaded by name: engines on GPUs do not depend on the testbed.
         importlib.import_module("primeslurm.testbed.cpu_engine.patches").apply()
     layerwise.load_selection_bias()
+    if "--speculative-config" in sys.argv:
+        layerwise.give_draft_layers()
     patches.pause_with_kept_blocks()
     prefill_version.apply()
     if routed_experts.REPLAY_OPTION in sys.argv:

@@ -32,6 +32,8 @@ class Capabilities:
     """Checkpoints with experts in the packed INT4 format of compressed-tensors can be loaded."""
     mxfp4_checkpoint: bool = False
     """Checkpoints with experts in MXFP4 can be loaded."""
+    draft_layer: bool = False
+    """The draft layer (MTP) of a checkpoint can be trained."""
     images: bool = False
     """The model has a vision encoder that can be trained on."""
     compile: bool = False

@@ -4,12 +4,12 @@ The convention is that of model FLOPs (Chowdhery et al. 2022, https://arxiv.org/
 docs/reference/metrics.md states it for users. Only products of matrices count, two operations per multiplication and
 addition. A backward pass costs twice the forward pass, whatever is computed again. A query meets the keys that it sees,
 a token the experts that it is routed to, and only trained tokens have logits. Recurrences are counted token by token,
-although chunked kernels compute more. Layers for multi-token prediction are not trained.
+although chunked kernels compute more.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,15 @@ def flops(shape: ModelShape, work: Work, *, adapters: int | None = None, trains_
     vision = _vision(shape.vision, work, trains_vision) if shape.vision else Flops()
     trained, frozen = (products, 0.0) if adapters is None else (2.0 * adapters * work.tokens, products)
     return Flops(trained + states + vision.trained, frozen, vision.leaves, indexer + vision.forward_only)
+
+
+def draft_flops(shape: ModelShape, work: Work) -> Flops:
+    """Return the operations of a trained draft layer. Its input has no gradient, and the model's head is frozen."""
+    indexer = replace(shape.indexer, layers=1) if shape.indexer else None
+    layer = replace(shape, attention_layers=1, dense_layers=0, expert_layers=shape.expert_layers[-1:], indexer=indexer)
+    inner = flops(layer, replace(work, trained=0))
+    head = 2.0 * shape.hidden * shape.vocab * work.trained
+    return replace(inner, frozen=head, leaves=2.0 * 2 * shape.hidden**2 * work.tokens)
 
 
 def layer_weights(shape: ModelShape) -> int:

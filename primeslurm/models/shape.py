@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,13 @@ class ModelShape:
     """If layers have different numbers of query heads: the sums over layers without and with a sliding window."""
     draft_layers: int | None = None
     """Number of layers that draft tokens (MTP); None if the config does not say."""
+
+    @property
+    def with_draft_layer(self) -> ModelShape:
+        """The shape with one layer of experts more, which a draft layer (MTP) resembles."""
+        indexer = replace(self.indexer, layers=self.indexer.layers + 1) if self.indexer else None
+        experts = (*self.expert_layers, self.layers)
+        return replace(self, attention_layers=self.attention_layers + 1, expert_layers=experts, indexer=indexer)
 
     @property
     def query_heads(self) -> tuple[int, int]:

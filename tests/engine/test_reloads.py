@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.models import model_types
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer.catalogue import stacked
-from tests.trainer.families import CASES, write
+from tests.trainer.families import CASES, Case, write, write_drafting
 
 pytestmark = pytest.mark.engine
 SELECTION: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -96,7 +96,7 @@ def own_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", CONFIG_MAPPING._extra_content.copy())
 
 
-def checkpoint(family: str, directory: Path) -> dict[str, torch.Tensor]:
+def checkpoint(family: str, directory: Path, write: Callable[[Case, Path], Path] = write) -> dict[str, torch.Tensor]:
     """Write a tiny checkpoint, and return its tensors."""
     (case,) = (case for case in CASES if case.name == family)
     write(case, directory)
@@ -107,9 +107,9 @@ def checkpoint(family: str, directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def make_engine(model: Path) -> FilesystemTransferEngine:
+def make_engine(model: Path, **options: Any) -> FilesystemTransferEngine:
     """Return a weight-transfer engine as in a worker."""
-    arguments = EngineArgs(model=str(model), dtype="float32", enforce_eager=True, max_model_len=256)
+    arguments = EngineArgs(model=str(model), dtype="float32", enforce_eager=True, max_model_len=256, **options)
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         return FilesystemTransferEngine(None, config, torch.device("cpu"), get_model(vllm_config=config))
@@ -153,6 +153,46 @@ def test_update_equals_a_fresh_start_for_every_family(family: str, tmp_path: Pat
 
     update(engine, first, in_stacks=False)
     third = weights(engine.model)
+    assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
+
+
+def make_drafting_engine(model: Path) -> FilesystemTransferEngine:
+    """Return the same for an engine with method mtp, whose draft layer shares embedding and head."""
+    engine = make_engine(model, speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+    config = engine.vllm_config
+    with set_current_vllm_config(config):
+        drafter: Any = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+    drafter.model.embed_tokens = engine.model.model.embed_tokens
+    for layer in drafter.model.layers.values():
+        layer.shared_head.head = engine.model.lm_head
+    engine.draft_layers = drafter
+    return engine
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"])
+def test_update_with_a_draft_layer_equals_a_fresh_start(family: str, tmp_path: Path) -> None:
+    first = checkpoint(family, tmp_path, write_drafting)
+    engine = make_drafting_engine(tmp_path)
+    drafter = engine.draft_layers
+    assert drafter is not None
+    begun_with = weights(drafter)
+    shifted = {name: tensor + 0.5 for name, tensor in first.items()}
+
+    policy = {name: tensor for name, tensor in shifted.items() if not name.startswith("model.layers.2.")}
+    update(engine, policy, in_stacks=True)
+    shared = ("model.embed_tokens", "model.layers.2.shared_head.head")
+    kept = {name for name, tensor in weights(drafter).items() if torch.equal(tensor, begun_with[name])}
+    assert kept == {name for name in begun_with if not name.startswith(shared)}
+
+    for lacking in ("eh_proj.weight", "mlp.experts.1.up_proj.weight"):
+        with pytest.raises(PolicyError, match="lacks 1 parameters of draft layers"):
+            update(engine, {n: t for n, t in shifted.items() if n != f"model.layers.2.{lacking}"}, in_stacks=False)
+    update(engine, shifted, in_stacks=True)
+    second = weights(drafter)
+    assert [name for name, tensor in second.items() if torch.equal(tensor, begun_with[name])] == []
+    update(engine, first, in_stacks=False)
+    third = weights(drafter)
+    assert third.keys() == begun_with.keys()
     assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
 
 

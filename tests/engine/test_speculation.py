@@ -143,16 +143,18 @@ def draft_layer(sign: int) -> dict[str, torch.Tensor]:
     return tensors | {"model.layers.2.eh_proj.weight": torch.cat((sign * torch.eye(64), torch.zeros(64, 64)), dim=1)}
 
 
-async def test_update_keeps_the_draft_layer_of_the_checkpoint(
+async def test_update_replaces_the_draft_layer_only_by_one_of_the_policy(
     engine_forks: EngineForks, client: ConnectEngine, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
     write_checkpoint(checkpoint, glm, 2, "float32")
     make_tokenizer(checkpoint)
+    trained: dict[str, torch.Tensor] = {}
     for file in checkpoint.glob("*.safetensors"):
         tensors = load_file(file)
-        changes = {name: tensor for name, tensor in draft_layer(1).items() if name in tensors}
-        save_file(tensors | changes, file, metadata={"format": "pt"})
+        tensors |= {name: tensor for name, tensor in draft_layer(1).items() if name in tensors}
+        save_file(tensors, file, metadata={"format": "pt"})
+        trained |= {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
     engine = start_drafting(engine_forks, checkpoint, {"method": "mtp", "num_tokens": 2})
     try:
         control = client(engine)
@@ -163,14 +165,17 @@ async def test_update_keeps_the_draft_layer_of_the_checkpoint(
         await check_experts(engine, random, "mtp")
         assert counted(engine, "accepted") < counted(engine, "drafted")
 
-        for version, letter in ((2, "a"), (3, "b")):
-            policy = make_glm(tmp_path / letter, letter)
-            if version == 3:  # a policy that has another draft layer, whose drafts would all be wrong
-                save_file(draft_layer(-1), policy / "draft.safetensors", metadata={"format": "pt"})
+        # None: the policy has no draft layer. All drafts of the layer with -1 are wrong.
+        for version, sign in ((2, None), (3, -1), (4, None), (5, 1)):
+            letter = "ab"[version % 2]
+            policy = make_glm(tmp_path / f"{version}", letter)
+            if sign is not None:
+                save_file(trained | draft_layer(sign), policy / "draft.safetensors", metadata={"format": "pt"})
             await control.apply(PolicyVersion(version, str(publish(policy, tmp_path, version))), timeout_s=600)
             drafted, accepted = counted(engine, "drafted"), counted(engine, "accepted")
             assert tokens(generate(engine.url, PROMPT, 60)) == [token_id(letter)] * 60
             drafted, accepted = counted(engine, "drafted") - drafted, counted(engine, "accepted") - accepted
-            assert drafted == accepted > 30
+            assert drafted > 30
+            assert accepted == (0 if version in (3, 4) else drafted)
     finally:
         engine.stop()

@@ -41,6 +41,7 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+from benchmarks.support.draft_layers import write_checkpoint
 from scripts.models import tiny_model
 
 COMMON: dict[str, Any] = {
@@ -286,6 +287,26 @@ def write(case: Case, directory: Path) -> Path:
     model.save_pretrained(directory)
     if case.name.startswith("qwen3_vl_moe"):
         _transpose_experts(directory / "model.safetensors")
+    tiny_model.tokenizer().save_pretrained(directory)
+    return directory
+
+
+def with_layers(case: Case, layers: int) -> Any:
+    """Return a case's config with this number of layers, and one draft layer."""
+    config = case.config()
+    config.num_hidden_layers, config.num_nextn_predict_layers = layers, 1
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+        if kinds := getattr(config, name, None):
+            setattr(config, name, ["full"] * layers if name == "indexer_types" else kinds[:layers])
+    return config
+
+
+def write_drafting(case: Case, directory: Path, layers: int = 2) -> Path:
+    """Write a checkpoint with one draft layer. All norms differ from their initial value."""
+    write_checkpoint(directory, lambda count: with_layers(case, count), layers, "float32")
+    for file in directory.glob("*.safetensors"):
+        noisy = {name: t + 0.1 * torch.randn_like(t) if "norm" in name else t for name, t in load_file(file).items()}
+        save_file(noisy, file, metadata={"format": "pt"})
     tiny_model.tokenizer().save_pretrained(directory)
     return directory
 

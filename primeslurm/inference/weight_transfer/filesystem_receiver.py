@@ -22,7 +22,7 @@ from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngi
 from primeslurm.wire.weight_transfer import deltas
 from primeslurm.wire.weight_transfer.filesystem import MANIFEST, SEEN_S, base_of, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
-from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
+from primeslurm.wire.weight_transfer.tensor_names import absent
 
 
 class UnseenError(PolicyError):
@@ -49,8 +49,7 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
         paths, delta_paths = policy_files(directory, update_info.version), []
         if (base := base_of(directory)) is not None:
             paths, delta_paths = policy_files(*base), paths
-        config = self.model_config.hf_text_config
-        ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
+        ahead = self.draft_names()
         # There are none for a hub id. `finish_weight_update` still checks every parameter.
         model_files = files.listing(Path(self.model_config.model), "*.safetensors")
         expected = {name for name in tensor_names(model_files) if not ahead.fullmatch(name)}

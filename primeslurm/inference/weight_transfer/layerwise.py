@@ -8,6 +8,7 @@ While generation is paused, vLLM calls `start_weight_update`, `update_weights` (
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,8 +27,10 @@ from vllm.platforms import current_platform
 from primeslurm.inference.patches import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, layers_ahead
 
+# Suffixes of tensors of a draft layer that repeat the embedding and the head, whose modules engines share
+_SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
 # Elements of FP8 weights that are converted to float32 at a time, to save memory.
 _ELEMENTS_AT_ONCE = 2**25
 
@@ -39,18 +42,21 @@ class PolicyError(RuntimeError):
 class LayerwiseTransferEngine(WeightTransferEngine):
     """Base of all transports: reloads the model, and checks that every parameter was loaded.
 
-    Subclasses implement `init_transfer_engine` and `receive_weights`, which passes its tensors to `load`.
+    Subclasses implement `init_transfer_engine` and `receive_weights`, which passes its tensors to `load`. A policy may
+    come with a draft layer; without it, the engine keeps its own.
     """
+
+    draft_layers: Any = None
+    """vLLM's model of the draft layers. None: the engine does not draft with them."""
 
     def start_weight_update(self) -> None:
         self._roll_back_partial_layers()
-        first_names = {name for name, _ in self.model.named_parameters()}
-        every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        aliases = _aliases(self.model)
         _begin_reload(self.model)  # turns a parameter with two names into two parameters
-        aliases = every_name - first_names
         given_once = {name for name, _ in self.model.named_parameters()} - aliases
         self._expected = given_once - self._tied_parameters() - set(_attention_scales(self.model))
         self._loaded: set[str] = set()
+        self._drafting: list[tuple[str, torch.Tensor]] = []
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -67,6 +73,8 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             self._repack_tied_heads()
+        if self._drafting and self.draft_layers is not None:
+            self._reload_draft_layers(self.draft_layers)
 
     def shutdown(self) -> None:
         """Do nothing. Subclasses release here what outlives an update."""
@@ -77,7 +85,37 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         # A model that was built from an FP8 checkpoint loads FP8 weights unconverted.
         if not isinstance(self.vllm_config.quant_config, Fp8Config):
             tensors = dequantised(tensors, self.model_config.dtype)
-        self._loaded |= self.model.load_weights(tensors)
+        self._loaded |= self.model.load_weights(self._without_draft_layers(tensors))
+
+    def draft_names(self) -> re.Pattern[str]:
+        """Return a pattern of the names of tensors of draft layers."""
+        config = self.model_config.hf_text_config
+        return layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
+
+    def _without_draft_layers(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the model, and set those of draft layers aside until the model is complete."""
+        names = self.draft_names() if self.draft_layers is not None else None
+        for name, tensor in tensors:
+            if names is None or not names.fullmatch(name):
+                yield name, tensor
+            elif not name.endswith(_SHARED):
+                self._drafting.append((name, tensor))
+
+    def _reload_draft_layers(self, drafter: Any) -> None:
+        # The embedding and the head belong to the policy as well, and have just been loaded with it.
+        shared = set(self.model.modules())
+        own = {name: module for name, module in drafter.named_modules() if module not in shared}
+        optional = _aliases(drafter) | set(_attention_scales(drafter))
+        for parameter in drafter.parameters():
+            _name_loader(parameter)
+        initialize_layerwise_reload(_Modules(own.values()))
+        names = {f"{name}.{key}" for name, each in own.items() for key, _ in each.named_parameters(recurse=False)}
+        missing = names - optional - drafter.load_weights(self._drafting)
+        missing |= set(incomplete_experts(drafter))
+        if missing:
+            raise PolicyError(f"the policy lacks {len(missing)} parameters of draft layers: {first_three(missing)}")
+        finalize_layerwise_reload(_Modules(own.values()), self.model_config)
+        self._drafting = []
 
     def has_tied_embeddings(self) -> bool:
         """Return whether the output head shares its weights with the embedding."""
@@ -89,13 +127,14 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         # After a failed update some layers are partly filled. vLLM would count the retry's tensors on top of the old
         # ones, and consider a layer complete too early. Finalizing a layer with no loaded elements restores its
         # previous tensors.
-        infos = [get_layerwise_info(layer) for layer in self.model.modules()]
-        partial = [info for info in infos if info.can_load()]
-        for info in partial:
+        models = [self.model, *filter(None, [self.draft_layers])]
+        layers = dict.fromkeys(layer for model in models for layer in model.modules())
+        partial = {layer: info for layer in layers if (info := get_layerwise_info(layer)).can_load()}
+        for info in partial.values():
             info.load_numel = 0
             info.loaded_weights.clear()
         if partial:
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_layerwise_reload(_Modules(partial), self.model_config)
 
     def _repack_tied_heads(self) -> None:
         # On CPU a head that is tied to the embedding computes with its own packed copy, which the reload skips.
@@ -108,6 +147,39 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             return set()
         heads = [name for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]
         return {f"{head}.weight" for head in heads}
+
+
+class _Modules(torch.nn.Module):
+    """Some modules of a model, for vLLM's functions that reload all modules of a model."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self._chosen = tuple(modules)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+        return iter(self._chosen)
+
+
+def give_draft_layers() -> None:
+    """Patch vLLM to give transfer engines the draft layers of engines with method mtp."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    start = expect(Worker, "start_weight_update", ("self",))
+    expect(Worker, "get_draft_model", ("self",))
+
+    @functools.wraps(start)
+    def start_weight_update(self: Any) -> None:
+        if self.speculative_config is not None and self.speculative_config.method == "mtp":
+            self.weight_transfer_engine.draft_layers = self.get_draft_model()
+        start(self)
+
+    Worker.start_weight_update = start_weight_update
+
+
+def _aliases(model: torch.nn.Module) -> set[str]:
+    """Return the names of parameters that have another name as well, except the first one of each."""
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return every_name - {name for name, _ in model.named_parameters()}
 
 
 def _attention_scales(model: torch.nn.Module) -> Iterator[str]:

@@ -8,7 +8,11 @@ V31_RENDERER = "primeslurm.models.deepseek_v3.renderer:DeepSeekV31Renderer"
 
 FAMILY = Family(
     name="deepseek_v3",
-    model_types={"deepseek_v3": replace(MOE, compile=True, compiled_with=frozenset({"fp8", "lora", "router_replay"}))},
+    model_types={
+        "deepseek_v3": replace(
+            MOE, draft_layer=True, compile=True, compiled_with=frozenset({"fp8", "lora", "router_replay"})
+        )
+    },
     parsers={
         r"deepseek-?v3": Parsers("deepseek_v3"),
         r"deepseek-?v3\.1": Parsers("deepseek_v31", "deepseek_v3"),

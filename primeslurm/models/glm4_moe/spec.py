@@ -7,7 +7,9 @@ from primeslurm.models.family import ATTENTION, EXPERTS, MOE, SWIGLU, Family, Pa
 FAMILY = Family(
     name="glm4_moe",
     model_types={
-        "glm4_moe": replace(MOE, compile=True, compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"}))
+        "glm4_moe": replace(
+            MOE, draft_layer=True, compile=True, compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"})
+        )
     },
     parsers={
         r"glm-?4\.[56]": Parsers("glm45", "glm45"),

@@ -6,7 +6,7 @@ from primeslurm.models.family import EXPERTS, LATENT, MOE, SWIGLU, Family, Parse
 
 FAMILY = Family(
     name="glm_moe_dsa",
-    model_types={"glm_moe_dsa": replace(MOE, compile=True)},
+    model_types={"glm_moe_dsa": replace(MOE, draft_layer=True, compile=True)},
     parsers={r"glm-?5": Parsers("glm47", "glm45")},
     renderer="glm-5.1",
     renderers={r"glm-?5": "glm-5", r"glm-?5\.1": "glm-5.1", r"glm-?5\.3": "glm-5.3"},

@@ -162,6 +162,34 @@ def _lora_targets(context: RuleContext) -> str:
     return f"no model has {', '.join(unknown)}{hint}" if unknown else ""
 
 
+def _draft_layer_used(context: RuleContext) -> str:
+    recipe = context.recipe
+    if recipe.task != "rl" or recipe.trainer.draft_layer is None:
+        return ""
+    speculation = recipe.inference.speculative
+    if speculation is None:
+        return "inference.speculative is not set"
+    return f"engines draft by method {speculation.method}" if speculation.method != "mtp" else ""
+
+
+def _draft_layer_count(context: RuleContext) -> str:
+    layers = context.shape.draft_layers if context.shape else None
+    broken = context.recipe.trainer.draft_layer is not None and layers not in (None, 1)
+    return f"the model has {layers} draft layers" if broken else ""
+
+
+def _draft_layer_alone(context: RuleContext) -> str:
+    recipe, trainer = context.recipe, context.recipe.trainer
+    if trainer.draft_layer is None:
+        return ""
+    # `inference.model` is always in FP8.
+    engines = recipe.inference.quantization or recipe.inference.model
+    fp8 = trainer.fp8 or engines or (context.shape and context.shape.quantization)
+    features = {"cp": trainer.parallelism.cp > 1, "lora": trainer.lora, "FP8": fp8}
+    used = [name for name, is_on in features.items() if is_on]
+    return f"the recipe also uses {' and '.join(used)}" if used else ""
+
+
 def _vision_dtype(context: RuleContext) -> str:
     family = capabilities(context.shape.model_type, "custom") if context.shape else None
     broken = family is not None and family.images and context.recipe.model.dtype != "bfloat16"
@@ -240,6 +268,14 @@ TRAINER_RULES = (
          lambda c: when(c.sparse and (lora := c.recipe.trainer.lora) and "kv_b_proj" in (lora.targets or ()),
                         "sparse attention never calls kv_b_proj"),
          "remove kv_b_proj", "its weight is absorbed, so an adapter beside it would learn nothing"),
+    Rule("draft-layer-used", "error", "trainer.draft_layer", "Engines must draft with the trained draft layer",
+         _draft_layer_used, "set inference.speculative: {method: mtp, num_tokens: 1}, or remove draft_layer",
+         "other engines ignore the layer"),
+    Rule("draft-layer-count", "error", "trainer.draft_layer", "Training needs exactly one draft layer",
+         _draft_layer_count, "remove it", "vLLM 0.32: later layers read the hidden states of earlier ones"),
+    Rule("draft-layer-alone", "error", "trainer.draft_layer", "draft_layer does not work with cp, LoRA or FP8",
+         _draft_layer_alone, "set cp: 1, remove lora, and use bfloat16, or remove draft_layer",
+         "a rank needs each token's successor, and drafts in FP8 were not tried"),
     Rule("vision-dtype", "error", "model.dtype", "Training on images needs bfloat16", _vision_dtype,
          "set dtype: bfloat16", "prime-rl 0.6.0 docs, VLM"),
     Rule("vision-lora", "error", "model.vlm.freeze_vision_encoder", "LoRA needs a frozen vision encoder",

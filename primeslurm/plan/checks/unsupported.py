@@ -33,6 +33,8 @@ NEEDS = (
     FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
     FamilyNeed("trainer.compile", "compiled layers", lambda r: r.trainer.compile, "false", "compile"),
     FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
+    FamilyNeed("trainer.draft_layer", "training of draft layers", lambda r: r.trainer.draft_layer, "leave it out",
+        "draft_layer"),
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
     FamilyNeed("model.vlm", "training on images", lambda r: r.model.vlm, "leave it out", "images"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",

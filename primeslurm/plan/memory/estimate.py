@@ -59,17 +59,18 @@ def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
     Args:
         source: source of the shape, for the reader.
     """
+    trained = shape.with_draft_layer if recipe.trainer.draft_layer else shape
     roles: list[RoleMemory] = []
     for request in requests:
         gpu = gpu_of(request.kind) if site.device == "cuda" else None
         if gpu is None or not request.gpus:
             continue
         if request.role == "train":
-            roles.append(_trainer_role(recipe, request, shape, gpu))
+            roles.append(_trainer_role(recipe, request, trained, gpu))
         elif request.role in ENGINE_ROLES:
             scores_prompts = isinstance(recipe.teacher, PolicyTeacher) and request.role != "decode"
             roles.append(engine_role(recipe, request, shape, gpu, prompt_logprobs=scores_prompts))
-    return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, shape)))
+    return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, trained)))
 
 
 def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) -> EngineLayout:
@@ -120,6 +121,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         state_offload=trainer.memory.optimizer_state_offload,
         gradient_bytes=ELEMENT_BYTES[p.gradient_dtype],
         experts_in_fp8=experts_in_fp8(recipe, gpus // p.dp_replicate, shape),
+        draft_layer=trainer.draft_layer is not None,
     )
 
 

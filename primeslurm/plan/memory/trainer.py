@@ -21,6 +21,8 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 # Bytes per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16 gradient
 LOGIT_BYTES = 16
+# Bytes per logit that the policy keeps for its backward pass while the draft layer computes its own loss
+KEPT_LOGIT_BYTES = 4
 # Name of the quantity with the size of checkpoint copies on a train node
 LOCAL_COPIES = "local copies"
 _MEMORY = PurePosixPath("/dev/shm")
@@ -50,6 +52,7 @@ class TrainerLayout:
     gradient_bytes: int = 4  # bytes per element of gradients during reduction
     keeps_selection: bool = True  # whether full checkpointing keeps the selected keys
     experts_in_fp8: bool = False  # whether experts are gathered in FP8
+    draft_layer: bool = False  # whether a draft layer is trained; the shape includes it
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
     on_gpu = 0 if layout.optimizer_offload else 1
     copies = masters + state if layout.staged else 0
     activations = activation_bytes(shape, layout)
-    logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * shape.vocab * LOGIT_BYTES
+    per_logit = LOGIT_BYTES + (KEPT_LOGIT_BYTES if layout.draft_layer else 0)
+    logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * shape.vocab * per_logit
     gathered = _gathered(shape, layout)
     own_state = on_gpu * state // layout.shard
     if layout.state_offload:

@@ -17,8 +17,8 @@ class Speculation(Section):
 
     method: Literal["ngram", "mtp", "eagle", "eagle3"]
     """Source of the draft tokens. ngram: repetitions in the prompt and answer, for any model. mtp: the draft layers of
-    the model's checkpoint. eagle and eagle3: a draft model. Drafters are not trained: they keep their weights while the
-    policy changes, so fewer tokens are accepted over time."""
+    the model's checkpoint. eagle and eagle3: a draft model. Drafters keep their weights while the policy changes, so
+    fewer tokens are accepted over time. Only `trainer.draft_layer` trains draft layers."""
     num_tokens: int = Field(ge=1, le=128)
     """Number of draft tokens in each step."""
     prompt_lookup_min: PositiveInt | None = None

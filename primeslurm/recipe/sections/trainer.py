@@ -191,6 +191,17 @@ class Lora(Section):
     twice the rank."""
 
 
+class DraftLayer(Section):
+    """Train the draft layer (MTP) of the model's checkpoint, so that it keeps predicting what the policy samples.
+
+    The policy is trained exactly as without it: the draft layer has its own optimizer state, and its gradient is
+    clipped separately, to `trainer.optimizer.max_norm`.
+    """
+
+    lr: PositiveFloat | None = None
+    """Peak learning rate of the draft layer. Default: `trainer.optimizer.lr`."""
+
+
 class Trainer(Section):
     """The torchtitan trainer."""
 
@@ -206,6 +217,9 @@ class Trainer(Section):
     """Options that save GPU memory and cost speed."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights. Default: train all weights."""
+    draft_layer: DraftLayer | None = None
+    """Train the draft layer that engines use with `inference.speculative.method: mtp`. `{}` trains it with the
+    policy's settings. Default: it stays as in the checkpoint."""
     fp8: bool = False
     """Compute linear layers and experts in block-scaled FP8, as FP8 engines do. Needs GPUs with SM90."""
     grouped_mm: bool = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from primeslurm.recipe.sections.trainer import Memory
 from primeslurm.trainer.assembly import generic_model
 from primeslurm.trainer.assembly.converters import CONVERTERS
 from primeslurm.trainer.base.model_draft import ModelDraft
-from primeslurm.trainer.components import activation_checkpointing, fp8_gather, lora
+from primeslurm.trainer.components import activation_checkpointing, draft_layer, fp8_gather, lora
 from primeslurm.trainer.components.activation_offload import ActivationOffload
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import World
@@ -48,9 +47,16 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     source = locate(recipe.model.path)
     config = model_directory.load_config(source)
     files = TensorFiles.shared(source, world)
+    stored, stored_draft = _trained_names(config, files)
     policy = _with_unchanged(assemble(config, source, recipe, world, attention, files), files, world)
-    _load(policy, config, files)
-    return policy
+    _load(policy, stored, files)
+    if recipe.trainer.draft_layer is None:
+        return policy
+    layer = _draft_layer(policy, config, recipe, world, attention, files)
+    copies = draft_layer.copies(config.num_hidden_layers, stored_draft)
+    _load(layer, stored_draft - set(copies.values()), files)
+    names = policy.hf_names | layer.hf_names | set(copies.values())
+    return replace(policy, hf_names=names, draft_layer=layer, copies=copies)
 
 
 def assemble(
@@ -65,8 +71,7 @@ def assemble(
 
     If weights will be loaded from `files`, they are not initialized.
     """
-    layout = recipe.trainer.parallelism
-    settings = SimpleNamespace(parallelism=_parallelism(recipe), training=_training(recipe))
+    layout, settings = recipe.trainer.parallelism, _settings(recipe)
     dtype = getattr(torch, recipe.model.dtype)
     dims = Dims.of(layout, world.size, settings.parallelism.spmd_backend)
     dist_utils.set_spmd_backend(settings.parallelism.spmd_backend)
@@ -83,15 +88,8 @@ def assemble(
     shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
     if shared:
         shared.attach(draft.model)
-    model = _shard(draft, dims)
-    if files:
-        _leave_to_files(model)
-    _initialise(model, recipe.trainer.memory, world)
-    # After the allocation, because the FP8 gather hooks into FSDP's sharded tensors.
-    if recipe.trainer.fp8:
-        fp8_gather.install(model)
     return PolicyModel(
-        model,
+        _allocated(draft, dims, world, is_loaded=files is not None),
         draft.adapter,
         dims,
         hf_names,
@@ -103,6 +101,45 @@ def assemble(
         stored_fp8=stored,
         compiled=bool(recipe.trainer.compile),
     )
+
+
+def _draft_layer(
+    policy: PolicyModel,
+    config: Any,
+    recipe: Recipe,
+    world: World,
+    attention: Literal["varlen", "flex"] | None,
+    files: TensorFiles,
+) -> PolicyModel:
+    """Build the draft layer of a policy as a model of its own, without reading weights."""
+    if policy.shared or policy.lora or model_builder.is_generic(recipe.model.impl, config):
+        raise ValueError("trainer.draft_layer needs all weights trained, cp: 1, and the trainer's own implementation")
+    # Engines report the experts of the policy's layers only.
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"router_replay": False})})
+    spec = draft_layer.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
+    draft = ModelDraft(recipe, spec, _settings(recipe), policy.stored_fp8, config.num_hidden_layers)
+    for convert in CONVERTERS:
+        convert(draft)
+    hf_names = set(draft.adapter.to_hf(draft.model.state_dict()))
+    model = _allocated(draft, policy.dims, world, is_loaded=True)
+    return replace(policy, model=model, adapter=draft.adapter, hf_names=hf_names, unchanged={})
+
+
+def _allocated(draft: ModelDraft, dims: Dims, world: World, *, is_loaded: bool) -> Any:
+    """Shard a converted model and allocate it. If it `is_loaded` afterwards, its weights are not initialized."""
+    trainer = draft.recipe.trainer
+    model = _shard(draft, dims)
+    if is_loaded:
+        _leave_to_files(model)
+    _initialise(model, trainer.memory, world)
+    # After the allocation, because the FP8 gather hooks into FSDP's sharded tensors.
+    if trainer.fp8:
+        fp8_gather.install(model)
+    return model
+
+
+def _settings(recipe: Recipe) -> SimpleNamespace:
+    return SimpleNamespace(parallelism=_parallelism(recipe), training=_training(recipe))
 
 
 def _parallelism(recipe: Recipe) -> ParallelismConfig:
@@ -180,10 +217,8 @@ def _with_unchanged(policy: PolicyModel, files: TensorFiles, world: World) -> Po
     return replace(policy, hf_names=policy.hf_names | names, unchanged=unchanged)
 
 
-def _load(policy: PolicyModel, hf_config: Any, files: TensorFiles) -> None:
+def _load(policy: PolicyModel, stored_names: set[str], files: TensorFiles) -> None:
     """Load this rank's shards from the model's files. Raise ValueError unless files and model have the same tensors."""
-    ignored = _ignored(hf_config)
-    stored_names = {name for name in files.places if not ignored.fullmatch(name)}
     adapter = adapter_for_checkpoint(policy.adapter, stored_names)
     weights = policy.weights()
     groups = _loaded_together(policy, weights)
@@ -213,12 +248,14 @@ def _loaded_together(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> l
     return [{name: weights[name] for name in names} for names in by_layer(weights)]
 
 
-def _ignored(hf_config: Any) -> re.Pattern[str]:
-    """Return a pattern of tensor names to ignore: derived tensors, scales and multi-token-prediction layers."""
+def _trained_names(hf_config: Any, files: TensorFiles) -> tuple[set[str], set[str]]:
+    """Return the names of stored tensors, of the policy and of draft layers, without derived tensors and scales."""
     text = hf_config.get_text_config()
-    ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
+    ahead = layers_ahead(text.num_hidden_layers, draft_layer.number_of_layers(hf_config))
     endings = _DERIVED + ((FP8_SCALE,) if model_directory.is_quantized(hf_config) else ())
-    return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
+    names = {name for name in files.places if not name.endswith(endings)}
+    of_drafts = {name for name in names if ahead.fullmatch(name)}
+    return names - of_drafts, of_drafts
 
 
 def _check_names(policy: PolicyModel, names: set[str], stored_names: set[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from primeslurm.nn import compat
 from primeslurm.trainer.base.model_draft import ModelDraft
-from primeslurm.trainer.components import logprobs, lora, matrix_products, router_replay, varlen_attention
+from primeslurm.trainer.components import draft_layer, logprobs, lora, matrix_products, router_replay, varlen_attention
 from primeslurm.trainer.distributed import deepep, token_permutation
 
 
@@ -54,6 +54,7 @@ CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
     fit,  # configures the token dispatchers: after both
     build,
     # Changes of the built model.
+    draft_layer.convert,  # names the layer: before all that look at names
     deepep.split_into_chunks,
     matrix_products.convert,  # finds projections by torchtitan's classes: before LoRA replaces the classes
     lora.convert,  # freezes everything but adapters: after all converters that add parameters

@@ -19,6 +19,8 @@ class ModelDraft:
     """torchtitan's `parallelism` and `training` configs."""
     stored_fp8: frozenset[str] = frozenset()
     """Names of the weights that the source checkpoint stores in FP8."""
+    draft_layer: int | None = None
+    """Number of the draft layer (MTP) that the model consists of. None: the model is a whole policy."""
     model: Any = None
     """The model on the meta device, once it is built."""
     adapter: Any = None

@@ -311,11 +311,15 @@ class _TrainedState:
 
 
 def _state(train_step: TrainStep) -> dict[str, Stateful]:
-    return {
+    state: dict[str, Stateful] = {
         "model": _TrainedState(train_step.policy.model),
         "optimizer": train_step.optimizer,
         "scheduler": train_step.scheduler,
     }
+    if (drafts := train_step.draft_training) is not None:
+        state["draft_layer"] = _TrainedState(drafts.layer.model)
+        state["draft_optimizer"], state["draft_scheduler"] = drafts.optimizer, drafts.scheduler
+    return state
 
 
 def _failure(done: Future[None]) -> OSError | None:

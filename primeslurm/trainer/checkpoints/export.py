@@ -11,6 +11,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from primeslurm.models import model_builder
 from primeslurm.nn.adapters import adapter_for_checkpoint
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Lora
-from primeslurm.trainer.assembly import generic_model
+from primeslurm.trainer.assembly import converters, generic_model
+from primeslurm.trainer.base.model_draft import ModelDraft
 from primeslurm.trainer.checkpoints.shards import ByteCounter, ShardReader
+from primeslurm.trainer.components import draft_layer
 from primeslurm.trainer.components.lora import A, is_adapter, merge
 from primeslurm.trainer.distributed.cpu_affinity import io_threads
 from primeslurm.trainer.weights import model_directory
@@ -38,8 +41,8 @@ from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exit_codes
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
-# Prefix of the model's tensors in a checkpoint
-_PREFIX = "model."
+# Prefixes of the tensors of the model, and of its draft layer, in a checkpoint
+_PREFIX, _DRAFT_PREFIX = "model.", "draft_layer."
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
@@ -50,9 +53,15 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     """
     source = locate(recipe.model.path)
     files = TensorFiles.read(source)
-    adapter, expected = _adapter(recipe, model_directory.load_config(source), files)
+    config = model_directory.load_config(source)
+    adapter, expected = _adapter(recipe, config, files)
     unchanged: tuple[str, ...] = getattr(adapter, "unchanged", ())
     expected |= {name for name in files.places if name.startswith(unchanged)}
+    drafter, copies = None, dict[str, str]()
+    if recipe.trainer.draft_layer is not None:
+        drafter, names = _draft_adapter(recipe, config)
+        copies = draft_layer.copies(config.num_hidden_layers, set(files.places))
+        expected |= names | set(copies.values())
     stored = files.fp8_names() if recipe.task == "rl" else frozenset()
     encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored, trained_in_fp8=recipe.trainer.fp8)
     partial = out.with_name(f".{out.name}.partial")
@@ -72,7 +81,11 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         converted = _merged(layers, lora, adapter, files, expected, encoding.dtype)
     else:
         converted = (adapter.to_hf(layer) for layer in layers)
+    if drafter is not None:
+        of_drafts = _layers(checkpoint / "trainer", _DRAFT_PREFIX)
+        converted = chain(converted, map(drafter.to_hf, of_drafts))
     for number, layer in enumerate(converted):
+        layer |= {copies[name]: tensor.clone() for name, tensor in layer.items() if name in copies}
         encoded = (encoding.encode(name, tensor) for name, tensor in layer.items())
         tensors = {name: tensor for parts in encoded for name, tensor in parts.items()}
         if tensors:  # some layers consist of buffers that Hugging Face's format does not have
@@ -131,6 +144,14 @@ def _adapter(recipe: Recipe, config: Any, files: TensorFiles) -> tuple[Any, set[
     return adapter, set(adapter.to_hf(model.state_dict()))
 
 
+def _draft_adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
+    spec = draft_layer.spec(config, recipe.seq_len, "flex")
+    draft = ModelDraft(recipe, spec, draft_layer=config.num_hidden_layers)
+    converters.build(draft)
+    draft_layer.convert(draft)
+    return draft.adapter, set(draft.adapter.to_hf(draft.model.state_dict()))
+
+
 def _frozen(files: TensorFiles, names: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     if missing := sorted(names - set(files.places)):
         raise ValueError(f"neither the checkpoint nor {files.directory} has {', '.join(missing[:5])}")
@@ -138,20 +159,20 @@ def _frozen(files: TensorFiles, names: set[str], dtype: torch.dtype) -> dict[str
         return {name: cast(name, opened.tensor(name), dtype) for name in sorted(names)}
 
 
-def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the model's tensors: first those outside of layers, then one layer at a time."""
+def _layers(directory: Path, prefix: str = _PREFIX) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of a model: first those outside of layers, then one layer at a time."""
     read_metadata = dcp.FileSystemReader(directory).read_metadata
     stored = storage.retrying(directory / ".metadata", read_metadata).state_dict_metadata
     sizes = {
-        name.removeprefix(_PREFIX): entry
+        name.removeprefix(prefix): entry
         for name, entry in stored.items()
-        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     for names in by_layer(sizes):
         tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
         reader = ShardReader(directory, ByteCounter(), io_threads())
         try:
-            dcp.load({_PREFIX.rstrip("."): tensors}, storage_reader=reader, no_dist=True)
+            dcp.load({prefix.rstrip("."): tensors}, storage_reader=reader, no_dist=True)
         except CheckpointException as error:  # derives from BaseException
             raise OSError("; ".join(str(wrapped[0]) for wrapped in error.failures.values())) from error
         yield tensors

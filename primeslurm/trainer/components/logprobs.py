@@ -45,6 +45,25 @@ def logit_scores(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch
     return scores
 
 
+@torch.no_grad()
+def next_token_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int | None, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the summed cross-entropy, how many labels are the most likely token, and the loss's gradient.
+
+    `hidden` is [tokens, dim], as is the gradient with respect to it; `labels` is [tokens]. All else as in
+    `token_logprobs`. Only the logits of `chunk` tokens exist at once.
+    """
+    losses, hits, gradients = [], [], []
+    for h, label in zip(*(values.split(chunk or max(1, len(labels))) for values in (hidden, labels)), strict=True):
+        log_p = _product(h, weight, dtype).float().log_softmax(-1)
+        chosen = log_p.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+        losses.append(-chosen.sum())
+        hits.append((log_p.argmax(-1) == label).sum())
+        gradients.append(_slope(log_p.exp(), label, torch.full_like(chosen, -1), h.dtype) @ weight)
+    return torch.stack(losses).sum(), torch.stack(hits).sum(), torch.cat(gradients)
+
+
 class _OfLogits(torch.autograd.Function):
     """Log-probabilities and entropies with few passes over the logits."""
 
@@ -169,7 +188,7 @@ class ScoringHead(Linear):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._chunk, self._dtype = config.chunk, config.dtype
+        self.chunk, self.dtype = config.chunk, config.dtype
         self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
@@ -186,8 +205,8 @@ class ScoringHead(Linear):
     def forward(self, input: torch.Tensor) -> Any:
         """Return logits [rows, len, vocab], or scores [trained tokens] within `scoring`."""
         if self._targets is None:
-            return super().forward(input) if self._dtype is None else _logits(input, self.weight, self._dtype)
-        return token_logprobs(input, self.weight, *self._targets, self._chunk, self._dtype)
+            return super().forward(input) if self.dtype is None else _logits(input, self.weight, self.dtype)
+        return token_logprobs(input, self.weight, *self._targets, self.chunk, self.dtype)
 
 
 def convert(draft: ModelDraft) -> None:

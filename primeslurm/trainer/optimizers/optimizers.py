@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 
 from primeslurm.recipe.sections.trainer import Optimizer
+from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.optimizers.container import Named, Optimizers
 from primeslurm.trainer.optimizers.host_states import HostStates, chunks
 from primeslurm.trainer.optimizers.muon import Muon, bunches
@@ -87,6 +90,26 @@ def _is_router(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
     parent, _, leaf = name.rpartition(".")
     beside_experts = leaf in ("gate", "router") and hasattr(modules[parent], "experts")
     return beside_experts or isinstance(modules[name], TokenChoiceTopKRouter)
+
+
+def step(
+    optimizer: Optimizers, model: torch.nn.Module, max_norm: float | None, ep_enabled: bool, world: World
+) -> tuple[float, bool]:
+    """Clip the gradient, update the weights if it is finite, and remove it. A collective.
+
+    Returns the norm before clipping, and whether the weights were updated.
+    """
+    parameters = list(model.parameters())
+    norm = dist_utils.clip_grad_norm_(parameters, max_norm or math.inf, foreach=True, ep_enabled=ep_enabled)
+    norm = norm.to(world.device)
+    # All ranks compute the same norm, but they still vote: a rank that skipped alone would leave the others waiting in
+    # a collective.
+    bad_ranks = world.sum((~norm.isfinite()).float())
+    is_finite = not bad_ranks.item()
+    if is_finite:
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm.item(), is_finite
 
 
 def schedule(config: Optimizer, max_steps: int, optimizers: Optimizers) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from primeslurm.models.flops import Work, flops
+from primeslurm.models.flops import Work, draft_flops, flops
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.nn.layers.vision import VisionInput
@@ -32,6 +32,7 @@ class FlopsMeter:
         peak_tflops: Peak rate of a rank's GPU [TFLOP/s]. None: unknown, so there is no MFU.
         adapters: Weights of LoRA adapters that a token meets. None: all weights are trained.
         trains_vision: Whether the vision encoder is trained.
+        trains_draft_layer: Whether the draft layer is trained.
         cp: Index of this rank's shard of each row, and number of shards.
     """
 
@@ -43,10 +44,12 @@ class FlopsMeter:
         peak_tflops: float | None = None,
         adapters: int | None = None,
         trains_vision: bool = False,
+        trains_draft_layer: bool = False,
         cp: tuple[int, int] = (0, 1),
     ) -> None:
         self._shape, self._world, self._peak_tflops = shape, world, peak_tflops
         self._adapters, self._trains_vision, self._cp = adapters, trains_vision, cp
+        self._trains_draft_layer = trains_draft_layer
         self._tokens, self._work = 0, Work()
         # Counted at the end of a step, because reading them makes the host wait for the GPU.
         self._grids: list[torch.Tensor] = []
@@ -60,6 +63,7 @@ class FlopsMeter:
             peak_tflops=peak_tflops(recipe, world.device),
             adapters=adapter_weights(policy.model, shape) if policy.lora and shape else None,
             trains_vision=recipe.model.trains_encoder,
+            trains_draft_layer=policy.draft_layer is not None,
             cp=(policy.cp_rank, policy.cp_world),
         )
 
@@ -86,6 +90,7 @@ class FlopsMeter:
         if self._shape is not None:
             work = self._work + self._images()
             operations = flops(self._shape, work, adapters=self._adapters, trains_vision=self._trains_vision).step
+            operations += draft_flops(self._shape, work).step if self._trains_draft_layer else 0.0
         sums = torch.tensor([self._tokens, operations], dtype=torch.float64, device=self._world.device)
         tokens, operations = self._world.sum(sums).tolist()
         self._tokens, self._work, self._grids = 0, Work(), []

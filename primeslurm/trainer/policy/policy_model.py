@@ -43,9 +43,18 @@ class PolicyModel:
     """Names of the weights that the source checkpoint stores in FP8."""
     compiled: bool = False
     """Whether layers are compiled."""
+    draft_layer: PolicyModel | None = None
+    """The draft layer (MTP) if it is trained: a model of its own, with its own parameters and names."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the model by name, with the names under which the draft layer of the checkpoint repeats them."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         return lora.base_weights(self.model)
+
+    @property
+    def parts(self) -> list[PolicyModel]:
+        """The policy without its draft layer, and the draft layer if it is trained."""
+        return [self, *filter(None, [self.draft_layer])]
 
     @property
     def dp_rank(self) -> int:

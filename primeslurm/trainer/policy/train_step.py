@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch._dynamo import utils
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe import Recipe
@@ -23,6 +21,7 @@ from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.optimizers import optimizers
+from primeslurm.trainer.policy.draft_training import DraftTraining
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.policy_model import PolicyModel
@@ -93,6 +92,8 @@ class TrainStep:
             trainer.optimizer, policy.model, policy.dtype, trainer.memory.optimizer_state_offload
         )
         self.scheduler = optimizers.schedule(trainer.optimizer, recipe.max_steps, self.optimizer)
+        draft_layer = policy.draft_layer
+        self.draft_training = DraftTraining(policy, draft_layer, recipe, world) if draft_layer else None
         self._skipped_in_a_row = 0
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
@@ -110,6 +111,7 @@ class TrainStep:
         with timer.phase("optimizer"):
             lr = self.optimizer.lr
             grad_norm, skipped = self._update(batch.info.step)
+            drafts = self.draft_training.update() if self.draft_training else {}
         if self._kept is not None:
             self._kept.write(batch.info.step)
         seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
@@ -119,6 +121,7 @@ class TrainStep:
         else:
             metrics.pop("mismatch_kl", None)
         return metrics | {
+            **drafts,
             "grad_norm": grad_norm,
             "skipped": float(skipped),
             "lr": lr,
@@ -138,7 +141,8 @@ class TrainStep:
             liveness().heartbeat()
             if layout.reduce_gradients == "step":
                 is_last = number == len(micro_batches)
-                reduce_after(self.policy.model, last=is_last, stays_gathered=not layout.reshard_after_forward)
+                for part in self.policy.parts:
+                    reduce_after(part.model, last=is_last, stays_gathered=not layout.reshard_after_forward)
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # If any row of the batch has images, every rank runs the vision encoder in every micro batch, because the
             # encoder's weights are gathered from all ranks.
@@ -193,28 +197,20 @@ class TrainStep:
         logprobs, entropy, trained = self.policy.score(tokens, whole_positions, mask, targets, routed, images)
         if self._kept is not None:
             self._kept.add(info, first_row, mask, logprobs)
+        if self.draft_training is not None:
+            self.draft_training.add(row["token_ids"], positions, row["mask"])
         return self._loss(logprobs, entropy, trained), int(mask.sum())
 
     def _update(self, step: int) -> tuple[float, bool]:
         """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""
-        norm = dist_utils.clip_grad_norm_(
-            list(self.policy.model.parameters()),
-            self._settings.optimizer.max_norm or math.inf,
-            foreach=True,
-            ep_enabled=self.policy.dims.ep_enabled,
-        ).to(self._world.device)
-        # All ranks compute the same norm, but they still vote: a rank that skipped alone would leave the others waiting
-        # in a collective.
-        bad_ranks = self._world.sum((~norm.isfinite()).float())
-        skipped = bool(bad_ranks.item())
-        if skipped:
-            self._skip(step, norm.item())
-        else:
+        max_norm, ep_enabled = self._settings.optimizer.max_norm, self.policy.dims.ep_enabled
+        norm, updated = optimizers.step(self.optimizer, self.policy.model, max_norm, ep_enabled, self._world)
+        if updated:
             self._skipped_in_a_row = 0
-            self.optimizer.step()
+        else:
+            self._skip(step, norm)
         self.scheduler.step()
-        self.optimizer.zero_grad()
-        return norm.item(), skipped
+        return norm, not updated
 
     def _skip(self, step: int, norm: float) -> None:
         self._skipped_in_a_row += 1

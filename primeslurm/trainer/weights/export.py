@@ -51,14 +51,16 @@ def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[lis
     beside = [
         ExportedTensor(name, True, cast(name, t.to(policy.device), dtype)) for name, t in policy.unchanged.items()
     ]
-    for state in _layers(policy, dtype):
+    for adapter, state in ((part.adapter, state) for part in policy.parts for state in _layers(part, dtype)):
         sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
         everywhere = {name: tensor for name, tensor in state.items() if name not in sharded}
-        layer = [
-            ExportedTensor(name, turns.owns(tensor), tensor) for name, tensor in policy.adapter.to_hf(sharded).items()
-        ]
+        layer = [ExportedTensor(name, turns.owns(tensor), tensor) for name, tensor in adapter.to_hf(sharded).items()]
+        layer += [ExportedTensor(name, turns.takes(), tensor) for name, tensor in adapter.to_hf(everywhere).items()]
+        # Clones, because a file cannot hold two tensors with the same memory.
         layer += [
-            ExportedTensor(name, turns.takes(), tensor) for name, tensor in policy.adapter.to_hf(everywhere).items()
+            ExportedTensor(policy.copies[each.name], each.is_exporter, each.sharded.clone())
+            for each in layer
+            if each.name in policy.copies
         ]
         liveness().heartbeat()
         yield layer + beside

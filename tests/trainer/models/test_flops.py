@@ -31,7 +31,7 @@ from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weights import model_directory
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.families import BY_NAME, CASES, Case, write, write_drafting
 from tests.trainer.image_rows import packed, write_vision_model
 
 TOLERANCE = 0.02
@@ -153,6 +153,13 @@ def test_frozen_weights_have_no_gradient(case: Case, world: World, tmp_path: Pat
     embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     batch = make_batch(1, rows=1, seq_len=SEQ_LEN)
     assert ratio(step, batch, tmp_path) == pytest.approx(1, abs=TOLERANCE)
+
+
+@pytest.mark.usefixtures("definitions")
+@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa"])
+def test_draft_layer_is_counted(name: str, world: World, tmp_path: Path) -> None:
+    step = step_of(recipe_of(write_drafting(BY_NAME[name], tmp_path), draft_layer={}), world)
+    assert ratio(step, make_batch(1, rows=1, seq_len=SEQ_LEN), tmp_path) == pytest.approx(1, abs=TOLERANCE)
 
 
 @pytest.mark.usefixtures("definitions")

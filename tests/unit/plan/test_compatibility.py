@@ -67,6 +67,7 @@ def decode(**changes: Any) -> dict[str, Any]:
     return on(PD, EP, inference(decode=changes))
 
 
+DRAFTED = trainer(draft_layer={})
 DYNAMO = inference(router={"type": "dynamo"})
 
 # rule: (what breaks it, what keeps it), each (recipe changes, model, site changes)
@@ -296,6 +297,9 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(trainer(lora={}), model={"vlm": {"freeze_vision_encoder": False}}), "vision", GPU),
         (on(trainer(lora={}), model={"vlm": {}}), "vision", GPU),
     ),
+    "draft-layer-used": ((on(DRAFTED, speculative("ngram")), MOE, GPU), (on(DRAFTED, speculative("mtp")), GLM, GPU)),
+    "draft-layer-count": ((DRAFTED, "two draft layers", GPU), (DRAFTED, GLM, GPU)),
+    "draft-layer-alone": ((on(DRAFTED, parallelism(cp=2)), GLM, GPU), (on(DRAFTED, parallelism(ep=8)), GLM, GPU)),
     "offload-optimizer": (
         (trainer(optimizer={"type": "muon"}, memory={"optimizer_offload": True}), MOE, GPU),
         (trainer(optimizer={"type": "adamw"}, memory={"optimizer_offload": True}), MOE, GPU),

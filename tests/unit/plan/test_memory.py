@@ -158,6 +158,17 @@ def test_a_copy_for_checkpoints_is_in_host_memory() -> None:
     assert staged.total == plain.total
 
 
+def test_trained_draft_layer_counts_as_one_layer_more() -> None:
+    plain, drafts = (amounts(trainer=trainer) for trainer in ({}, {"draft_layer": {}}))
+    layer = 1e9 * (drafts["parameters"] - plain["parameters"])
+    assert layer == pytest.approx(count(GLM).layers / GLM.layers, rel=0.05)
+    assert drafts["checkpoint"] - plain["checkpoint"] == pytest.approx(12 * layer / 1e9, rel=0.01)
+    assert drafts["policy"] - plain["policy"] == pytest.approx(2 * layer / 1e9, rel=0.01)
+    without, beside = (trainer_memory(shape, SHARDED) for shape in (QWEN, QWEN.with_draft_layer))
+    assert beside.activations - without.activations == SHARDED.tokens * QWEN.hidden * 2
+    assert trainer_memory(QWEN, replace(SHARDED, draft_layer=True)).logits == 1.25 * without.logits
+
+
 def test_offloaded_activations_leave_two_layers_behind() -> None:
     here, away = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, activation_offload=True))
     layer = SHARDED.tokens * QWEN.hidden * 2

@@ -26,6 +26,7 @@ WRITERS = (
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
     ("trainer/policy/train_step.py", "trainer/", {"train"}),
     ("trainer/policy/train_step.py", "trainer/", {"take"}),
+    ("trainer/policy/draft_training.py", "trainer/", {"update"}),
     ("trainer/policy/flops_meter.py", "trainer/", {"take"}),
     ("trainer/base/phase_timer.py", "trainer/", {"take"}),
     ("orchestrator/weight_transfer/weight_update_loop.py", "", {"update_metrics"}),
