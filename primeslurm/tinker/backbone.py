@@ -78,7 +78,7 @@ class Adapter:
         durable.write(path, save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
     def load(self, path: Path, optimizer: bool) -> None:
-        """Replace the parameters by saved ones of the same shapes. The optimizer starts anew, or with saved state."""
+        """Replace the parameters by saved ones of the same shapes. The optimizer is reset, or gets the saved state."""
         tensors = read(path)
         state = {n.removeprefix(_OPTIMIZER): t for n, t in tensors.items() if n.startswith(_OPTIMIZER)}
         if optimizer and not state:

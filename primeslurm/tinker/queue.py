@@ -10,8 +10,8 @@ from concurrent.futures import Executor, Future
 from primeslurm.tinker.requests import RequestError
 
 log = logging.getLogger(__name__)
-# Results that are kept after a client has retrieved them, because an answer may be lost on its way.
-KEPT = 1000
+# Number of retrieved results that stay available, because an answer may be lost on its way.
+RETRIEVED = 1000
 
 Result = dict[str, object] | bytes
 """A JSON object, or an encoded protobuf message."""
@@ -48,9 +48,6 @@ class Requests:
         self._futures: dict[str, Future[Result]] = {}
         self._retrieved: deque[str] = deque()
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._futures
-
     def submit(self, request_id: str, action: Action, number: int = 0, order: InOrder | None = None) -> None:
         """Execute an action, in the order of its number. Nothing happens if the request is known."""
         if request_id in self._futures:
@@ -71,7 +68,7 @@ class Requests:
     def retrieved(self, request_id: str) -> None:
         """Note that a client got a result. Old results are forgotten."""
         self._retrieved.append(request_id)
-        if len(self._retrieved) > KEPT:
+        if len(self._retrieved) > RETRIEVED:
             self._futures.pop(self._retrieved.popleft(), None)
 
     def forget(self, prefix: str) -> None:

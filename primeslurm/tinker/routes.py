@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from primeslurm.tinker.requests import RequestError
-from primeslurm.tinker.service import Answer, Field, Service
+from primeslurm.tinker.service import Answer, BodyField, Service
 
 # A client waits this long for a result before it asks again [s]. Clients give up after 45 s.
 POLL_S = 30.0
@@ -57,7 +57,7 @@ def application(service: Service, keys: Collection[str], poll_s: float = POLL_S)
         return await service.end_session(session, "finished by its client")
 
     @api.post("/retrieve_future")
-    async def retrieve_future(request_id: Field) -> Response:
+    async def retrieve_future(request_id: BodyField) -> Response:
         future = service.requests.future(request_id)
         done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=poll_s)
         if not done:

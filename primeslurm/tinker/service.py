@@ -40,7 +40,7 @@ UNRESPONSIVE_S = 900.0
 _EPHEMERAL = f"{SCHEME}sampling/"
 
 Answer = dict[str, object]
-Field = Annotated[str, Body(embed=True)]
+BodyField = Annotated[str, Body(embed=True)]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Service:
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, str | None] = {}
         """Checkpoint of each sampling session. None: the base model."""
-        self._heard: dict[str, float] = {}
+        self._heartbeats: dict[str, float] = {}
         """Time of the last heartbeat of each session."""
         store.remove_checkpoints(_EPHEMERAL)
 
@@ -79,22 +79,22 @@ class Service:
 
     async def create_session(self) -> Answer:
         session = self._store.add_session()
-        self._heard[session] = self._clock()
+        self._heartbeats[session] = self._clock()
         note = "This service trains no adapter of the output layer: train_unembed has no effect."
         return {"session_id": session, "info_message": note}
 
-    async def heartbeat(self, session_id: Field) -> Answer:
+    async def heartbeat(self, session_id: BodyField) -> Answer:
         self._check_session(session_id)
-        self._heard[session_id] = self._clock()
-        for session, heard in list(self._heard.items()):
-            if self._clock() - heard > UNRESPONSIVE_S:
+        self._heartbeats[session_id] = self._clock()
+        for session, last in list(self._heartbeats.items()):
+            if self._clock() - last > UNRESPONSIVE_S:
                 await self.end_session(session, f"no heartbeat for {UNRESPONSIVE_S:.0f} s")
         return {}
 
     async def end_session(self, session: str, reason: str) -> Answer:
         """Drop everything that a session has in memory. Its named checkpoints stay."""
         self._store.end_session(session, reason)
-        self._heard.pop(session, None)
+        self._heartbeats.pop(session, None)
         prefix = f"{session}:"
         self._runs = {name: run for name, run in self._runs.items() if not name.startswith(prefix)}
         self._samplers = {name: path for name, path in self._samplers.items() if not name.startswith(prefix)}
@@ -108,7 +108,7 @@ class Service:
         requests.check_lora(request.lora_config, self.limits)
         return self._add_run(request.session_id, request.model_seq_id, request.lora_config, None)
 
-    async def get_info(self, model_id: Field) -> Answer:
+    async def get_info(self, model_id: BodyField) -> Answer:
         run, name = self._run(model_id), self.limits.model
         data = {"model_name": name, "tokenizer_id": name}
         return {"model_id": run.id, "model_data": data, "is_lora": True, "lora_rank": run.lora.rank, "model_name": name}
@@ -184,9 +184,9 @@ class Service:
         checkpoint = self._store.checkpoint(request.path)
         requests.check_base_model(checkpoint.model, self.limits)
         requests.check_lora(checkpoint.lora, self.limits)
-        saved, wanted = (each.model_dump(exclude={"seed"}) for each in (checkpoint.lora, lora or checkpoint.lora))
-        if saved != wanted:
-            raise RequestError("path", request.path, f"its adapter is {saved}, but the training run has {wanted}")
+        saved, expected = (each.model_dump(exclude={"seed"}) for each in (checkpoint.lora, lora or checkpoint.lora))
+        if saved != expected:
+            raise RequestError("path", request.path, f"its adapter is {saved}, but the training run has {expected}")
         return checkpoint.lora
 
     def _load(self, run: TrainingRun, request: LoadWeights) -> Result:
@@ -255,9 +255,9 @@ class Service:
         try:
             check()
         except RequestError as error:
-            self._queue(run, number, partial(_execute, run, partial(_raise, error), number, backward))
+            self._queue(run, number, partial(_guard, run, partial(_raise, error), number, backward))
             raise
-        return self._queue(run, number, partial(_execute, run, action, number, backward))
+        return self._queue(run, number, partial(_guard, run, action, number, backward))
 
     def _queue(self, run: TrainingRun, number: int, action: Action) -> Answer:
         request_id = f"{run.id}:{number}"
@@ -280,7 +280,7 @@ class Service:
 
     def _check_session(self, session: str) -> None:
         self._store.check_session(session)
-        self._heard.setdefault(session, self._clock())  # it may be from before a restart
+        self._heartbeats.setdefault(session, self._clock())  # it may be from before a restart
 
 
 def _adapter(run: TrainingRun) -> Adapter:
@@ -289,7 +289,8 @@ def _adapter(run: TrainingRun) -> Adapter:
     return run.adapter
 
 
-def _execute(run: TrainingRun, action: Action, number: int, backward: bool) -> Result:
+def _guard(run: TrainingRun, action: Action, number: int, backward: bool) -> Result:
+    """Execute an action. If a backward pass fails, the gradient is incomplete."""
     try:
         return action()
     except Exception as error:

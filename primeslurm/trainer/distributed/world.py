@@ -188,7 +188,7 @@ def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> 
 
 def alone() -> World:
     """Make this process the only rank, without an address or a port for others."""
-    device = torch.device("cpu" if compat.ON_CPU else "cuda")
+    device = torch.device("cpu") if compat.ON_CPU else torch.device("cuda", 0)
     store = dist.HashStore()
     dist.init_process_group("gloo" if compat.ON_CPU else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     return World(0, 1, device, dist.group.WORLD, Interrupt(), "")

@@ -112,7 +112,7 @@ def test_resumed_training_equals_uninterrupted(backbone: Backbone, tmp_path: Pat
     losses = train(backbone, adapter, 3, 4)
     assert train(backbone, resumed, 3, 4) == losses and same(adapter, resumed, 0)
     train(backbone, weights_only, 3, 4)
-    assert not same(adapter, weights_only, 1e-4), "its optimizer started anew"
+    assert not same(adapter, weights_only, 1e-4), "its optimizer was reset"
     adapter.save(tmp_path / "sampler", optimizer=False)
     with pytest.raises(RequestError, match="without an optimizer"):
         resumed.load(tmp_path / "sampler", optimizer=True)

@@ -47,7 +47,7 @@ def test_failures_are_results(worker: ThreadPoolExecutor) -> None:
 
 
 def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "KEPT", 1)
+    monkeypatch.setattr(queue, "RETRIEVED", 1)
     requests, order = Requests(worker), InOrder()
     for number in (1, 2):
         requests.submit(f"run:{number}", dict, number, order)
