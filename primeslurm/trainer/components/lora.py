@@ -115,7 +115,7 @@ def _attach(module: Linear | compat.AnyDtypeExperts, lora: Lora, seed: str) -> N
         for suffix, size in ((A, columns), (B, rows)):
             module.register_parameter(weight + suffix, nn.Parameter(parameter.new_empty(*stack, size, lora.rank)))
             like[weight + suffix] = weight
-        initial[weight + A] = partial(_draw, seed=f"{seed}.{weight}")
+        initial[weight + A] = partial(draw, seed=f"{seed}.{weight}")
         initial[weight + B] = nn.init.zeros_
     compat.declare(module, initial, like)
     module.scale = lora.alpha / lora.rank
@@ -144,7 +144,7 @@ def _adapted_experts(base: Any) -> Any:
     return LoraExperts
 
 
-def _draw(parameter: torch.Tensor, seed: str) -> None:
+def draw(parameter: torch.Tensor, seed: str) -> None:
     """Initialize uniformly within 1/sqrt(in). The values do not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     bound = parameter.shape[-2] ** -0.5

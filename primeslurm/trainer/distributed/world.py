@@ -185,6 +185,14 @@ def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> 
     return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", timeout_s)
 
 
+def alone() -> World:
+    """Make this process the only rank, without an address or a port for others."""
+    device = torch.device("cpu") if compat.ON_CPU else torch.device("cuda", 0)
+    store = dist.HashStore()
+    dist.init_process_group("gloo" if compat.ON_CPU else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    return World(0, 1, device, dist.group.WORLD, Interrupt(), "")
+
+
 def bound_memory(device: torch.device, share: float) -> None:
     """Limit this rank to a fraction (0 to 1) of the memory of a GPU that it shares with an engine."""
     # PyTorch caches freed memory. Without a limit, an engine could not restart: vLLM needs its whole share to be free.

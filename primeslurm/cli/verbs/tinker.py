@@ -1,0 +1,53 @@
+"""`primeslurm tinker`: serve the Tinker API on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primeslurm.api.tinker import tinker_server
+from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
+from primeslurm.cli.output import note
+
+app = typer.Typer(cls=HelpingGroup, help="Serve the Tinker API on this machine.", add_completion=False)
+
+
+def serve_command(
+    model: Annotated[str, typer.Option(help="Model directory, or a hub id in the Hugging Face cache.", metavar="DIR")],
+    host: Annotated[
+        str, typer.Option(help="Address or name to listen on. Other computers reach only theirs.", metavar="HOST")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: any free one.", metavar="PORT")] = 8410,
+    data: Annotated[Path, typer.Option(help="Directory for the API key and checkpoints.", metavar="DIR")] = Path(
+        "tinker-data"
+    ),
+    max_rank: Annotated[
+        int,
+        typer.Option(min=1, help="Largest rank of an adapter. All adapters compute as if they had it.", metavar="N"),
+    ] = 32,
+) -> None:
+    """Train LoRA adapters of one model, and sample from them, for clients of the Tinker API.
+
+    The service runs on one GPU, or on the CPU if there is none, without Slurm. It prints the address and the key that
+    clients need. Sampling uses the trainer's model without a KV cache, so it is exact, and slow for long sequences.
+    Ctrl-C ends the service; checkpoints and the key stay in the data directory.
+
+    Examples:
+        primeslurm tinker serve --model /models/SmolLM2-135M-Instruct
+        primeslurm tinker serve --model /models/Qwen3-8B --host gpu1 --port 9000 --data /shared/tinker
+    """
+    server = tinker_server(host, port, data)
+    typer.echo(f"export TINKER_BASE_URL={server.url}")
+    typer.echo(f"export TINKER_API_KEY={server.key}")
+    note(f"Loading {model}. Clients that connect now wait. Ctrl-C ends the service.")
+    server.serve(model, max_rank)
+
+
+@app.callback()
+def _group() -> None:  # without it, typer would make `serve` the group itself
+    pass
+
+
+add_command(app, "serve", serve_command)

@@ -1,0 +1,108 @@
+"""The HTTP routes of the Tinker API."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Collection
+
+from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from primeslurm.tinker.requests import RequestError
+from primeslurm.tinker.service import Answer, BodyField, Service
+
+# A client waits this long for a result before it asks again [s]. Clients give up after 45 s.
+POLL_S = 30.0
+
+
+def application(service: Service, keys: Collection[str], poll_s: float = POLL_S) -> FastAPI:
+    """Return the application. All routes but the health check need one of `keys`."""
+
+    async def authenticate(x_api_key: str = Header("")) -> None:
+        if not any(secrets.compare_digest(x_api_key.encode(), key.encode()) for key in keys):
+            why = "is no key of this service; set TINKER_API_KEY to the key that `primeslurm tinker serve` printed"
+            raise RequestError("X-API-Key", "", why, 401)
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    _answer_errors(app, service)
+
+    @app.get("/api/v1/healthz")
+    async def health() -> Answer:
+        return {"status": "ok"}
+
+    api = APIRouter(prefix="/api/v1", dependencies=[Depends(authenticate)])
+    _add_client_routes(api, service)
+    methods: dict[str, Callable[..., Awaitable[Answer]]] = {
+        "create_session": service.create_session,
+        "session_heartbeat": service.heartbeat,
+        "create_model": service.create_model,
+        "get_info": service.get_info,
+        "forward_backward": service.forward_backward,
+        "optim_step": service.optim_step,
+        "save_weights": service.save_weights,
+        "save_weights_for_sampler": service.save_weights_for_sampler,
+        "load_weights": service.load_weights,
+        "create_sampling_session": service.create_sampling_session,
+        "asample": service.sample,
+    }
+    for name, method in methods.items():
+        api.post(f"/{name}")(method)
+    api.get("/samplers/{session}")(service.sampler)
+
+    @api.post("/sessions/{session}/finish")
+    async def finish(session: str) -> Answer:
+        return await service.end_session(session, "finished by its client")
+
+    @api.post("/retrieve_future")
+    async def retrieve_future(request_id: BodyField) -> Response:
+        future = service.requests.future(request_id)
+        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=poll_s)
+        if not done:
+            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        service.requests.retrieved(request_id)
+        result = future.result()
+        if isinstance(result, bytes):
+            return Response(result, media_type="application/x-protobuf")
+        return JSONResponse(result)
+
+    app.include_router(api)
+    return app
+
+
+def _add_client_routes(api: APIRouter, service: Service) -> None:
+    @api.get("/get_server_capabilities")
+    async def capabilities() -> Answer:
+        model = {"model_name": service.limits.model, "max_context_length": service.limits.length}
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+    # Clients use their defaults for every flag that is missing.
+    @api.post("/client/config")
+    @api.post("/client/dynamic_config")
+    async def client_config() -> Answer:
+        return {}
+
+    @api.post("/telemetry")
+    async def telemetry() -> Answer:
+        return {"status": "accepted"}  # and dropped
+
+
+def _answer_errors(app: FastAPI, service: Service) -> None:
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        problems = [(".".join(map(str, each["loc"][1:])) or "body", each["msg"]) for each in error.errors()]
+        text = "; ".join(f"{field}: {message}" for field, message in problems)
+        if isinstance(error.body, dict):
+            service.refuse(error.body.get("model_id"), error.body.get("seq_id"), RequestError("request", "", text))
+        return JSONResponse({"detail": text}, 400)
+
+    @app.exception_handler(HTTPException)
+    async def missing(request: Request, error: HTTPException) -> JSONResponse:
+        why = f"{request.method} {request.url.path}: this service has no such route"
+        return JSONResponse({"detail": why if error.status_code in (404, 405) else error.detail}, error.status_code)

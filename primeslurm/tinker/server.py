@@ -1,0 +1,59 @@
+"""Start the service on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.tinker.store import TinkerStore
+
+
+@dataclass(frozen=True)
+class TinkerServer:
+    """A service with an open port, whose model is not loaded yet."""
+
+    url: str
+    key: str
+    store: TinkerStore
+    listener: socket.socket
+
+    def serve(self, model: str, max_rank: int) -> None:
+        """Load the model, and answer requests until SIGINT or SIGTERM. Raises UsageError if it cannot be trained."""
+        # These import torch, for seconds.
+        from primeslurm.tinker.backbone import Backbone
+        from primeslurm.tinker.routes import application
+        from primeslurm.tinker.sampler import TrainerSampler
+        from primeslurm.tinker.service import Service
+        from primeslurm.trainer.distributed.world import alone
+
+        world = alone()
+        try:
+            backbone = Backbone(model, max_rank, world)
+        except (OSError, ValueError) as error:
+            raise UsageError([Violation("--model", model, str(error))]) from None
+        service = Service(self.store, backbone, TrainerSampler(backbone))
+        config = uvicorn.Config(application(service, self.store.keys), log_level="warning", lifespan="off", ws="none")
+        config.timeout_graceful_shutdown = 1  # clients that wait for a result ask again
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                uvicorn.Server(config).run(sockets=[self.listener])
+        finally:
+            service.close()
+            world.close()
+
+
+def prepare(host: str, port: int, data: Path) -> TinkerServer:
+    """Open the data directory and the port. Raises UsageError if one of them cannot be used."""
+    store = TinkerStore(data)
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        store.close()
+        raise UsageError([Violation("--port", str(port), f"cannot listen on {host}: {error.strerror}")]) from None
+    name = f"[{host}]" if ":" in host else host
+    return TinkerServer(f"http://{name}:{listener.getsockname()[1]}", store.keys[0], store, listener)

@@ -1,0 +1,303 @@
+"""The service: sessions, training runs and sampling sessions, and what each request does.
+
+The public methods answer requests. They are coroutines, so that all of them run in the thread of the HTTP server, and
+none waits. Whatever needs the model is an action of `queue`, which one other thread executes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+from fastapi import Body, Request
+
+from primeslurm.tinker import requests
+from primeslurm.tinker.backbone import Adapter, Backbone
+from primeslurm.tinker.queue import Action, InOrder, Requests, Result
+from primeslurm.tinker.requests import (
+    CreateModel,
+    Datum,
+    LoadWeights,
+    LoraConfig,
+    OptimStep,
+    RequestError,
+    SampleRequest,
+    SamplingSession,
+    SaveWeights,
+)
+from primeslurm.tinker.sampler import Sampler
+from primeslurm.tinker.store import SAMPLER, SCHEME, TRAINING, TinkerStore
+from primeslurm.tinker.wire import PassRequest, pass_output, sample_output
+
+# A session without a heartbeat for this long has ended [s]. Clients send one every 10 s.
+UNRESPONSIVE_S = 900.0
+# Checkpoints that only one sampling session uses. They are removed with their session.
+_EPHEMERAL = f"{SCHEME}sampling/"
+
+Answer = dict[str, object]
+BodyField = Annotated[str, Body(embed=True)]
+
+
+@dataclass
+class TrainingRun:
+    """A client's adapter, and the order of its requests. Only actions use `adapter` and `incomplete`."""
+
+    id: str
+    session: str
+    lora: LoraConfig
+    order: InOrder = field(default_factory=InOrder)
+    adapter: Adapter | None = None
+    incomplete: str = ""
+    """Why the gradient lacks a part, so that it must not be used."""
+
+
+class Service:
+    """State of the service."""
+
+    def __init__(
+        self, store: TinkerStore, backbone: Backbone, sampler: Sampler, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
+        self.limits = backbone.limits
+        self._worker = ThreadPoolExecutor(1, "tinker-model")
+        self.requests = Requests(self._worker)
+        self._runs: dict[str, TrainingRun] = {}
+        self._samplers: dict[str, str | None] = {}
+        """Checkpoint of each sampling session. None: the base model."""
+        self._heartbeats: dict[str, float] = {}
+        """Time of the last heartbeat of each session."""
+        store.remove_checkpoints(_EPHEMERAL)
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+        self._store.close()
+
+    async def create_session(self) -> Answer:
+        session = self._store.add_session()
+        self._heartbeats[session] = self._clock()
+        note = "This service trains no adapter of the output layer: train_unembed has no effect."
+        return {"session_id": session, "info_message": note}
+
+    async def heartbeat(self, session_id: BodyField) -> Answer:
+        self._check_session(session_id)
+        self._heartbeats[session_id] = self._clock()
+        for session, last in list(self._heartbeats.items()):
+            if self._clock() - last > UNRESPONSIVE_S:
+                await self.end_session(session, f"no heartbeat for {UNRESPONSIVE_S:.0f} s")
+        return {}
+
+    async def end_session(self, session: str, reason: str) -> Answer:
+        """Drop everything that a session has in memory. Its named checkpoints stay."""
+        self._store.end_session(session, reason)
+        self._heartbeats.pop(session, None)
+        prefix = f"{session}:"
+        self._runs = {name: run for name, run in self._runs.items() if not name.startswith(prefix)}
+        self._samplers = {name: path for name, path in self._samplers.items() if not name.startswith(prefix)}
+        self.requests.forget(prefix)
+        # After the actions of the session, which may add files.
+        self._worker.submit(self._store.remove_checkpoints, _EPHEMERAL + prefix)
+        return {}
+
+    async def create_model(self, request: CreateModel) -> Answer:
+        requests.check_base_model(request.base_model, self.limits)
+        requests.check_lora(request.lora_config, self.limits)
+        return self._add_run(request.session_id, request.model_seq_id, request.lora_config, None)
+
+    async def get_info(self, model_id: BodyField) -> Answer:
+        run, name = self._run(model_id), self.limits.model
+        data = {"model_name": name, "tokenizer_id": name}
+        return {"model_id": run.id, "model_data": data, "is_lora": True, "lora_rank": run.lora.rank, "model_name": name}
+
+    async def forward_backward(self, request: Request) -> Answer:
+        run_pass = PassRequest.read(await request.body())
+        run, data = self._run(run_pass.model_id), list[Datum]()
+
+        def check() -> None:
+            data.extend(run_pass.data())
+            requests.check_pass(data, run_pass.loss, run_pass.config, self.limits)
+
+        def compute() -> bytes:
+            values = (_adapter(run), data, run_pass.loss, run_pass.config, run_pass.backward)
+            logprobs, loss = self._backbone.score(*values)
+            return pass_output(logprobs, {"loss:sum": loss})
+
+        return self._submit(run, run_pass.seq_id, compute, check, run_pass.backward)
+
+    async def optim_step(self, request: OptimStep) -> Answer:
+        run = self._run(request.model_id)
+
+        def step() -> Result:
+            adapter, why = _adapter(run), run.incomplete
+            run.incomplete = ""
+            if why:
+                adapter.optimizer.zero_grad()
+                raise RequestError("optim_step", "", f"the gradient is incomplete, and was dropped: {why}")
+            return {"metrics": adapter.step(request.adam_params)}
+
+        return self._submit(run, request.seq_id, step)
+
+    async def save_weights(self, request: SaveWeights) -> Answer:
+        return self._save_named(request, TRAINING, optimizer=True)
+
+    async def save_weights_for_sampler(self, request: SaveWeights) -> Answer:
+        if request.sampling_session_seq_id is None:
+            return self._save_named(request, SAMPLER, optimizer=False)
+        run = self._run(request.model_id)
+        session = f"{run.session}:sample:{request.sampling_session_seq_id}"
+        self._samplers[session] = path = _EPHEMERAL + session
+
+        def save() -> Result:
+            self._save(run, path, optimizer=False, overwrite=True)
+            return {"sampling_session_id": session}
+
+        return self._submit(run, request.seq_id, save)
+
+    def _save_named(self, request: SaveWeights, kind: str, optimizer: bool) -> Answer:
+        run = self._run(request.model_id)
+        path = f"{SCHEME}{run.id}/{kind}/{request.path}"
+        save = partial(self._save, run, path, optimizer, request.overwrite)
+        return self._submit(run, request.seq_id, save, partial(requests.check_name, request.path))
+
+    def _save(self, run: TrainingRun, path: str, optimizer: bool, overwrite: bool) -> Result:
+        if not overwrite and self._store.has_checkpoint(path):
+            raise RequestError("path", path, "there is already a checkpoint of this name")
+        _adapter(run).save(self._store.file(path), optimizer)
+        self._store.add_checkpoint(path, run.id)
+        return {"path": path}
+
+    async def load_weights(self, request: LoadWeights) -> Answer:
+        if request.model_id is not None and request.seq_id is not None:
+            run = self._run(request.model_id)
+            load = partial(self._load, run, request)
+            return self._submit(run, request.seq_id, load, partial(self._check_load, request, run.lora))
+        if request.session_id is None or request.model_seq_id is None:
+            raise RequestError("session_id", "", "is missing: name session_id and model_seq_id, or model_id and seq_id")
+        return self._add_run(request.session_id, request.model_seq_id, self._check_load(request), request)
+
+    def _check_load(self, request: LoadWeights, lora: LoraConfig | None = None) -> LoraConfig:
+        """Return the shape of a checkpoint's adapter. Raise RequestError if a run of shape `lora` cannot load it."""
+        checkpoint = self._store.checkpoint(request.path)
+        requests.check_base_model(checkpoint.model, self.limits)
+        requests.check_lora(checkpoint.lora, self.limits)
+        saved, expected = (each.model_dump(exclude={"seed"}) for each in (checkpoint.lora, lora or checkpoint.lora))
+        if saved != expected:
+            raise RequestError("path", request.path, f"its adapter is {saved}, but the training run has {expected}")
+        return checkpoint.lora
+
+    def _load(self, run: TrainingRun, request: LoadWeights) -> Result:
+        _adapter(run).load(self._store.checkpoint(request.path).file, request.optimizer)
+        run.incomplete = ""
+        return {"path": request.path, "model_id": run.id}
+
+    async def create_sampling_session(self, request: SamplingSession) -> Answer:
+        self._check_session(request.session_id)
+        requests.check_base_model(request.base_model or self.limits.model, self.limits)
+        if request.model_path is not None:
+            requests.check_base_model(self._store.checkpoint(request.model_path).model, self.limits)
+        session = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        self._samplers[session] = request.model_path
+        return {"sampling_session_id": session}
+
+    async def sampler(self, session: str) -> Answer:
+        return {"sampler_id": session, "base_model": self.limits.model, "model_path": self._sampler_path(session)}
+
+    async def sample(self, request: SampleRequest) -> Answer:
+        path, params = self._sampler_path(request.sampling_session_id), request.sampling_params
+        prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+        requests.check_tokens("prompt", prompt, self.limits, params.max_tokens or 1)
+        scored = (request.prompt_logprobs_last_n or len(prompt)) if request.prompt_logprobs else 0
+
+        def sample() -> Result:
+            weights = self._store.checkpoint(path).file if path else None
+            return sample_output(*self._sampler.sample(weights, prompt, params, request.num_samples, scored))
+
+        request_id = f"{request.sampling_session_id}:{request.seq_id}"
+        self.requests.submit(request_id, sample)
+        ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
+
+    def refuse(self, model_id: object, number: object, error: RequestError) -> None:
+        """Note that a request of a run was refused before it was understood, so that later ones do not wait for it."""
+        if isinstance(number, int) and isinstance(model_id, str) and model_id in self._runs:
+            self._queue(self._runs[model_id], number, partial(_raise, error))
+
+    def _add_run(self, session: str, number: int, lora: LoraConfig, load: LoadWeights | None) -> Answer:
+        self._check_session(session)
+        model_id = f"{session}:train:{number}"
+        if model_id not in self._runs:  # else the client sends the request again
+            seed = secrets.randbits(32) if lora.seed is None else lora.seed
+            run = TrainingRun(model_id, session, lora.model_copy(update={"seed": seed}))
+            self._store.add_run(model_id, session, self.limits.model, run.lora)
+            self._runs[model_id] = run
+        run = self._runs[model_id]
+
+        def create() -> Result:
+            run.adapter = self._backbone.adapter(run.lora)
+            return self._load(run, load) if load else {"model_id": model_id}
+
+        self.requests.submit(f"{model_id}:0", create)
+        return {"request_id": f"{model_id}:0", "model_id": model_id}
+
+    def _submit(
+        self,
+        run: TrainingRun,
+        number: int,
+        action: Action,
+        check: Callable[[], object] = lambda: None,
+        backward: bool = False,
+    ) -> Answer:
+        """Execute an action when it is its turn. If the check fails, only its turn passes, and the error is raised."""
+        try:
+            check()
+        except RequestError as error:
+            self._queue(run, number, partial(_guard, run, partial(_raise, error), number, backward))
+            raise
+        return self._queue(run, number, partial(_guard, run, action, number, backward))
+
+    def _queue(self, run: TrainingRun, number: int, action: Action) -> Answer:
+        request_id = f"{run.id}:{number}"
+        self.requests.submit(request_id, action, number, run.order)
+        return {"request_id": request_id, "model_id": run.id}
+
+    def _run(self, model_id: str) -> TrainingRun:
+        if model_id in self._runs:
+            return self._runs[model_id]
+        why = "is unknown"
+        if self._store.has_run(model_id):
+            why = "has ended with its session or the service; create a training client from one of its checkpoints"
+        raise RequestError("model_id", model_id, why, 404)
+
+    def _sampler_path(self, session: str) -> str | None:
+        if session not in self._samplers:
+            why = "is unknown, or has ended with its session or the service"
+            raise RequestError("sampling_session_id", session, why, 404)
+        return self._samplers[session]
+
+    def _check_session(self, session: str) -> None:
+        self._store.check_session(session)
+        self._heartbeats.setdefault(session, self._clock())  # it may be from before a restart
+
+
+def _adapter(run: TrainingRun) -> Adapter:
+    if run.adapter is None:
+        raise RequestError("model_id", run.id, "its creation failed")
+    return run.adapter
+
+
+def _guard(run: TrainingRun, action: Action, number: int, backward: bool) -> Result:
+    """Execute an action. If a backward pass fails, the gradient is incomplete."""
+    try:
+        return action()
+    except Exception as error:
+        if backward:
+            run.incomplete = f"request {number} failed: {error}"
+        raise
+
+
+def _raise(error: RequestError) -> Result:
+    raise error

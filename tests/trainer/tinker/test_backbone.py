@@ -1,0 +1,165 @@
+"""Adapters on one model: log-probabilities, gradients, steps and checkpoints, against the trainer and each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss
+from primeslurm.tinker.backbone import ALPHA, Adapter, Backbone
+from primeslurm.tinker.losses import per_token
+from primeslurm.tinker.requests import AdamParams, Config, Datum, LoraConfig, RequestError
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components import lora
+from primeslurm.trainer.components.documents import Documents
+from primeslurm.trainer.components.policy_gradients import importance, surrogate
+from primeslurm.trainer.distributed.world import World
+from tests.trainer.conftest import make_recipe
+from tests.trainer.tinker.conftest import make_data
+
+EXACT = 5e-6
+RATE = AdamParams(learning_rate=1e-2)
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo")
+
+
+def train(backbone: Backbone, adapter: Adapter, *steps: int, loss: str = "cross_entropy") -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(backbone.score(adapter, make_data(step, 5, 9, loss=loss), loss, {}, backward=True)[1])
+        adapter.step(RATE)
+    return losses
+
+
+def same(one: Adapter, other: Adapter, tolerance: float = EXACT) -> bool:
+    pairs = ((one.parameters[name], other.parameters[name]) for name in one.parameters | other.parameters)
+    return all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in pairs)
+
+
+def test_passes_equal_the_trainers(backbone: Backbone, dense_model: Path, world: World) -> None:
+    policy = build(make_recipe(dense_model, trainer={"lora": {"rank": 8, "alpha": ALPHA}}), world)
+    adapter = backbone.adapter(LoraConfig(rank=8, seed=0))
+    slots = {name: p for name, p in policy.model.named_parameters() if lora.is_adapter(name)}
+    for name, slot in slots.items():
+        if name.endswith(lora.A):
+            assert torch.equal(lora.whole(slot), adapter.parameters[name]), "the same seed draws the same values"
+        else:
+            with torch.no_grad():
+                adapter.parameters[name].normal_(std=0.02)
+                slot.to_local().copy_(adapter.parameters[name])
+    data = make_data(1, 6, 11)
+    logprobs, loss = backbone.score(adapter, data, "cross_entropy", {}, backward=True)
+    total = torch.zeros(())
+    for datum, scores in zip(data, logprobs, strict=True):
+        logits = policy.logits(torch.from_numpy(datum.tokens)[None].long(), torch.arange(len(datum.tokens))[None])[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"])
+        expected = logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        assert torch.allclose(torch.from_numpy(scores), expected, rtol=0, atol=EXACT)
+        total = total - (expected * torch.from_numpy(datum.inputs["weights"])).sum()
+    assert loss == pytest.approx(total.item(), abs=1e-4)
+    total.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in adapter.parameters.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, lora.whole(slots[name].grad), rtol=1e-4, atol=EXACT)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_clients_at_once_equal_each_alone(backbone: Backbone, loss: str) -> None:
+    def adapters() -> tuple[Adapter, Adapter]:
+        return backbone.adapter(LoraConfig(rank=4, seed=1)), backbone.adapter(LoraConfig(rank=16, seed=2))
+
+    one, other = adapters()
+    mixed: tuple[list[float], list[float]] = ([], [])
+    for step in (1, 2, 3):
+        data = (make_data(step, 5, 9, loss=loss), make_data(step + 10, 5, 9, loss=loss))
+        for losses, adapter, batch in zip(mixed, (one, other), data, strict=True):
+            losses.append(backbone.score(adapter, batch, loss, {}, backward=True)[1])
+        one.step(RATE)
+        other.step(RATE)
+    alone = adapters()
+    assert train(backbone, alone[0], 1, 2, 3, loss=loss) == pytest.approx(mixed[0], abs=EXACT)
+    assert train(backbone, alone[1], 11, 12, 13, loss=loss) == pytest.approx(mixed[1], abs=EXACT)
+    assert same(one, alone[0]) and same(other, alone[1])
+    assert not same(one, backbone.adapter(LoraConfig(rank=4, seed=1)), 1e-3)
+
+
+def test_gradients_of_several_passes_add_up(backbone: Backbone) -> None:
+    apart, together = (backbone.adapter(LoraConfig(rank=4, seed=1)) for _ in range(2))
+    data = make_data(1, 5, 9)
+    for datum in data:
+        backbone.score(apart, [datum], "cross_entropy", {}, backward=True)
+        backbone.score(apart, [datum], "cross_entropy", {}, backward=False)
+    backbone.score(together, data, "cross_entropy", {}, backward=True)
+    for name, parameter in apart.parameters.items():
+        torch.testing.assert_close(parameter.grad, together.parameters[name].grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("trains", ["attn", "mlp"])
+def test_only_chosen_layers_are_trained(backbone: Backbone, trains: str) -> None:
+    adapter = backbone.adapter(LoraConfig(rank=4, train_mlp=trains == "mlp", train_attn=trains == "attn"))
+    train(backbone, adapter, 1)
+    assert adapter.parameters and all(("feed_forward" in name) == (trains == "mlp") for name in adapter.parameters)
+
+
+def test_resumed_training_equals_uninterrupted(backbone: Backbone, tmp_path: Path) -> None:
+    adapter, resumed, weights_only = (backbone.adapter(LoraConfig(rank=4, seed=seed)) for seed in (1, 2, 3))
+    train(backbone, adapter, 1, 2)
+    adapter.save(tmp_path / "state", optimizer=True)
+    resumed.load(tmp_path / "state", optimizer=True)
+    weights_only.load(tmp_path / "state", optimizer=False)
+    assert same(adapter, weights_only, 0)
+    losses = train(backbone, adapter, 3, 4)
+    assert train(backbone, resumed, 3, 4) == losses and same(adapter, resumed, 0)
+    train(backbone, weights_only, 3, 4)
+    assert not same(adapter, weights_only, 1e-4), "its optimizer was reset"
+    adapter.save(tmp_path / "sampler", optimizer=False)
+    with pytest.raises(RequestError, match="without an optimizer"):
+        resumed.load(tmp_path / "sampler", optimizer=True)
+
+
+def test_several_targets_per_token(backbone: Backbone) -> None:
+    adapter, (datum,) = backbone.adapter(LoraConfig(rank=4, seed=1)), make_data(1, 6)
+    columns = [make_data(seed, 6)[0].inputs for seed in (2, 3)]
+    several = {name: torch.stack([torch.from_numpy(c[name]) for c in columns], 1).numpy() for name in columns[0]}
+    (together,), loss = backbone.score(adapter, [Datum(datum.tokens, several)], "cross_entropy", {}, backward=False)
+    total = 0.0
+    for index, inputs in enumerate(columns):
+        (alone,), term = backbone.score(adapter, [Datum(datum.tokens, inputs)], "cross_entropy", {}, backward=False)
+        assert together[:, index] == pytest.approx(alone, abs=EXACT)
+        total += term
+    assert together.shape == (6, 2) and loss == pytest.approx(total, abs=1e-4)
+
+
+def test_step_without_a_finite_gradient_changes_nothing(backbone: Backbone) -> None:
+    adapter, before = (backbone.adapter(LoraConfig(rank=4, seed=1)) for _ in range(2))
+    backbone.score(adapter, make_data(1, 5), "cross_entropy", {}, backward=True)
+    next(iter(adapter.parameters.values())).grad.fill_(torch.nan)  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match="gradient norm is nan"):
+        adapter.step(RATE)
+    assert same(adapter, before, 0) and all(p.grad is None for p in adapter.parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("loss", "config", "settings"),
+    [
+        ("ppo", {}, GrpoClipLoss(clip_low=0.2, clip_high=0.2, ratio_cap=None)),
+        ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}, GrpoClipLoss(clip_low=0.1, clip_high=0.5)),
+        ("cispo", {}, CispoLoss(max_ratio=4.0)),
+        ("cispo", {"clip_low_threshold": 0.5}, CispoLoss(min_ratio=0.5, max_ratio=4.0)),
+    ],
+)
+def test_losses_equal_the_trainers(loss: str, config: Config, settings: GrpoClipLoss | CispoLoss) -> None:
+    generator = torch.Generator().manual_seed(0)
+    engine, change, advantages = (torch.randn(64, generator=generator) for _ in range(3))
+    gradients = []
+    for compute in ("tinker", "trainer"):
+        logprobs = (engine - 1.5 + change).requires_grad_()
+        if compute == "tinker":
+            terms = per_token(loss, config, logprobs, {"logprobs": engine - 1.5, "advantages": advantages})
+        else:
+            weights = importance(settings, logprobs, engine - 1.5, Documents(torch.zeros(64), 1))
+            terms = surrogate(settings, logprobs, weights, advantages)
+        terms.sum().backward()  # type: ignore[no-untyped-call]
+        gradients.append((terms.detach(), logprobs.grad))
+    torch.testing.assert_close(*gradients)

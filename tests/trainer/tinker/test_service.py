@@ -1,0 +1,179 @@
+"""The service over HTTP: order, retries, errors, sessions and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from primeslurm.tinker.requests import Datum
+from primeslurm.tinker.service import UNRESPONSIVE_S
+from tests.trainer.tinker.conftest import Api, make_data
+
+Serve = Callable[..., Api]
+PARAMS = {"learning_rate": 1e-2}
+
+
+@pytest.fixture
+def api(serve: Serve) -> Api:
+    return serve()
+
+
+def train(api: Api, run: str, first: int, *steps: int) -> list[float]:
+    """Train from sequence number `first` on, and return the losses."""
+    losses = []
+    for index, step in enumerate(steps):
+        sent = api.send_pass(run, first + 2 * index, make_data(step, 5, 9))
+        update = api.post("optim_step", model_id=run, seq_id=first + 2 * index + 1, adam_params=PARAMS)
+        losses.append(api.result(sent).metrics[0].value)
+        assert api.result(update)["metrics"]["grad_norm"] > 0
+    return losses
+
+
+def test_requests_run_once_and_in_order(api: Api) -> None:
+    session = api.session()
+    run, other = api.create_run(session, 0), api.create_run(session, 1)
+    # The client may send the chunks of a pass in any order. This one skips the first, which the others wait for.
+    update = api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS)
+    pending = api.http.post("/api/v1/retrieve_future", json=update, headers={"X-API-Key": api.key})
+    assert (pending.status_code, pending.json()["type"]) == (408, "try_again")
+    assert len(train(api, other, 1, 1)) == 1, "another client does not wait"
+    sent = [api.send_pass(run, 1, make_data(1, 5, 9)) for _ in range(2)]
+    assert sent[0] == sent[1] and api.result(sent[0]) == api.result(sent[1])
+    norm = api.result(update)["metrics"]["grad_norm"]
+    assert norm == pytest.approx(expected_norm(api, session), abs=5e-6), "the retried pass counts once"
+
+
+def expected_norm(api: Api, session: str) -> float:
+    run = api.create_run(session, 2, seed=0)
+    api.send_pass(run, 1, make_data(1, 5, 9))
+    norm: float = api.result(api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS))["metrics"]["grad_norm"]
+    return norm
+
+
+def changed(change: Callable[[Datum], None]) -> list[Datum]:
+    (datum,) = make_data(1, 5)
+    copy = Datum(datum.tokens.copy(), {name: array.copy() for name, array in datum.inputs.items()})
+    change(copy)
+    return [copy]
+
+
+@pytest.mark.parametrize(
+    ("data", "fields", "words"),
+    [
+        (make_data(1, 5), {"loss": "dro"}, "loss_fn = dro: is not supported; supported: cross_entropy"),
+        (make_data(1, 5), {"loss": "ppo"}, "data[0].loss_fn_inputs.advantages: is missing"),
+        ([], {}, "data: is empty"),
+        (make_data(1, 5, 8193), {}, "data[1].model_input = 8193 tokens: the model's longest sequence has 8192"),
+        (changed(lambda d: d.tokens.put(2, 128)), {}, "data[0].model_input = 128: is no token of the model"),
+        (changed(lambda d: d.inputs["target_tokens"].put(2, -1)), {}, "loss_fn_inputs.target_tokens = -1: is no token"),
+        (changed(lambda d: d.inputs["weights"].put(2, np.nan)), {}, "weights: has a value that is not finite"),
+        (changed(lambda d: d.inputs.update(weights=np.ones(4, np.float32))), {}, "weights.shape = [4]: must be [5]"),
+        (
+            changed(lambda d: d.inputs.update(weights=np.ones(5, np.int64))),
+            {},
+            "weights.dtype = int64: must be float32",
+        ),
+        (
+            changed(lambda d: d.inputs.update(mask=np.ones(5, np.float32))),
+            {},
+            "mask: is no input of loss cross_entropy",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_pass_is_refused(api: Api, data: list[Datum], fields: dict[str, Any], words: str) -> None:
+    run = api.create_run(api.session())
+    assert words in api.send_pass(run, 1, data, 400, **fields)["detail"]
+    update = api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS)
+    assert "the gradient is incomplete" in api.result(update)["error"], "a part of the batch is missing"
+    assert len(train(api, run, 3, 1)) == 1, "the run goes on"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "words"),
+    [
+        ("create_model", {"lora_config": {"rank": 32}}, 400, "lora_config.rank = 32: the largest rank of this service"),
+        ("create_model", {"lora_config": {"rank": 0}}, 400, "lora_config.rank: Input should be greater than 0"),
+        ("create_model", {"base_model": "gpt"}, 400, "base_model = gpt: this service has only"),
+        ("create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "optimizer_config.type: Input should be"),
+        ("create_model", {"session_id": "none"}, 404, "session_id = none: is unknown"),
+        ("get_info", {"model_id": "none"}, 404, "model_id = none: is unknown"),
+        ("optim_step", {"adam_params": {"beta1": 1}}, 400, "adam_params.beta1: Input should be less than 1"),
+        ("save_weights", {"path": "../x"}, 400, "path = ../x: a name has"),
+        ("load_weights", {"path": "tinker://x"}, 404, "path = tinker://x: there is no such checkpoint"),
+        ("asample", {"sampling_session_id": "none"}, 404, "sampling_session_id = none: is unknown"),
+        ("asample", {"num_samples": 0}, 400, "num_samples: Input should be greater"),
+        ("asample", {"topk_prompt_logprobs": 3}, 400, "topk_prompt_logprobs: Input should be 0"),
+        ("retrieve_future", {"request_id": "none"}, 410, "request_id = none: is unknown"),
+        ("save_weights_external", {}, 404, "POST /api/v1/save_weights_external: this service has no such route"),
+    ],
+)
+def test_wrong_request_is_refused(api: Api, route: str, body: dict[str, Any], status: int, words: str) -> None:
+    session = api.session()
+    run = api.create_run(session)
+    sampler = api.post("create_sampling_session", session_id=session, sampling_session_seq_id=0)["sampling_session_id"]
+    of_run = route in ("optim_step", "save_weights", "load_weights")
+    valid = {
+        "session_id": session,
+        "seq_id": 1,
+        "model_seq_id": 5,
+        "base_model": api.model,
+        "lora_config": {"rank": 8},
+        "path": "name",
+        "optimizer": True,
+        "sampling_session_id": sampler,
+        "prompt": {"chunks": [{"tokens": [5]}]},
+        "sampling_params": {},
+        "adam_params": {},
+    }
+    assert words in api.post(route, status, **valid | ({"model_id": run} if of_run else {}) | body)["detail"]
+    assert len(train(api, run, 1 + of_run, 1)) == 1, "the run goes on"
+
+
+def test_wrong_key_is_refused(api: Api) -> None:
+    for key in ("", "tml-other"):
+        answer = api.http.post("/api/v1/create_session", json={}, headers={"X-API-Key": key})
+        assert answer.status_code == 401 and "TINKER_API_KEY" in answer.json()["detail"]
+    assert api.http.get("/api/v1/healthz").json() == {"status": "ok"}
+
+
+def test_restart_keeps_key_sessions_and_checkpoints(serve: Serve) -> None:
+    api = serve()
+    session = api.session()
+    run = api.create_run(session)
+    train(api, run, 1, 1)
+    path = api.result(api.post("save_weights", model_id=run, seq_id=3, path="one"))["path"]
+    assert path == f"tinker://{run}/weights/one"
+    again = api.result(api.post("save_weights", model_id=run, seq_id=4, path="one"))
+    assert "already a checkpoint" in again["error"] and again["category"] == "user"
+    losses = train(api, run, 5, 2, 3)
+
+    restarted = serve()
+    assert restarted.key == api.key
+    answer = restarted.send_pass(run, 9, make_data(1, 5), 404)
+    assert "create a training client from one of its checkpoints" in answer["detail"]
+    sent = restarted.post("load_weights", session_id=session, model_seq_id=1, path=path, optimizer=True)
+    resumed = restarted.result(sent)["model_id"]
+    assert train(restarted, resumed, 1, 2, 3) == losses
+
+
+def test_session_without_heartbeat_ends(serve: Serve) -> None:
+    now = 0.0
+    api = serve(clock=lambda: now)
+    lost, alive = api.session(), api.session()
+    run, other = api.create_run(lost), api.create_run(alive)
+    save = {"model_id": run, "seq_id": 1}
+    sampler = api.result(api.post("save_weights_for_sampler", **save, sampling_session_seq_id=0))["sampling_session_id"]
+    now = UNRESPONSIVE_S - 1
+    api.post("session_heartbeat", session_id=alive)
+    api.post("get_info", model_id=run)
+    now = UNRESPONSIVE_S + 1
+    api.post("session_heartbeat", session_id=alive)
+    assert "has ended with its session" in api.post("get_info", 404, model_id=run)["detail"]
+    sample = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "seq_id": 0}
+    api.post("asample", 404, sampling_session_id=sampler, **sample)
+    assert "no heartbeat" in api.post("session_heartbeat", 410, session_id=lost)["detail"]
+    assert len(train(api, other, 1, 1)) == 1
