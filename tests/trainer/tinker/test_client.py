@@ -1,8 +1,4 @@
-"""The real `tinker` client against the service.
-
-It is not part of the test environment: `pip install --target DIR --no-deps 'tinker==0.38.*' 'httpx[http2]' h2 hpack
-hyperframe zstandard pyqwest`, then run with `PYTHONPATH=.:DIR`.
-"""
+"""The real `tinker` client against the service."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 import torch
 import uvicorn
 
@@ -22,7 +19,6 @@ from primeslurm.tinker.sampler import TrainerSampler
 from primeslurm.tinker.server import prepare
 from primeslurm.tinker.service import Service
 
-tinker = pytest.importorskip("tinker", reason="the client is not installed: the module's docstring says how")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SEQUENCE = [5, 6, 7, 8, 9, 10, 11, 12]
 
