@@ -1,4 +1,4 @@
-"""Router policies `consistent_hash` and `kv_aware` for rollouts: `python -m benchmarks routing [--write]`.
+"""Router policies for rollouts: `python -m benchmarks routing [--emulated [N ...]] [--write]`.
 
 Two real engines on CPUs with a tiny random model, and the real vllm-router. Rollouts of several turns come in groups
 with a common prompt; all groups have the same beginning. A free slot is refilled at once. All cells serve the same
@@ -6,8 +6,8 @@ loads on the same engines in turns, each with a salt of its own. `ample` engines
 their longest, and `tight` ones for a quarter. Measured are cached prompt tokens per prompt token, and the time of a
 request.
 
-With `--emulated`, the real router serves simulated engines (`benchmarks.support.emulated_engines`): 4 to 32 of them,
-with loads in which the place of a prefix matters. `by group`: the group's name is sent as the session.
+With `--emulated`, the real router sends requests to simulated engines (`benchmarks.support.emulated_engines`), whose
+loads make it matter where a prefix is cached.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ HARDER = (
 )
 # Policies of emulated engines, without and with separate prefill engines. Prefill engines of kv_aware know no session.
 POLICIES = {
-    "plain": ("consistent_hash", "kv_aware", "consistent_hash by group", "kv_aware by group"),
-    "P/D": ("consistent_hash", "kv_aware", "consistent_hash by group", "consistent_hash by group, decode kv_aware"),
+    "plain": (*CELLS, "sticky_least_loaded by group"),
+    "P/D": (*CELLS[:3], "consistent_hash by group, decode kv_aware"),
 }
 # Emulations that run at once
 WORKERS = 2
