@@ -47,7 +47,9 @@ from primeslurm.testbed.fakes.simulated_engine import KV_TOKENS, SimulatedEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "routing.json"
-# By group: requests name their group as the session, and not their rollout.
+# By group: requests name their group as the session, and not their rollout. Without a session, kv_aware of vllm-router
+# 0.1.17 takes the engine with the smallest (uncached + pending prompt tokens) x (requests + 1), and a prompt is pending
+# until its whole answer arrives (policies/kv_aware.rs). So load often outweighs cached blocks.
 CELLS = ("consistent_hash", "kv_aware", "consistent_hash by group", "kv_aware by group")
 ENGINES, GROUPS, ROLLOUTS, SLOTS = 2, 4, 4, 6
 # Smallest and largest number of a rollout's turns, and of tokens sampled in a turn.
