@@ -177,7 +177,8 @@ class Orchestrator(Section):
     extra_headers_from_state: dict[HeaderName, StateField] = {}
     """Further HTTP headers of generation requests, for routers and proxies, for example `{X-Group-ID: group_id}`. Each
     gets a value of its rollout: trajectory_id (one agent's conversation), rollout_id, group_id, example_id or
-    environment. `consistent_hash` hashes X-Session-ID, which is trajectory_id unless you set it here."""
+    environment. With `consistent_hash`, and with `kv_aware` unless engines only prefill, requests with the same
+    X-Session-ID reach the same engine. It is trajectory_id unless you set it here."""
     hang_timeout_s: PositiveInt = 120
     """Seconds for which the orchestrator's event loop may be blocked. After that it is restarted."""
     worker_hang_timeout_s: PositiveInt = 300

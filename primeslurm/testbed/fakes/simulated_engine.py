@@ -89,6 +89,15 @@ class SimulatedEngine:
             **{k: float(v) for k, v in self.counts.items()},
         }
 
+    def cached_tokens(self) -> dict[str, int]:
+        """Return the computed tokens in the KV cache by job and prefix."""
+        tokens = Counter(self._cached)
+        for turn in self._running:
+            computed = turn.length - int(turn.prefill_left)
+            tokens[turn.prefix] = max(tokens[turn.prefix], min(computed, turn.shared))
+            tokens[turn.job] = max(0, computed - turn.shared)
+        return tokens
+
     def _admit(self, seconds: float) -> None:
         budget = seconds * PREFILL_TOKENS_PER_S - sum(turn.prefill_left for turn in self._running)
         while self._waiting and budget > 0 and len(self._running) < MAX_RUNNING:
