@@ -23,7 +23,7 @@ from transformers import NemotronHConfig, Qwen3_5MoeTextConfig
 from benchmarks.live_memory import Passes, passes
 from primeslurm.models import model_builder
 from primeslurm.nn.layers import scan
-from primeslurm.trainer.assembly.build import CHECKPOINTING_POLICIES
+from primeslurm.trainer.components.activation_checkpointing import POLICIES
 
 RESULT = Path(__file__).resolve().parent / "results" / "recurrence_memory.json"
 SMALL = {"vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 1}
@@ -71,7 +71,7 @@ def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Mo
     Args:
         norm: name of the norm before it; empty to leave it out.
     """
-    spec, policy = model_builder.spec(config, 64, "flex").model.layers[0], CHECKPOINTING_POLICIES[checkpointing]
+    spec, policy = model_builder.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
     with ExitStack() as after:
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.bfloat16)
@@ -99,7 +99,7 @@ def main(words: list[str]) -> None:
     options = parser.parse_args(words)
     results: dict[str, Any] = {"command": "python -m benchmarks recurrence_memory --write", "torch": torch.__version__}
     for kind, (config, name, norm) in LAYERS.items():
-        kept = {each: measure(config, LENGTH, name, checkpointing=each) for each in CHECKPOINTING_POLICIES}
+        kept = {each: measure(config, LENGTH, name, checkpointing=each) for each in POLICIES}
         with patch.object(scan, "checkpoint", lambda function, *tensors, **_: function(*tensors)):
             whole = measure(config, SHORT, name)
         results[kind] = {

@@ -22,7 +22,7 @@ from torchtitan.trainer import Trainer
 
 from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.assembly import build
+from primeslurm.trainer.components import activation_checkpointing
 from primeslurm.trainer.distributed.world import World
 
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -112,7 +112,7 @@ def attention(cp: int) -> Literal["flex", "varlen"]:
 
 def _checkpointing(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
     """Return torchtitan's checkpointing. Compiled `full` is ours, because re-routed tokens fail an assertion there."""
-    return SelectiveAC.Config() if name == "selective" else build.checkpointing_policy(name, compiled)
+    return SelectiveAC.Config() if name == "selective" else activation_checkpointing.policy(name, compiled)
 
 
 def _loss(recipe: Recipe, rows: int, model: Any) -> Any:

@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from pydantic import ValidationError
-
-from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.imports import uncollected
 
-with uncollected():  # before the modules of this package, which also import verifiers
+# First, because modules of this package also import verifiers, and so that a Python without it is recognised.
+with uncollected():
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import (
@@ -26,6 +24,9 @@ with uncollected():  # before the modules of this package, which also import ver
         taskset_config_type,
     )
 
+from pydantic import ValidationError
+
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.environments import load_errors
 from primeslurm.orchestrator.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.recipe.rules.sandboxes import (

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from primeslurm.trainer.components.documents import Documents
-from primeslurm.trainer.components.policy_gradients import importance, surrogate
 
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss
 from primeslurm.tinker.backbone import ALPHA, Adapter, Backbone
@@ -15,6 +13,7 @@ from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import AdamParams, Config, Datum, LoraConfig, RequestError
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import lora
+from primeslurm.trainer.components.loss import Documents, importance, surrogate
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import make_recipe
 from tests.trainer.tinker.conftest import make_data
