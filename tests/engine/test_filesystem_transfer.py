@@ -77,6 +77,13 @@ def test_a_delta_is_restored_and_a_damaged_one_refused(policy: Path, tmp_path: P
     expected = load_file(tmp_path / "changed" / file.name)
     actual = dict(restored([base], [file]))
     assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+    # Files of two ranks, each with parts of all layers
+    ranks = [dict(list(load_file(base).items())[rank::2]) for rank in range(2)]
+    for rank, tensors in enumerate(ranks):
+        save_file(tensors, tmp_path / f"{rank}.safetensors")
+    names = [name for name, _ in restored([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], [file])]
+    layers = [name.split(".")[2] for name in names if name.startswith("model.layers.")]
+    assert set(names) == expected.keys() and len({*layers}) > 1 and layers == sorted(layers, key=int)
     with safe_open(file, framework="pt") as handle:
         digests = handle.metadata()
     stored = load_file(file)

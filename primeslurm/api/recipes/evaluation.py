@@ -61,7 +61,9 @@ def _version(run_dir: Path, run: str, step: int | None) -> int:
     manifests = {v: filesystem.read_manifest(filesystem.version_dir(run_dir, v)) for v in filesystem.published(run_dir)}
     # Engines of an evaluation load whole models.
     versions = [version for version, manifest in manifests.items() if manifest and manifest.layout == "hf"]
-    if step is None and versions and versions[-1] == max(manifests):
+    # Deltas between checkpoints do not count: the newest whole version is evaluated instead.
+    complete = [version for version, manifest in manifests.items() if not manifest or manifest.layout != "delta"]
+    if step is None and versions and versions[-1] == max(complete):
         return versions[-1]
     if step in versions:
         return step

@@ -7,6 +7,7 @@ versions the engine had before.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -123,22 +124,39 @@ def _tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def restored(base_paths: list[Path], delta_paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a version from its base and its delta. Raise PolicyError if one is not as published."""
+    """Yield the tensors of a version from its base and its delta, layer by layer.
+
+    Raises PolicyError if a tensor is not as published.
+    """
     with contextlib.ExitStack() as stack:
-        handles: dict[str, tuple[Path, Any]] = {}
+        base, delta = _opened(base_paths, stack), _opened(delta_paths, stack)
         digests: dict[str, str] = {}
-        for path in delta_paths:
-            handle = stack.enter_context(files.retrying(path, partial(safe_open, path, framework="pt")))
-            handles |= dict.fromkeys(handle.keys(), (path, handle))
+        for _, handle in delta.values():
             digests |= handle.metadata() or {}
-
-        def read(key: str) -> torch.Tensor:
-            path, handle = handles[key]
-            return files.retrying(path, partial(handle.get_tensor, key))
-
-        for name, old in _tensors(base_paths):
-            stored = {key: read(key) for key in deltas.keys(name) if key in handles}
+        # vLLM holds the tensors of a module until it has all. These are copies in memory, unlike those of a whole
+        # version, and files of different ranks have parts of the same layer.
+        for name in sorted(base, key=_by_layer):
+            stored = {key: _read(delta, key) for key in deltas.keys(name) if key in delta}
             try:
-                yield name, deltas.restored(name, old, stored, digests.get(name))
+                yield name, deltas.restored(name, _read(base, name), stored, digests.get(name))
             except deltas.DeltaError as error:
                 raise PolicyError(f"{delta_paths[0].parent}: {error}") from error
+
+
+def _opened(paths: list[Path], stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
+    """Return the file of each tensor, and its open handle."""
+    places: dict[str, tuple[Path, Any]] = {}
+    for path in paths:
+        handle = stack.enter_context(files.retrying(path, partial(safe_open, path, framework="pt")))
+        places |= dict.fromkeys(handle.keys(), (path, handle))
+    return places
+
+
+def _read(places: dict[str, tuple[Path, Any]], name: str) -> torch.Tensor:
+    path, handle = places[name]
+    return files.retrying(path, partial(handle.get_tensor, name))
+
+
+def _by_layer(name: str) -> str:
+    """Return a key that sorts numbers in names by value."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(6), name)

@@ -43,7 +43,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
     """Base of all transports: reloads the model, and checks that every parameter was loaded.
 
     Subclasses implement `init_transfer_engine` and `receive_weights`, which passes its tensors to `load`. A policy may
-    come with a draft layer; without it, the engine keeps its own.
+    come with a draft layer; if a policy has none, the engine keeps its current ones.
     """
 
     draft_layers: Any = None
@@ -104,17 +104,19 @@ class LayerwiseTransferEngine(WeightTransferEngine):
     def _reload_draft_layers(self, drafter: Any) -> None:
         # The embedding and the head belong to the policy as well, and have just been loaded with it.
         shared = set(self.model.modules())
-        own = {name: module for name, module in drafter.named_modules() if module not in shared}
+        draft_modules = {name: module for name, module in drafter.named_modules() if module not in shared}
         optional = _aliases(drafter) | set(_attention_scales(drafter))
         for parameter in drafter.parameters():
             _name_loader(parameter)
-        initialize_layerwise_reload(_Modules(own.values()))
-        names = {f"{name}.{key}" for name, each in own.items() for key, _ in each.named_parameters(recurse=False)}
+        initialize_layerwise_reload(_Modules(draft_modules.values()))
+        names = {
+            f"{name}.{key}" for name, each in draft_modules.items() for key, _ in each.named_parameters(recurse=False)
+        }
         missing = names - optional - drafter.load_weights(self._drafting)
         missing |= set(incomplete_experts(drafter))
         if missing:
             raise PolicyError(f"the policy lacks {len(missing)} parameters of draft layers: {first_three(missing)}")
-        finalize_layerwise_reload(_Modules(own.values()), self.model_config)
+        finalize_layerwise_reload(_Modules(draft_modules.values()), self.model_config)
         self._drafting = []
 
     def has_tied_embeddings(self) -> bool:

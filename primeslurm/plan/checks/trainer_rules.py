@@ -182,10 +182,14 @@ def _draft_layer_alone(context: RuleContext) -> str:
     recipe, trainer = context.recipe, context.recipe.trainer
     if trainer.draft_layer is None:
         return ""
-    # `inference.model` is always in FP8.
-    engines = recipe.inference.quantization or recipe.inference.model
-    fp8 = trainer.fp8 or engines or (context.shape and context.shape.quantization)
-    features = {"cp": trainer.parallelism.cp > 1, "lora": trainer.lora, "FP8": fp8}
+    features = {
+        "trainer.parallelism.cp": trainer.parallelism.cp > 1,
+        "trainer.lora": trainer.lora,
+        "trainer.fp8": trainer.fp8,
+        "inference.quantization": recipe.inference.quantization,
+        "inference.model": recipe.inference.model,  # always in FP8
+        "a quantised checkpoint": context.shape and context.shape.quantization,
+    }
     used = [name for name, is_on in features.items() if is_on]
     return f"the recipe also uses {' and '.join(used)}" if used else ""
 
@@ -274,7 +278,8 @@ TRAINER_RULES = (
     Rule("draft-layer-count", "error", "trainer.draft_layer", "Training needs exactly one draft layer",
          _draft_layer_count, "remove it", "vLLM 0.32: later layers read the hidden states of earlier ones"),
     Rule("draft-layer-alone", "error", "trainer.draft_layer", "draft_layer does not work with cp, LoRA or FP8",
-         _draft_layer_alone, "set cp: 1, remove lora, and use bfloat16, or remove draft_layer",
+         _draft_layer_alone,
+         "set cp: 1, remove lora, and use bfloat16 (`primeslurm convert` for the checkpoint), or remove draft_layer",
          "a rank needs each token's successor, and drafts in FP8 were not tried"),
     Rule("vision-dtype", "error", "model.dtype", "Training on images needs bfloat16", _vision_dtype,
          "set dtype: bfloat16", "prime-rl 0.6.0 docs, VLM"),

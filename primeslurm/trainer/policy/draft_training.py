@@ -66,20 +66,25 @@ class DraftTraining:
         labels = to_device(token_ids[:, 2:][wanted], self._world.device).long()
         outputs = self.hidden(to_device(positions, self._world.device).long()).flatten(0, 1).index_select(0, places)
         loss, hits, gradient = next_token_loss(outputs, self._weight, labels, self._head.chunk, self._head.dtype)
-        # Not scaled: only the end of the step knows the number of tokens of all ranks.
+        # The gradient is scaled in `update`, when the token count of all ranks is known.
         outputs.backward(gradient)
         self._sums += torch.stack([loss, hits, loss.new_full((), len(labels))])
         del self._embeddings, self._hidden, self._weight
 
     def update(self) -> dict[str, float]:
-        """Update the draft layer if its gradient is finite. Return metrics of the whole batch. A collective."""
+        """Update the draft layer, unless its gradient is not finite. Return metrics of the batch. A collective."""
         loss, hits, count = self._world.sum(self._sums).tolist()
         count = max(1.0, count)
         for parameter in self.layer.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(count)
         ep_enabled = self.layer.dims.ep_enabled
-        norm, _ = optimizers.step(self.optimizer, self.layer.model, self._max_norm, ep_enabled, self._world)
+        norm, updated = optimizers.step(self.optimizer, self.layer.model, self._max_norm, ep_enabled, self._world)
         self.scheduler.step()
         self._sums.zero_()
-        return {"draft_loss": loss / count, "draft_acceptance": hits / count, "draft_grad_norm": norm}
+        return {
+            "draft_loss": loss / count,
+            "draft_acceptance": hits / count,
+            "draft_grad_norm": norm,
+            "draft_skipped": float(not updated),
+        }

@@ -126,8 +126,8 @@ class Publisher:
     def _is_sound(self, version: int) -> bool:
         directory = filesystem.version_dir(self._run_dir, version)
         manifest = filesystem.read_manifest(directory)
-        # A resumed run may send what it did not send before. An interrupted run may have ended with a delta, which must
-        # be whole now that it belongs to a checkpoint.
+        # The layout may differ: an earlier attempt may have sent adapters, or ended with a delta. A version that belongs
+        # to a checkpoint must be whole.
         return manifest is not None and manifest.layout == self._layout and not filesystem.damage(directory)
 
     def _write_model(self, directory: Path, version: int, base: int | None) -> list[_Written]:

@@ -11,7 +11,7 @@ class Snapshots:
     """Decides how each version is published. It knows only versions of this process, so the first one is whole."""
 
     must_be_whole: Callable[[int], bool]
-    """Returns whether others than engines need a version, such as the versions of checkpoints."""
+    """Returns whether readers other than engines need a version, for example a resumed run."""
     base: int | None = None
     """The newest whole version."""
     base_bytes: int = 0

@@ -1,7 +1,8 @@
 """Deltas: the elements of a policy that differ from an earlier whole version, its base.
 
 A tensor that has changed is stored as flat indices and new values, or whole if that takes fewer bytes. Every delta
-refers to a whole version, and never to another delta, so an engine needs two versions at most, whatever it missed.
+refers to a whole version, and never to another delta. So an engine reads at most two versions, even after missed
+updates.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def changes(name: str, new: torch.Tensor, old: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that make `new` out of `old`: none if all bits are equal. Both are contiguous, on the CPU."""
+    """Return the tensors that turn `old` into `new`. Empty if all bits are equal. Both are contiguous, on the CPU."""
     before, after = _integers(old).numpy(), _integers(new).numpy()
     # With two threads on two busy cores, torch takes twenty times as much CPU time for this as numpy.
     indices = np.flatnonzero(before != after)

@@ -74,6 +74,16 @@ def test_published_policy_of_a_run_is_evaluated(run: Path, step: int | None, pub
     assert all(loaded.recipe.model.path in " ".join(p.argv) for p in loaded.plan().processes() if p.role == "engine")
 
 
+def test_newest_whole_policy_is_evaluated_if_deltas_follow(run: Path) -> None:
+    delta = filesystem.version_dir(run, 21)
+    delta.mkdir()
+    (delta / "model.safetensors").touch()
+    filesystem.complete(delta, 21, "float32", layout="delta", base=20)
+    assert load_evaluation(str(run), local=True).recipe.name == "trained-eval-20"
+    with pytest.raises(UsageError, match=r"--step = 21: .* of which 1 are adapters or deltas"):
+        load_evaluation(str(run), step=21, local=True)
+
+
 def test_missing_policy_is_refused_with_a_fix(run: Path) -> None:
     text = r"--step = 17: is not among the published policies .*nearest: 20; or `primeslurm export"
     with pytest.raises(UsageError, match=text):
