@@ -126,7 +126,7 @@ class Publisher:
     def _is_sound(self, version: int) -> bool:
         directory = filesystem.version_dir(self._run_dir, version)
         manifest = filesystem.read_manifest(directory)
-        # The layout may differ: an earlier attempt may have sent adapters, or ended with a delta. Versions that belong to
+        # The layout may differ: an earlier attempt may have sent adapters, or ended with a delta. Versions of
         # checkpoints must be whole.
         return manifest is not None and manifest.layout == self._layout and not filesystem.damage(directory)
 
