@@ -8,7 +8,7 @@ zeros, both the change of the weight and the gradients of the padding are zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from primeslurm.base import durable, files
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.model_files import locate
 from primeslurm.recipe import Recipe
 from primeslurm.tinker.losses import per_token
@@ -103,10 +104,16 @@ class Backbone:
     """The model. Only one thread may use it at a time."""
 
     def __init__(self, model: str, max_rank: int, world: World) -> None:
-        """Load the model. Raises FileNotFoundError if there is none, and ValueError if it cannot be trained."""
+        """Load the model.
+
+        Raises FileNotFoundError if there is none, ValueError if it cannot be trained, and UsageError for `max_rank`.
+        """
         directory = locate(model)
         self.config = model_directory.load_config(directory)
         text = self.config.get_text_config()
+        if max_rank > text.hidden_size:
+            why = f"is above the model's hidden size, {text.hidden_size}; use a smaller rank"
+            raise UsageError([Violation("--max-rank", str(max_rank), why)])
         self.limits = ModelLimits(str(directory), text.vocab_size, text.max_position_embeddings, max_rank)
         rank = -(-max_rank // 8) * 8  # a recipe's rank is a multiple of 8
         recipe = Recipe.model_validate(
@@ -135,17 +142,25 @@ class Backbone:
         return Adapter.of(config.rank, tensors)
 
     def score(
-        self, adapter: Adapter, data: Sequence[Datum], loss: str, config: Config, backward: bool
+        self,
+        adapter: Adapter,
+        data: Sequence[Datum],
+        loss: str,
+        config: Config,
+        backward: bool,
+        check: Callable[[], object] = lambda: None,
     ) -> tuple[list[NDArray[np.float32]], float]:
         """Return the log-probabilities of each datum's targets, and the loss. `backward` adds to the gradients.
 
-        After an error, the gradients are those of before.
+        `check` is called before each batch, and ends the pass if it raises. If the pass fails, the gradients are
+        unchanged.
         """
         self.use(adapter.rank, adapter.parameters)
         logprobs: list[NDArray[np.float32]] = []
         total = 0.0
         try:
             for batch in _batches(data):
+                check()
                 targets = [datum.inputs["target_tokens"] for datum in batch]
                 with torch.set_grad_enabled(backward):
                     scores = self.logprobs([datum.tokens for datum in batch], targets)

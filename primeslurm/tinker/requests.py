@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
@@ -154,6 +154,13 @@ class SamplingParams(BaseModel):
     top_k: int = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_string(cls, stop: str | list[str] | list[int] | None) -> str | list[str] | list[int] | None:
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("an empty string would stop at the first token; use [] to never stop")
+        return stop
+
 
 class SampleRequest(BaseModel):
     """Samples from a prompt."""
@@ -197,7 +204,7 @@ def check_tokens(where: str, tokens: Sequence[int] | NDArray[Any], limits: Model
     """Raise RequestError unless these tokens, and `more` sampled after them, fit the model."""
     if len(tokens) == 0:
         raise RequestError(where, "", "has no tokens")
-    if len(tokens) + more > limits.length:
+    if len(tokens) + max(0, more - 1) > limits.length:  # the model does not read the last sampled token
         sampled = f" and {more} to sample" if more else ""
         raise RequestError(where, f"{len(tokens)} tokens{sampled}", f"the model's longest sequence has {limits.length}")
     _check_range(where, np.asarray(tokens), limits)

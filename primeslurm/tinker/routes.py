@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,8 @@ from primeslurm.tinker.service import Answer, BodyField, Service
 
 # A client waits this long for a result before it asks again [s]. Clients give up after 45 s.
 POLL_S = 30.0
+# Seconds between two searches for unresponsive sessions.
+EXPIRY_S = 60.0
 
 
 def application(service: Service, keys: Collection[str], poll_s: float = POLL_S) -> FastAPI:
@@ -26,7 +29,18 @@ def application(service: Service, keys: Collection[str], poll_s: float = POLL_S)
             why = "is no key of this service; set TINKER_API_KEY to the key that `primeslurm tinker serve` printed"
             raise RequestError("X-API-Key", "", why, 401)
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    async def expire_sessions() -> None:
+        while True:
+            await service.expire_sessions()
+            await asyncio.sleep(EXPIRY_S)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(expire_sessions())
+        yield
+        task.cancel()
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     _answer_errors(app, service)
 
     @app.get("/api/v1/healthz")
@@ -59,9 +73,14 @@ def application(service: Service, keys: Collection[str], poll_s: float = POLL_S)
     @api.post("/retrieve_future")
     async def retrieve_future(request_id: BodyField) -> Response:
         future = service.requests.future(request_id)
-        done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=poll_s)
+        try:
+            done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=poll_s)
+        except asyncio.CancelledError:  # uvicorn cancels waiting requests at the end of the service
+            return JSONResponse({"detail": "the service ends"}, 503)
         if not done:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+        if future.cancelled():
+            raise RequestError("request_id", request_id, "was cancelled, because its session ended", 410)
         service.requests.retrieved(request_id)
         result = future.result()
         if isinstance(result, bytes):

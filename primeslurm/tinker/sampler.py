@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,20 +14,6 @@ from primeslurm.tinker.requests import SamplingParams
 
 Samples = tuple[list[tuple[str, list[int], list[float]]], list[float] | None]
 """Sequences (stop reason, tokens, log-probabilities), and the log-probability of each token of the prompt."""
-
-
-class Sampler(Protocol):
-    """Samples with an adapter."""
-
-    def sample(
-        self, weights: Path | None, prompt: Sequence[int], params: SamplingParams, count: int, scored: int
-    ) -> Samples:
-        """Sample `count` sequences. Log-probabilities are the model's own, at temperature 1.
-
-        `weights` is the file of an adapter; None is the base model. `scored` is the number of tokens at the end of the
-        prompt to score. The others have NaN. 0: the result has no log-probabilities of the prompt.
-        """
-        ...
 
 
 class TrainerSampler:
@@ -43,12 +28,24 @@ class TrainerSampler:
         self._ends = _end_tokens(backbone)
 
     def sample(
-        self, weights: Path | None, prompt: Sequence[int], params: SamplingParams, count: int, scored: int
+        self,
+        weights: Path | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        count: int,
+        scored: int,
+        check: Callable[[], object] = lambda: None,
     ) -> Samples:
+        """Sample `count` sequences. Log-probabilities are the model's own, at temperature 1.
+
+        `weights` is the file of an adapter; None is the base model. `scored` is the number of tokens at the end of the
+        prompt to score. The others have NaN. 0: the result has no log-probabilities of the prompt. `check` is called
+        before each token, and ends the work if it raises.
+        """
         adapter = read(weights) if weights else {}
         rank = next((tensor.shape[-1] for name, tensor in adapter.items() if name in self._backbone.slots), 1)
         self._backbone.use(rank, adapter)
-        room = self._backbone.limits.length - len(prompt)
+        room = self._backbone.limits.length - len(prompt) + 1  # the model does not read the last token
         limit = room if params.max_tokens is None else params.max_tokens
         generator = torch.Generator().manual_seed(params.seed % 2**63) if params.seed is not None else None
         sampled: list[list[int]] = [[] for _ in range(count)]
@@ -56,6 +53,7 @@ class TrainerSampler:
         reasons = ["length"] * count
         unfinished = list(range(count))
         for _ in range(limit):
+            check()
             rows = torch.tensor(
                 [[*prompt, *sampled[index]] for index in unfinished], device=self._backbone.policy.device
             )
@@ -98,13 +96,17 @@ def choose(scores: torch.Tensor, params: SamplingParams, generator: torch.Genera
     """Choose a token of each row of log-probabilities [rows, vocabulary]. Returns [rows]."""
     if params.temperature == 0:
         return scores.argmax(-1)
-    ordered, tokens = (scores / params.temperature).sort(-1, descending=True)
+    scores = scores / params.temperature
+    if params.top_k <= 0 and params.top_p == 1:
+        return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
+    ordered, tokens = scores.sort(-1, descending=True)
     if params.top_k > 0:
         ordered[:, params.top_k :] = -torch.inf
     probabilities = ordered.softmax(-1)
-    # The first tokens whose probabilities add up to top_p, including the one that reaches it.
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities[before >= params.top_p] = 0
+    if params.top_p < 1:
+        # The first tokens whose probabilities add up to top_p, including the one that reaches it.
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities[before >= params.top_p] = 0
     return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +39,12 @@ class TinkerServer:
         except (OSError, ValueError) as error:
             raise UsageError([Violation("--model", model, str(error))]) from None
         service = Service(self.store, backbone, TrainerSampler(backbone))
-        config = uvicorn.Config(application(service, self.store.keys), log_level="warning", lifespan="off", ws="none")
+        config = uvicorn.Config(application(service, self.store.keys), log_level="warning", lifespan="on", ws="none")
         config.timeout_graceful_shutdown = 1  # clients that wait for a result ask again
         try:
             with contextlib.suppress(KeyboardInterrupt):
+                # uvicorn ends on a signal, and raises it again. By default, SIGTERM would then skip the cleanup.
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
                 uvicorn.Server(config).run(sockets=[self.listener])
         finally:
             service.close()
@@ -55,5 +59,8 @@ def prepare(host: str, port: int, data: Path) -> TinkerServer:
     except OSError as error:
         store.close()
         raise UsageError([Violation("--port", str(port), f"cannot listen on {host}: {error.strerror}")]) from None
+    address, number = listener.getsockname()[:2]
+    if ipaddress.ip_address(address).is_unspecified:  # all addresses of this machine; clients need one
+        host = socket.gethostname()
     name = f"[{host}]" if ":" in host else host
-    return TinkerServer(f"http://{name}:{listener.getsockname()[1]}", store.keys[0], store, listener)
+    return TinkerServer(f"http://{name}:{number}", store.keys[0], store, listener)

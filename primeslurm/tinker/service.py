@@ -1,7 +1,8 @@
 """The service: sessions, training runs and sampling sessions, and what each request does.
 
 The public methods answer requests. They are coroutines, so that all of them run in the thread of the HTTP server, and
-none waits. Whatever needs the model is an action of `queue`, which one other thread executes.
+none waits. Model work runs in one worker thread. A training run's requests are checked there, and errors are results:
+if the HTTP answer to one chunk of a pass were an error, the client would never send the others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from primeslurm.tinker.backbone import Adapter, Backbone
 from primeslurm.tinker.queue import Action, InOrder, Requests, Result
 from primeslurm.tinker.requests import (
     CreateModel,
-    Datum,
     LoadWeights,
     LoraConfig,
     OptimStep,
@@ -30,7 +30,7 @@ from primeslurm.tinker.requests import (
     SamplingSession,
     SaveWeights,
 )
-from primeslurm.tinker.sampler import Sampler
+from primeslurm.tinker.sampler import TrainerSampler
 from primeslurm.tinker.store import SAMPLER, SCHEME, TRAINING, TinkerStore
 from primeslurm.tinker.wire import PassRequest, pass_output, sample_output
 
@@ -60,7 +60,11 @@ class Service:
     """State of the service."""
 
     def __init__(
-        self, store: TinkerStore, backbone: Backbone, sampler: Sampler, clock: Callable[[], float] = time.monotonic
+        self,
+        store: TinkerStore,
+        backbone: Backbone,
+        sampler: TrainerSampler,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
         self.limits = backbone.limits
@@ -70,10 +74,12 @@ class Service:
         self._samplers: dict[str, str | None] = {}
         """Checkpoint of each sampling session. None: the base model."""
         self._heartbeats: dict[str, float] = {}
-        """Time of the last heartbeat of each session."""
+        """Time of the last heartbeat of each live session."""
         store.remove_checkpoints(_EPHEMERAL)
 
     def close(self) -> None:
+        """End the service, after the batch or token that is being computed."""
+        self._heartbeats.clear()
         self._worker.shutdown(cancel_futures=True)
         self._store.close()
 
@@ -86,10 +92,13 @@ class Service:
     async def heartbeat(self, session_id: BodyField) -> Answer:
         self._check_session(session_id)
         self._heartbeats[session_id] = self._clock()
+        return {}
+
+    async def expire_sessions(self) -> None:
+        """End the unresponsive sessions."""
         for session, last in list(self._heartbeats.items()):
             if self._clock() - last > UNRESPONSIVE_S:
                 await self.end_session(session, f"no heartbeat for {UNRESPONSIVE_S:.0f} s")
-        return {}
 
     async def end_session(self, session: str, reason: str) -> Answer:
         """Drop everything that a session has in memory. Its named checkpoints stay."""
@@ -98,7 +107,7 @@ class Service:
         prefix = f"{session}:"
         self._runs = {name: run for name, run in self._runs.items() if not name.startswith(prefix)}
         self._samplers = {name: path for name, path in self._samplers.items() if not name.startswith(prefix)}
-        self.requests.forget(prefix)
+        self.requests.forget(session)
         # After the actions of the session, which may add files.
         self._worker.submit(self._store.remove_checkpoints, _EPHEMERAL + prefix)
         return {}
@@ -115,18 +124,16 @@ class Service:
 
     async def forward_backward(self, request: Request) -> Answer:
         run_pass = PassRequest.read(await request.body())
-        run, data = self._run(run_pass.model_id), list[Datum]()
-
-        def check() -> None:
-            data.extend(run_pass.data())
-            requests.check_pass(data, run_pass.loss, run_pass.config, self.limits)
+        run = self._run(run_pass.model_id)
 
         def compute() -> bytes:
+            data = run_pass.data(self.limits.length)
+            requests.check_pass(data, run_pass.loss, run_pass.config, self.limits)
             values = (_adapter(run), data, run_pass.loss, run_pass.config, run_pass.backward)
-            logprobs, loss = self._backbone.score(*values)
+            logprobs, loss = self._backbone.score(*values, check=partial(self._check_live, run.session))
             return pass_output(logprobs, {"loss:sum": loss})
 
-        return self._submit(run, run_pass.seq_id, compute, check, run_pass.backward)
+        return self._submit(run, run_pass.seq_id, compute, run_pass.backward)
 
     async def optim_step(self, request: OptimStep) -> Answer:
         run = self._run(request.model_id)
@@ -160,8 +167,12 @@ class Service:
     def _save_named(self, request: SaveWeights, kind: str, optimizer: bool) -> Answer:
         run = self._run(request.model_id)
         path = f"{SCHEME}{run.id}/{kind}/{request.path}"
-        save = partial(self._save, run, path, optimizer, request.overwrite)
-        return self._submit(run, request.seq_id, save, partial(requests.check_name, request.path))
+
+        def save() -> Result:
+            requests.check_name(request.path)
+            return self._save(run, path, optimizer, request.overwrite)
+
+        return self._submit(run, request.seq_id, save)
 
     def _save(self, run: TrainingRun, path: str, optimizer: bool, overwrite: bool) -> Result:
         if not overwrite and self._store.has_checkpoint(path):
@@ -173,8 +184,7 @@ class Service:
     async def load_weights(self, request: LoadWeights) -> Answer:
         if request.model_id is not None and request.seq_id is not None:
             run = self._run(request.model_id)
-            load = partial(self._load, run, request)
-            return self._submit(run, request.seq_id, load, partial(self._check_load, request, run.lora))
+            return self._submit(run, request.seq_id, partial(self._load, run, request))
         if request.session_id is None or request.model_seq_id is None:
             raise RequestError("session_id", "", "is missing: name session_id and model_seq_id, or model_id and seq_id")
         return self._add_run(request.session_id, request.model_seq_id, self._check_load(request), request)
@@ -190,6 +200,7 @@ class Service:
         return checkpoint.lora
 
     def _load(self, run: TrainingRun, request: LoadWeights) -> Result:
+        self._check_load(request, run.lora)
         _adapter(run).load(self._store.checkpoint(request.path).file, request.optimizer)
         run.incomplete = ""
         return {"path": request.path, "model_id": run.id}
@@ -198,7 +209,9 @@ class Service:
         self._check_session(request.session_id)
         requests.check_base_model(request.base_model or self.limits.model, self.limits)
         if request.model_path is not None:
-            requests.check_base_model(self._store.checkpoint(request.model_path).model, self.limits)
+            checkpoint = self._store.checkpoint(request.model_path)
+            requests.check_base_model(checkpoint.model, self.limits)
+            requests.check_lora(checkpoint.lora, self.limits)
         session = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         self._samplers[session] = request.model_path
         return {"sampling_session_id": session}
@@ -214,7 +227,8 @@ class Service:
 
         def sample() -> Result:
             weights = self._store.checkpoint(path).file if path else None
-            return sample_output(*self._sampler.sample(weights, prompt, params, request.num_samples, scored))
+            check = partial(self._check_live, request.sampling_session_id.partition(":")[0])
+            return sample_output(*self._sampler.sample(weights, prompt, params, request.num_samples, scored, check))
 
         request_id = f"{request.sampling_session_id}:{request.seq_id}"
         self.requests.submit(request_id, sample)
@@ -224,7 +238,7 @@ class Service:
     def refuse(self, model_id: object, number: object, error: RequestError) -> None:
         """Note that a request of a run was refused before it was understood, so that later ones do not wait for it."""
         if isinstance(number, int) and isinstance(model_id, str) and model_id in self._runs:
-            self._queue(self._runs[model_id], number, partial(_raise, error))
+            self._submit(self._runs[model_id], number, partial(_raise, error))
 
     def _add_run(self, session: str, number: int, lora: LoraConfig, load: LoadWeights | None) -> Answer:
         self._check_session(session)
@@ -243,25 +257,10 @@ class Service:
         self.requests.submit(f"{model_id}:0", create)
         return {"request_id": f"{model_id}:0", "model_id": model_id}
 
-    def _submit(
-        self,
-        run: TrainingRun,
-        number: int,
-        action: Action,
-        check: Callable[[], object] = lambda: None,
-        backward: bool = False,
-    ) -> Answer:
-        """Execute an action when it is its turn. If the check fails, only its turn passes, and the error is raised."""
-        try:
-            check()
-        except RequestError as error:
-            self._queue(run, number, partial(_guard, run, partial(_raise, error), number, backward))
-            raise
-        return self._queue(run, number, partial(_guard, run, action, number, backward))
-
-    def _queue(self, run: TrainingRun, number: int, action: Action) -> Answer:
+    def _submit(self, run: TrainingRun, number: int, action: Action, backward: bool = False) -> Answer:
+        """Execute an action when it is its turn."""
         request_id = f"{run.id}:{number}"
-        self.requests.submit(request_id, action, number, run.order)
+        self.requests.submit(request_id, partial(_guard, run, action, number, backward), number, run.order)
         return {"request_id": request_id, "model_id": run.id}
 
     def _run(self, model_id: str) -> TrainingRun:
@@ -277,6 +276,11 @@ class Service:
             why = "is unknown, or has ended with its session or the service"
             raise RequestError("sampling_session_id", session, why, 404)
         return self._samplers[session]
+
+    def _check_live(self, session: str) -> None:
+        """Raise RequestError if a session has ended. The worker calls this between the steps of long work."""
+        if session not in self._heartbeats:
+            raise RequestError("session_id", session, "has ended")
 
     def _check_session(self, session: str) -> None:
         self._store.check_session(session)

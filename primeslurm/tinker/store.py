@@ -1,4 +1,4 @@
-"""What a restarted service still knows: the API key, sessions, training runs and checkpoints."""
+"""State that survives a restart: the API key, sessions, training runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TinkerStore:
         return self._directory / "checkpoints" / f"{path.removeprefix(SCHEME)}.safetensors"
 
     def add_checkpoint(self, path: str, run: str) -> None:
-        """Make a checkpoint valid whose file is on disk."""
+        """Record a checkpoint whose file is on disk."""
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (path, run, time.time()))
 
     def has_checkpoint(self, path: str) -> bool:

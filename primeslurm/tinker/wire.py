@@ -54,6 +54,8 @@ _MESSAGE, _OPTIONAL, _REPEATED = 11, 1, 3
 _FLOAT32, _INT64 = 1, 2
 _DTYPES = {_FLOAT32: np.float32, _INT64: np.int64}
 _STOP_REASONS = {"stop": 0, "length": 1}
+# Values that one message may expand to. Sparse tensors can be far larger than their message.
+_LARGEST = 1 << 26
 
 
 def _classes() -> dict[str, Any]:
@@ -78,7 +80,7 @@ MESSAGES = _classes()
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A forward pass, or a forward and backward pass. Its data are decoded by `data`, which may raise RequestError."""
+    """A forward pass, or a forward and backward pass."""
 
     model_id: str
     seq_id: int
@@ -96,24 +98,33 @@ class PassRequest:
         config = {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
         return cls(message.model_id, message.seq_id, message.loss_fn, config, not message.forward_only, message)
 
-    def data(self) -> list[Datum]:
-        return [_datum(f"data[{index}]", datum) for index, datum in enumerate(self.message.data)]
+    def data(self, longest: int) -> list[Datum]:
+        """Decode the data. Raises RequestError if they are damaged, or if a sparse tensor has over `longest` rows."""
+        data, size = list[Datum](), 0
+        for index, message in enumerate(self.message.data):
+            data.append(_datum(f"data[{index}]", message, longest))
+            size += sum(array.size for array in data[-1].inputs.values())
+            if size > _LARGEST:
+                raise RequestError("data", f"{size} values", f"a message may have {_LARGEST}; send less data at once")
+        return data
 
 
-def _datum(where: str, message: Any) -> Datum:
+def _datum(where: str, message: Any, longest: int) -> Datum:
     if not all(chunk.HasField("encoded_text") for chunk in message.model_input):
         raise RequestError(f"{where}.model_input", "", "has a chunk that is no text; this service trains on text only")
     inputs = {}
     for entry in message.loss_fn_inputs:
         try:
-            inputs[entry.key] = _array(entry.value)
-        except (ValueError, KeyError, IndexError) as error:
+            inputs[entry.key] = _array(entry.value, longest)
+        except Exception as error:  # numpy raises many kinds
             raise RequestError(f"{where}.loss_fn_inputs.{entry.key}", "", f"is no valid tensor: {error}") from None
     tokens = b"".join(chunk.encoded_text.tokens for chunk in message.model_input)
+    if len(tokens) % 4:
+        raise RequestError(f"{where}.model_input", f"{len(tokens)} bytes", "a token has 4 bytes")
     return Datum(np.frombuffer(tokens, np.int32), inputs)
 
 
-def _array(tensor: Any) -> NDArray[Any]:
+def _array(tensor: Any, longest: int) -> NDArray[Any]:
     """Return a tensor as a dense array. Missing entries of a sparse tensor are 0."""
     dtype, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
     if not tensor.HasField("sparse_csr"):
@@ -123,13 +134,18 @@ def _array(tensor: Any) -> NDArray[Any]:
     ends, columns = (np.frombuffer(buffer, np.int64) for buffer in (sparse.crow_indices, sparse.col_indices))
     values = np.frombuffer(sparse.values, dtype)
     rows, width = shape
-    if len(ends) != rows + 1 or (len(columns) and not 0 <= columns.min() <= columns.max() < width):
+    if rows > longest or rows * width > _LARGEST:
+        raise ValueError(f"shape {list(shape)} is too large; the model's longest sequence has {longest} tokens")
+    counts = np.diff(ends)
+    if (
+        len(ends) != rows + 1
+        or (ends[0], ends[-1], len(values)) != (0, len(columns), len(columns))
+        or (counts < 0).any()
+        or (len(columns) and not 0 <= columns.min() <= columns.max() < width)
+    ):
         raise ValueError(f"its indices do not fit shape {list(shape)}")
-    # The size of a dense array is not bounded by the size of the message.
-    if rows * width > 1 << 28:
-        raise ValueError(f"shape {list(shape)} is too large")
     dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(rows), np.diff(ends)), columns] = values
+    dense[np.repeat(np.arange(rows), counts), columns] = values
     return dense
 
 

@@ -17,7 +17,11 @@ app = typer.Typer(cls=HelpingGroup, help="Serve the Tinker API on this machine."
 def serve_command(
     model: Annotated[str, typer.Option(help="Model directory, or a hub id in the Hugging Face cache.", metavar="DIR")],
     host: Annotated[
-        str, typer.Option(help="Address or name to listen on. Other computers reach only theirs.", metavar="HOST")
+        str,
+        typer.Option(
+            help="Address or name to listen on. To accept other computers, use an address they can reach.",
+            metavar="HOST",
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: any free one.", metavar="PORT")] = 8410,
     data: Annotated[Path, typer.Option(help="Directory for the API key and checkpoints.", metavar="DIR")] = Path(
@@ -25,14 +29,18 @@ def serve_command(
     ),
     max_rank: Annotated[
         int,
-        typer.Option(min=1, help="Largest rank of an adapter. All adapters compute as if they had it.", metavar="N"),
+        typer.Option(
+            min=1,
+            help="Largest rank. Adapters are padded to this rank; larger values slow all clients.",
+            metavar="N",
+        ),
     ] = 32,
 ) -> None:
     """Train LoRA adapters of one model, and sample from them, for clients of the Tinker API.
 
     The service runs on one GPU, or on the CPU if there is none, without Slurm. It prints the address and the key that
     clients need. Sampling uses the trainer's model without a KV cache, so it is exact, and slow for long sequences.
-    Ctrl-C ends the service; checkpoints and the key stay in the data directory.
+    Ctrl-C or SIGTERM ends the service with exit code 0; checkpoints and the key stay in the data directory.
 
     Examples:
         primeslurm tinker serve --model /models/SmolLM2-135M-Instruct

@@ -37,7 +37,7 @@ def serve(backbone: Backbone, tmp_path: Path) -> Iterator[Callable[..., Api]]:
             running.pop().close()
         store = TinkerStore(tmp_path / "data")
         running.append(Service(store, backbone, TrainerSampler(backbone), **options))
-        return Api(TestClient(application(running[0], store.keys, poll_s=0.2)), store.keys[0], backbone.limits.model)
+        return Api(running[0], TestClient(application(running[0], store.keys, poll_s=0.2)), store.keys[0])
 
     yield start
     for service in running:
@@ -47,8 +47,8 @@ def serve(backbone: Backbone, tmp_path: Path) -> Iterator[Callable[..., Api]]:
 class Api:
     """A client that sends what the real client sends."""
 
-    def __init__(self, http: TestClient, key: str, model: str) -> None:
-        self.http, self.key, self.model = http, key, model
+    def __init__(self, service: Service, http: TestClient, key: str) -> None:
+        self.service, self.http, self.key, self.model = service, http, key, service.limits.model
 
     def post(self, route: str, status: int = 200, **body: Any) -> Any:
         return self._answer(self.http.post(f"/api/v1/{route}", json=body, headers={"X-API-Key": self.key}), status)

@@ -98,7 +98,9 @@ def test_sft_sampling_rl_and_resume(client: Any, backbone: Backbone) -> None:
         },
     )
     assert resumed.forward([topk], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].shape == [2, 2]
-    with pytest.raises(tinker.BadRequestError, match=r"weights\.shape = \[6\]: must be \[7\]"):
-        training.forward([datum(weights=weights[1:])], "cross_entropy").result()
+    # The client sends this batch in two chunks, the second one first.
+    batch = [datum(weights=weights)] * 1024 + [datum(weights=weights[1:])]
+    with pytest.raises(tinker.RequestFailedError, match=r"weights\.shape = \[6\]: must be \[7\]"):
+        training.forward(batch, "cross_entropy").result()
     saved = training.save_weights_for_sampler("named").result().path
     assert client.create_sampling_client(model_path=saved).result().get_base_model() == model.model_name

@@ -69,3 +69,13 @@ def test_top_k_and_top_p() -> None:
     assert seen(top_p=0.6) == {0, 1}
     assert seen(top_p=0.4) == {0}
     assert seen(temperature=0) == {0}
+
+
+def test_tail_of_the_vocabulary_keeps_its_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[torch.Tensor] = []
+    multinomial = torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda p, *a, **k: (drawn.append(p), multinomial(p, *a, **k))[1])
+    scores = torch.tensor([[1.0] + [1e-9] * 50]).log()  # in float32, the first probability is already 1
+    for params in (SamplingParams(), SamplingParams(top_k=51)):
+        choose(scores, params, None)
+        assert (drawn.pop() > 0).all()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from primeslurm.tinker.requests import Datum
+from primeslurm.tinker.requests import Datum, RequestError
 from primeslurm.tinker.service import UNRESPONSIVE_S
 from tests.trainer.tinker.conftest import Api, make_data
 
@@ -86,7 +90,8 @@ def changed(change: Callable[[Datum], None]) -> list[Datum]:
 )
 def test_wrong_pass_is_refused(api: Api, data: list[Datum], fields: dict[str, Any], words: str) -> None:
     run = api.create_run(api.session())
-    assert words in api.send_pass(run, 1, data, 400, **fields)["detail"]
+    error = api.result(api.send_pass(run, 1, data, **fields))
+    assert words in error["error"] and error["category"] == "user"
     update = api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS)
     assert "the gradient is incomplete" in api.result(update)["error"], "a part of the batch is missing"
     assert len(train(api, run, 3, 1)) == 1, "the run goes on"
@@ -102,10 +107,13 @@ def test_wrong_pass_is_refused(api: Api, data: list[Datum], fields: dict[str, An
         ("create_model", {"session_id": "none"}, 404, "session_id = none: is unknown"),
         ("get_info", {"model_id": "none"}, 404, "model_id = none: is unknown"),
         ("optim_step", {"adam_params": {"beta1": 1}}, 400, "adam_params.beta1: Input should be less than 1"),
-        ("save_weights", {"path": "../x"}, 400, "path = ../x: a name has"),
-        ("load_weights", {"path": "tinker://x"}, 404, "path = tinker://x: there is no such checkpoint"),
+        ("save_weights", {"path": "../x"}, 200, "path = ../x: a name has"),
+        ("load_weights", {"path": "tinker://x"}, 200, "path = tinker://x: there is no such checkpoint"),
+        ("load_weights", {"path": "tinker://x", "model_id": None}, 404, "there is no such checkpoint"),
         ("asample", {"sampling_session_id": "none"}, 404, "sampling_session_id = none: is unknown"),
         ("asample", {"num_samples": 0}, 400, "num_samples: Input should be greater"),
+        ("asample", {"sampling_params": {"stop": ""}}, 400, "sampling_params.stop: Value error, an empty string"),
+        ("asample", {"sampling_params": {"stop": ["a", ""]}}, 400, "stop: Value error, an empty string"),
         ("asample", {"topk_prompt_logprobs": 3}, 400, "topk_prompt_logprobs: Input should be 0"),
         ("retrieve_future", {"request_id": "none"}, 410, "request_id = none: is unknown"),
         ("save_weights_external", {}, 404, "POST /api/v1/save_weights_external: this service has no such route"),
@@ -129,8 +137,10 @@ def test_wrong_request_is_refused(api: Api, route: str, body: dict[str, Any], st
         "sampling_params": {},
         "adam_params": {},
     }
-    assert words in api.post(route, status, **valid | ({"model_id": run} if of_run else {}) | body)["detail"]
-    assert len(train(api, run, 1 + of_run, 1)) == 1, "the run goes on"
+    body = valid | ({"model_id": run} if of_run else {}) | body
+    answer = api.post(route, status, **body)
+    assert words in (api.result(answer)["error"] if status == 200 else answer["detail"])
+    assert len(train(api, run, 1 + (of_run and body["model_id"] == run), 1)) == 1, "the run goes on"
 
 
 def test_wrong_key_is_refused(api: Api) -> None:
@@ -160,6 +170,97 @@ def test_restart_keeps_key_sessions_and_checkpoints(serve: Serve) -> None:
     assert train(restarted, resumed, 1, 2, 3) == losses
 
 
+def test_refused_chunk_of_a_pass_waits_for_the_first(api: Api) -> None:
+    run = api.create_run(api.session())
+    second = api.send_pass(run, 2, make_data(1, 5), loss="dro")  # clients send the first chunk last
+    first = api.send_pass(run, 1, make_data(1, 5))
+    assert api.result(first).metrics[0].value > 0 and "loss_fn = dro" in api.result(second)["error"]
+
+
+def test_sampling_a_rank_above_the_services_is_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = api.session()
+    run = api.create_run(session, rank=16)
+    path = api.result(api.post("save_weights_for_sampler", model_id=run, seq_id=1, path="one"))["path"]
+    monkeypatch.setattr(api.service, "limits", replace(api.service.limits, rank=8))
+    fields = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    answer = api.post("create_sampling_session", 400, **fields)
+    assert "rank = 16: the largest rank of this service is 8 (primeslurm tinker serve --max-rank)" in answer["detail"]
+
+
+def test_long_work_of_an_ended_session_stops(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, computing, ended = api.session(), threading.Event(), threading.Event()
+    sampler = api.post("create_sampling_session", session_id=session, sampling_session_seq_id=0)["sampling_session_id"]
+    steps = []
+
+    def next_logits(rows: torch.Tensor) -> torch.Tensor:
+        steps.append(rows)
+        computing.set()
+        assert ended.wait(10)
+        return torch.zeros(len(rows), 128)
+
+    monkeypatch.setattr(api.service._backbone, "next_logits", next_logits)
+    sample = {"sampling_session_id": sampler, "sampling_params": {"stop": []}, "prompt": {"chunks": [{"tokens": [5]}]}}
+    sent = [api.post("asample", seq_id=number, **sample) for number in (0, 1)]
+    running = api.service.requests.future(sent[0]["request_id"])
+    assert computing.wait(10)
+    api.post(f"sessions/{session}/finish")
+    ended.set()
+    assert "has ended" in running.result(10)["error"]  # type: ignore[call-overload]
+    api.service.close()
+    assert len(steps) == 1
+    assert "its session ended" in api.post("retrieve_future", 410, request_id=sent[1]["request_id"])["detail"]
+
+
+def test_poll_for_a_cancelled_request_ends(api: Api) -> None:
+    run = api.create_run(api.session())
+    update = api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS)  # waits for number 1
+    api.service.requests.future(update["request_id"]).cancel()
+    assert "was cancelled" in api.post("retrieve_future", 410, request_id=update["request_id"])["detail"]
+
+
+def test_poll_at_the_end_of_the_service_is_answered(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancelled(*_: object, **__: object) -> None:
+        raise asyncio.CancelledError
+
+    run = api.create_run(api.session())
+    monkeypatch.setattr(asyncio, "wait", cancelled)
+    assert "the service ends" in api.post("retrieve_future", 503, request_id=f"{run}:0")["detail"]
+
+
+def test_ended_session_stops_a_pass_between_batches(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = api.service._runs[api.create_run(api.session())]
+    monkeypatch.setattr("primeslurm.tinker.backbone.BATCH_TOKENS", 5)
+    checks = iter([None, None, RequestError("session_id", "", "has ended")])
+
+    def check() -> None:
+        if error := next(checks):
+            raise error
+
+    with pytest.raises(RequestError, match="has ended"):
+        api.service._backbone.score(run.adapter, make_data(1, 5, 5, 5), "cross_entropy", {}, True, check)  # type: ignore[arg-type]
+    assert all(p.grad is None for p in run.adapter.parameters.values())  # type: ignore[union-attr]
+
+
+def test_prompt_of_the_longest_sequence_is_scored(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = replace(api.service.limits, length=4)
+    monkeypatch.setattr(api.service, "limits", limits)
+    session = api.session()
+    sampler = api.post("create_sampling_session", session_id=session, sampling_session_seq_id=0)["sampling_session_id"]
+    sample = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [5, 6, 7, 8]}]}, "prompt_logprobs": True}
+    api.post("asample", seq_id=0, sampling_params={"max_tokens": 1}, **sample)
+    answer = api.post("asample", 400, seq_id=1, sampling_params={"max_tokens": 2}, **sample)
+    assert "4 tokens and 2 to sample: the model's longest sequence has 4" in answer["detail"]
+
+
+def test_sessions_expire_without_requests(serve: Serve) -> None:
+    now = 0.0
+    api = serve(clock=lambda: now)
+    session = api.session()
+    now = UNRESPONSIVE_S + 1
+    with api.http:  # starts the application's own tasks
+        assert "no heartbeat" in api.post("session_heartbeat", 410, session_id=session)["detail"]
+
+
 def test_session_without_heartbeat_ends(serve: Serve) -> None:
     now = 0.0
     api = serve(clock=lambda: now)
@@ -171,7 +272,7 @@ def test_session_without_heartbeat_ends(serve: Serve) -> None:
     api.post("session_heartbeat", session_id=alive)
     api.post("get_info", model_id=run)
     now = UNRESPONSIVE_S + 1
-    api.post("session_heartbeat", session_id=alive)
+    asyncio.run(api.service.expire_sessions())
     assert "has ended with its session" in api.post("get_info", 404, model_id=run)["detail"]
     sample = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "seq_id": 0}
     api.post("asample", 404, sampling_session_id=sampler, **sample)

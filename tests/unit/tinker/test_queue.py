@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from itertools import permutations
+from threading import Event
 
 import pytest
 
@@ -58,6 +59,37 @@ def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pyte
         requests.future("run:1")
     with pytest.raises(RequestError, match="seq_id = 1: is in the past; the next one is 3"):
         requests.submit("run:1", dict, 1, order)
-    requests.forget("run:")
+    requests.forget("run")
     with pytest.raises(RequestError, match="its session ended"):
         requests.future("run:2")
+
+
+def test_queued_work_of_a_forgotten_session_never_runs(worker: ThreadPoolExecutor) -> None:
+    requests, go, executed = Requests(worker), Event(), list[str]()
+
+    def action(name: str) -> Result:
+        assert go.wait(10)
+        executed.append(name)
+        return {}
+
+    for name in ("a:1", "b:1", "b:2", "a:2"):
+        requests.submit(name, partial(action, name))
+    last, cancelled = requests.future("a:2"), requests.future("b:2")
+    requests.forget("b")
+    with pytest.raises(CancelledError):
+        cancelled.result(10)
+    go.set()
+    assert last.result(10) == {} and executed == ["a:1", "a:2"]
+
+
+def test_results_that_no_client_retrieves_are_bounded(
+    worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "PER_SESSION", 2)
+    requests = Requests(worker)
+    for name in ("a:1", "b:1", "a:2", "a:3"):
+        requests.submit(name, dict)
+        requests.future(name).result(10)
+    with pytest.raises(RequestError, match="a:1: is unknown"):
+        requests.future("a:1")
+    assert all(requests.future(name).done() for name in ("b:1", "a:2", "a:3"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 from pathlib import Path
 
@@ -31,5 +32,12 @@ def test_port_in_use_is_an_error(tmp_path: Path) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(UsageError, match=f"--port = {port}: cannot listen on 127.0.0.1"):
         prepare("127.0.0.1", port, tmp_path / "other")
+    server.listener.close()
+    server.store.close()
+
+
+def test_address_that_clients_cannot_use_is_replaced(tmp_path: Path) -> None:
+    server = prepare("0.0.0.0", 0, tmp_path / "data")
+    assert server.url == f"http://{socket.gethostname()}:{server.listener.getsockname()[1]}"
     server.listener.close()
     server.store.close()
