@@ -117,7 +117,8 @@ def join(rank: int, store: Path, run: Path, config: Checkpoint) -> tuple[Weights
     model = Weights()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    train_step: Any = SimpleNamespace(policy=SimpleNamespace(model=model), optimizer=optimizer, scheduler=scheduler)
+    policy = SimpleNamespace(model=model)
+    train_step: Any = SimpleNamespace(policy=policy, optimizer=optimizer, scheduler=scheduler, draft_training=None)
     saver = Checkpoints(run, os.getppid(), config, world, None)
     return model, train_step, saver, PhaseTimer(Journal(store.parent, f"rank-{rank}"), record=False)
 
