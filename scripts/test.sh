@@ -77,7 +77,7 @@ reap() {
 # core, the longest first.
 start clusters
 start emulated
-for group in lint engines unit trainer runs rollouts; do
+for group in lint engines unit trainer rollouts runs; do
   while ((computing >= $(nproc))); do reap; done
   start "$group"
   computing=$((computing + 1))
