@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from primeslurm.inference.weight_transfer.filesystem_receiver import policy_files, restored, tensor_names
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
-from primeslurm.wire.weight_transfer import filesystem
+from primeslurm.wire.weight_transfer import deltas, filesystem
 from tests.support.faulty_storage import FaultyStorage, storage_time  # noqa: F401 - for all tests
 from tests.support.models import publish, publish_delta
 
@@ -91,3 +91,12 @@ def test_a_delta_is_restored_and_a_damaged_one_refused(policy: Path, tmp_path: P
     save_file(stored, file, digests)
     with pytest.raises(PolicyError, match=r"v000005: .* is damaged"):
         dict(restored([base], [file]))
+
+
+def test_a_delta_without_changes_is_the_base(policy: Path, tmp_path: Path) -> None:
+    """A rank whose tensors are all unchanged writes a file that has digests but no tensors."""
+    (base,), delta = policy_files(policy, 3), tmp_path / "delta.safetensors"
+    before = load_file(base)
+    save_file({}, delta, {name: deltas.digest(tensor) for name, tensor in before.items()})
+    after = dict(restored([base], [delta]))
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)

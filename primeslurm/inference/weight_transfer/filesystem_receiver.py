@@ -129,10 +129,8 @@ def restored(base_paths: list[Path], delta_paths: list[Path]) -> Iterator[tuple[
     Raises PolicyError if a tensor is not as published.
     """
     with contextlib.ExitStack() as stack:
-        base, delta = _opened(base_paths, stack), _opened(delta_paths, stack)
-        digests: dict[str, str] = {}
-        for _, handle in delta.values():
-            digests |= handle.metadata() or {}
+        base, _ = _opened(base_paths, stack)
+        delta, digests = _opened(delta_paths, stack)
         # vLLM holds the tensors of a module until it has all. These are copies in memory, unlike those of a whole
         # version, and files of different ranks have parts of the same layer.
         for name in sorted(base, key=_by_layer):
@@ -143,13 +141,15 @@ def restored(base_paths: list[Path], delta_paths: list[Path]) -> Iterator[tuple[
                 raise PolicyError(f"{delta_paths[0].parent}: {error}") from error
 
 
-def _opened(paths: list[Path], stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
-    """Return the file of each tensor, and its open handle."""
+def _opened(paths: list[Path], stack: contextlib.ExitStack) -> tuple[dict[str, tuple[Path, Any]], dict[str, str]]:
+    """Return the file of each tensor with its open handle, and the metadata of all files."""
     places: dict[str, tuple[Path, Any]] = {}
+    metadata: dict[str, str] = {}
     for path in paths:
         handle = stack.enter_context(files.retrying(path, partial(safe_open, path, framework="pt")))
         places |= dict.fromkeys(handle.keys(), (path, handle))
-    return places
+        metadata |= handle.metadata() or {}  # also of a file whose tensors are all unchanged, and so has none
+    return places, metadata
 
 
 def _read(places: dict[str, tuple[Path, Any]], name: str) -> torch.Tensor:
