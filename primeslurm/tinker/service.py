@@ -31,7 +31,7 @@ from primeslurm.tinker.requests import (
     SaveWeights,
 )
 from primeslurm.tinker.sampler import TrainerSampler
-from primeslurm.tinker.store import SAMPLER, SCHEME, TRAINING, TinkerStore
+from primeslurm.tinker.store import SAMPLER, SCHEME, TRAINING, SavedAdapter, TinkerStore
 from primeslurm.tinker.wire import PassRequest, pass_output, sample_output
 
 # A session without a heartbeat for this long has ended [s]. Clients send one every 10 s.
@@ -187,21 +187,22 @@ class Service:
             return self._submit(run, request.seq_id, partial(self._load, run, request))
         if request.session_id is None or request.model_seq_id is None:
             raise RequestError("session_id", "", "is missing: name session_id and model_seq_id, or model_id and seq_id")
-        return self._add_run(request.session_id, request.model_seq_id, self._check_load(request), request)
+        lora = self._checkpoint(request.path).lora
+        return self._add_run(request.session_id, request.model_seq_id, lora, request)
 
-    def _check_load(self, request: LoadWeights, lora: LoraConfig | None = None) -> LoraConfig:
-        """Return the shape of a checkpoint's adapter. Raise RequestError if a run of shape `lora` cannot load it."""
-        checkpoint = self._store.checkpoint(request.path)
+    def _checkpoint(self, path: str) -> SavedAdapter:
+        """Return a checkpoint. Raise RequestError if there is none, or if this service's model cannot use it."""
+        checkpoint = self._store.checkpoint(path)
         requests.check_base_model(checkpoint.model, self.limits)
         requests.check_lora(checkpoint.lora, self.limits)
-        saved, expected = (each.model_dump(exclude={"seed"}) for each in (checkpoint.lora, lora or checkpoint.lora))
-        if saved != expected:
-            raise RequestError("path", request.path, f"its adapter is {saved}, but the training run has {expected}")
-        return checkpoint.lora
+        return checkpoint
 
     def _load(self, run: TrainingRun, request: LoadWeights) -> Result:
-        self._check_load(request, run.lora)
-        _adapter(run).load(self._store.checkpoint(request.path).file, request.optimizer)
+        checkpoint = self._checkpoint(request.path)
+        saved, expected = (lora.model_dump(exclude={"seed"}) for lora in (checkpoint.lora, run.lora))
+        if saved != expected:
+            raise RequestError("path", request.path, f"its adapter is {saved}, but the training run has {expected}")
+        _adapter(run).load(checkpoint.file, request.optimizer)
         run.incomplete = ""
         return {"path": request.path, "model_id": run.id}
 
@@ -209,9 +210,7 @@ class Service:
         self._check_session(request.session_id)
         requests.check_base_model(request.base_model or self.limits.model, self.limits)
         if request.model_path is not None:
-            checkpoint = self._store.checkpoint(request.model_path)
-            requests.check_base_model(checkpoint.model, self.limits)
-            requests.check_lora(checkpoint.lora, self.limits)
+            self._checkpoint(request.model_path)
         session = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         self._samplers[session] = request.model_path
         return {"sampling_session_id": session}
@@ -236,7 +235,7 @@ class Service:
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     def refuse(self, model_id: object, number: object, error: RequestError) -> None:
-        """Note that a request of a run was refused before it was understood, so that later ones do not wait for it."""
+        """Record that a request of a run could not be parsed, so that later requests do not wait for it."""
         if isinstance(number, int) and isinstance(model_id, str) and model_id in self._runs:
             self._submit(self._runs[model_id], number, partial(_raise, error))
 
