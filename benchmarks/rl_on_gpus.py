@@ -52,7 +52,7 @@ CONFIG: dict[str, Any] = {
 REPLAY = {"trainer.router_replay": "true"}
 FP8 = {"trainer.fp8": "true", "inference.quantization": "fp8"}
 # Compiling DeepGEMM's kernels for all possible sizes takes minutes. An engine alone on its GPU needs few. Prefill and
-# decode engines that compile during requests do not answer for so long that they count as down.
+# decode engines that compile during requests stop answering, and count as down.
 NO_WARM_UP = {"inference.env.VLLM_DEEP_GEMM_WARMUP": "skip"}
 FP8_KV = {"inference.kv_cache_dtype": "fp8"}
 COMPILED = {"trainer.compile": "true"}

@@ -309,7 +309,7 @@ def emulate(cell: Cell, seed: int) -> dict[str, float]:
 
 
 async def _emulate(cell: Cell, seed: int) -> dict[str, float]:
-    """Serve a load with emulated engines, half of which prefill with shape P/D, and return what is reported of it."""
+    """Serve a load with emulated engines, and return its report. With shape P/D, half of the engines prefill."""
     names = [f"e{number}" for number in range(cell.engines)]
     prefill = names[: len(names) // 2] if cell.shape == "P/D" else []
     workers = ReplicaEngines([], prefill, names[len(prefill) :]) if prefill else ReplicaEngines(names)

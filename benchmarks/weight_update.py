@@ -48,7 +48,7 @@ from scripts.models import tiny_model
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"
 DELTAS_RESULT = RESULT.with_name("weight_deltas.json")
 UPDATES = 8
-# Of the benchmark of deltas
+# Learning rates, training steps and batch of the benchmark of deltas
 LEARNING_RATES = (1e-6, 1e-5)
 STEPS = 2
 ROWS, SEQ_LEN = 1, 256

@@ -112,7 +112,7 @@ class EmulatedEngine:
             self._socket.bind(f"tcp://{HOST}:{port}")
 
     async def subscribed(self) -> None:
-        """Wait until a router reads the events, because it distrusts events of which it has missed the first."""
+        """Wait until a router reads the events. A router that missed the first ones does not trust the others."""
         if self._socket:
             await asyncio.wait_for(self._socket.recv(), MESSAGE_S)
 

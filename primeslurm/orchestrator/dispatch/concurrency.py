@@ -38,7 +38,7 @@ FLOOR_PER_ENGINE = 2
 FIRST_S = 300.0
 # The limit grows by 20 % in ten seconds, because the engines show the effect of a larger limit only after seconds.
 GROWTH, GROWTH_S = 1.2, 10.0
-# A limit of which less is in use does not hold back any rollout, so there is no reason to raise it.
+# Below this use, the limit holds back no rollout, so there is no reason to raise it.
 USED_SHARE = 0.8
 
 # Lengths differ much between rollouts, so means cover twelve lifetimes, but at most half an hour of a changing policy.
