@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def main() -> None:
     del model.config.quantization_config
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    for file in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", file)  # safetensors 0.8 writes files for their owner alone
 
 
 if __name__ == "__main__":

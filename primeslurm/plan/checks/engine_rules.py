@@ -114,7 +114,7 @@ def _warmup_skipped(context: RuleContext) -> str:
 
 
 def _warmup_skipped_fp8(context: RuleContext) -> str:
-    if context.recipe.inference.quantization != "fp8" or context.site.device == "cpu":
+    if context.recipe.inference.quantization != "fp8" or context.on_cpus:
         return ""
     for request, settings in context.engines():
         if settings.env.get("VLLM_DEEP_GEMM_WARMUP") == "skip":
