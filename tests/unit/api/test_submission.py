@@ -25,7 +25,14 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.slurm_plans import group, plan
 
 ROOT = str(Path(__file__).resolve().parents[3])
-RESUME = "import sys; from primeslurm.api.runs.run import find_run; print(find_run(sys.argv[1]).start_again().job_id)"
+RESUME = """
+import signal, sys
+from primeslurm.api.runs.run import find_run
+# Tests that run under nohup or in the background ignore these signals, and so would this process.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+print(find_run(sys.argv[1]).start_again().job_id)
+"""
 
 
 @pytest.fixture
