@@ -1,34 +1,48 @@
 #!/usr/bin/env bash
-# Lint, and run all tests with coverage except campaigns (scripts/campaigns.sh). A failed test is never run again.
+# Lint, and run all tests except campaigns (scripts/campaigns.sh). A failed test is never run again.
 # With arguments: lint, and pass the arguments to pytest.
+# With --coverage: also measure coverage, and fail if it is too low. That takes half as long again, so a nightly job does it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
-rm -f .coverage .coverage.*
 # Some tests need a browser and container engines.
 if [[ -n ${CI:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
   scripts/test_programs.sh || echo "warning: programs that some tests need are not installed; these tests are skipped" >&2
 fi
 # Compile once what hundreds of processes import, as none of them does so if PYTHONDONTWRITEBYTECODE is set.
 python -m compileall -q benchmarks primeslurm scripts tests
-# Coverage also measures the processes that tests start.
-export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
+unmeasured=(env -u COVERAGE_PROCESS_START -u COVERAGE_FILE)
+python=(python)
+if [[ ${1:-} == --coverage ]]; then
+  shift
+  rm -f .coverage .coverage.*
+  # Coverage also measures the processes that tests start.
+  export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
+  python=(coverage run)
+fi
 
-lint=(env -u COVERAGE_PROCESS_START -u COVERAGE_FILE just lint)
-if (($#)); then
-  "${lint[@]}"
-  coverage run -m pytest "$@"
+# Print the coverage if it was measured.
+report() {
+  [[ -n ${COVERAGE_FILE:-} ]] || return 0
   coverage combine --quiet
-  exec coverage report
+  coverage report
+}
+
+if (($#)); then
+  "${unmeasured[@]}" just lint
+  "${python[@]}" -m pytest "$@"
+  report
+  exit
 fi
 
 components=tests/trainer/components
 compiled=$components/test_compile.py
+agents=tests/unit/node
 declare -A groups=(
-  [clusters]="tests/cluster tests/power tests/chaos"
+  [clusters]="tests/cluster tests/power tests/chaos $agents"
   [emulated]="tests/emulated"
   [engines]="tests/engine tests/gpu"
-  [unit]="tests/unit --ignore=tests/unit/orchestrator $compiled"
+  [unit]="tests/unit --ignore=tests/unit/orchestrator --ignore=$agents $compiled"
   [trainer]="tests/trainer --ignore=$components"
   [rollouts]="tests/unit/orchestrator $components --ignore=$compiled"
   [runs]="tests/e2e"
@@ -38,12 +52,12 @@ declare -A groups=(
 # (pyproject.toml). The limit here ends a process that hangs outside of a test: SIGABRT makes it print its stacks.
 run() {
   if [[ $1 == lint ]]; then
-    "${lint[@]}"
+    "${unmeasured[@]}" just lint
     return
   fi
-  local python=(coverage run) paths
+  local python=("${python[@]}") paths
   # The tests of single modules already measure what whole runs execute.
-  [[ $1 != runs ]] || python=(env -u COVERAGE_PROCESS_START python)
+  [[ $1 != runs ]] || python=("${unmeasured[@]}" python)
   read -ra paths <<<"${groups[$1]}"
   timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-40m}" \
     "${python[@]}" -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${paths[@]}"
@@ -73,8 +87,8 @@ reap() {
   fi
 }
 
-# Tests of clusters mostly wait for Slurm and for timeouts, so they run beside the others. Of the others one runs per
-# core, the longest first.
+# Tests of clusters and agents mostly wait for Slurm and for timeouts, so they run beside the others. Of the others one
+# runs per core, the longest first.
 start clusters
 start emulated
 for group in lint engines unit trainer rollouts runs; do
@@ -91,5 +105,4 @@ if ((${#failed[@]})); then
   echo "failed: ${failed[*]} (see build/*.log)" >&2
   exit 1
 fi
-coverage combine --quiet
-coverage report
+report
