@@ -13,7 +13,7 @@ from primeslurm.records.fleet import RestartOrder
 from primeslurm.wire import exit_codes
 
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)  # waits before the first, second, ... restart. The last one repeats.
-STABLE_S = 300.0  # a process that ran and responded for this long gets a new restart budget
+STABLE_S = 300.0  # a process that was ready and responded for this long gets a new restart budget
 # Role of processes that a task may kill. The orchestrator finds out which task does it, and skips the task.
 TASK_ROLE = "environment"
 
@@ -49,7 +49,7 @@ class Supervision:
     since: float = 0.0  # begin of this state
     reason: str = ""
     generation: int = 0  # generation of its restart group at its last start
-    renewing: bool = False  # it is being ended only to start again, without blame
+    renewing: bool = False  # it is being ended for a planned restart, which does not use up its restart budget
     unresponsive: bool = False  # it is being ended because it is unresponsive
     idle_deaths: int = 0  # consecutive deaths before any work
     failed_starts: int = 0  # consecutive starts that failed with `start_error`
@@ -152,9 +152,9 @@ class Supervision:
                 return "nothing"
             self.unresponsive, self.reason = True, unresponsive
             return "dump_and_kill"
-        # Time since the last heartbeat does not count: a process that stops responding right after each start would
-        # otherwise earn a new restart budget while it waits for its timeout.
-        if now - silent_s - self.started_at > STABLE_S:
+        # Loading does not count, nor does the time since the last heartbeat: a process that dies or stops responding right
+        # after each start would otherwise earn a new restart budget.
+        if now - silent_s - self.since > STABLE_S:
             self.restarts = 0
         return "nothing"
 

@@ -10,6 +10,7 @@ plan.json calls the restart group of a process `unit`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,8 +28,9 @@ class RestartGroup:
     name: str
     members: tuple[Process, ...]
     generation: int = 0
-    restarts: int = 0  # since it last ran for `STABLE_S`
+    restarts: int = 0  # since all members were last ready for `STABLE_S`
     restarted_at: float = 0.0
+    ready_since: float = math.inf  # begin of the time in which all members are ready
     hold: bool = False  # the new generation must not start yet
 
     @property
@@ -49,14 +51,19 @@ class RestartGroup:
 
     def restart(self, now: float) -> None:
         """Begin a new generation, which starts once `tick` allows it."""
-        if now - self.restarted_at > STABLE_S:
-            self.restarts = 0
         self.generation += 1
         self.restarts += 1
         self.restarted_at, self.hold = now, True
 
     def tick(self, now: float, reports: Mapping[str, ProcessReport | None]) -> None:
-        """Let the new generation start if the old one has ended and the back-off has passed."""
+        """Let the new generation start if the old one has ended and the back-off has passed.
+
+        Members that have been ready for a while renew the restart budget.
+        """
+        ready = all(r and r.state == ProcessState.READY and r.generation == self.generation for r in reports.values())
+        self.ready_since = min(self.ready_since, now) if ready else math.inf
+        if now - self.ready_since > STABLE_S:
+            self.restarts = 0
         if self.hold and now - self.restarted_at >= BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]:
             members = [report for process in self.members if (report := reports[process.name])]
             self.hold = any(each.generation < self.generation and each.state not in _ENDED for each in members)

@@ -317,6 +317,31 @@ def test_a_restart_group_that_keeps_dying_is_given_up_as_one() -> None:
     assert fleet.lost == {"engine-r0-0", "engine-r0-1", "router-0"}
 
 
+def test_only_time_in_which_all_members_are_ready_renews_the_restart_budget_of_their_group() -> None:
+    agents = group_of_two()
+    group = agents.assigned().restart_groups["r0"]
+
+    def fell(at: float) -> None:
+        agents.states = {name: killed(group.generation, "fallen") for name in ("engine-r0-0", "engine-r0-1")}
+        assert agents.decide(at) is None
+        agents.decide(at + 5.0)
+
+    def are(at: float, *states: str) -> None:
+        agents.states = {f"engine-r0-{i}": killed(group.generation, state) for i, state in enumerate(states)}
+        agents.decide(at)
+
+    fell(10.0)
+    are(20.0, "loading", "ready")
+    are(1000.0, "ready", "ready")
+    fell(1001.0)
+    assert group.restarts == 2, "one of them was loading until just before"
+    are(1010.0, "ready", "ready")
+    are(1320.0, "ready", "ready")
+    assert group.restarts == 0
+    fell(1330.0)
+    assert group.generation == 3
+
+
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_restart_group_whose_node_is_lost_moves_to_a_spare_or_is_given_up_as_one(spares: int) -> None:
     agents = group_of_two(spares=spares)

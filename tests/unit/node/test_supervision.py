@@ -71,13 +71,17 @@ def test_an_unresponsive_process_is_ended_once_and_dumps_its_stacks() -> None:
     assert s.reason == "why"
 
 
-def test_time_without_heartbeats_earns_no_new_restart_budget() -> None:
-    s, now = Supervision(process()), 0.0
+@pytest.mark.parametrize("loads", [False, True])
+def test_loading_and_time_without_heartbeats_earn_no_new_restart_budget(loads: bool) -> None:
+    s, now = Supervision(process("orchestrator", health=not loads)), 0.0
     for _ in range(s.process.max_restarts + 1):
         assert s.tick(now, prerequisites=True, ready=False) == "start"
         s.started(now)
-        for silent in range(0, 400, 10):
-            s.tick(now + silent, prerequisites=True, ready=True, silent_s=silent)
+        for passed in range(0, 400, 10):
+            if loads:
+                s.tick(now + passed, prerequisites=True, ready=passed > 350)
+            else:
+                s.tick(now + passed, prerequisites=True, ready=True, silent_s=passed)
         s.exited(now + 400, -9, ending=False)
         now += 500
     assert s.state is ProcessState.FAILED
