@@ -106,7 +106,8 @@ class TurnEnds:
     def _end(self, tail: str, gap: str, only: frozenset[str] | None = None) -> TurnEnd | None:
         """Find the end of a turn in `tail`, the text after a last answer, or in `gap`, the text before a next message.
 
-        Engines' stop tokens are preferred, then special tokens, then other added tokens; or `only` some may end it.
+        Engines' stop tokens are preferred, then special tokens, then other added tokens. With `only`, no
+        other token may end the turn.
         """
         # First a token that the template writes after the answer, then one that starts the next message.
         choices = [only] if only is not None else [self.stops, self._special, self._added]

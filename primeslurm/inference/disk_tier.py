@@ -45,7 +45,7 @@ class BlockFiles:
                 self._files.update((path, None) for path in new if Path(path).exists())
 
     def used(self, paths: Iterable[str]) -> None:
-        """Keep files that are read longer than the others."""
+        """Note that files are read now, so that others are deleted before them."""
         with self._lock:
             self._used(paths)
 

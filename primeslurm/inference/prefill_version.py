@@ -2,7 +2,7 @@
 
 vLLM's `weight_versions` cover sampled tokens, so they do not show a weight update between prefill and decode. Here the
 prefill engine's answer carries its version in `kv_transfer_params`, which the router forwards. If the decode engine has
-another one, its spans begin with an empty one of the prefill engine's version.
+another version, its spans begin with an empty span that carries the prefill engine's version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """FSDP of torchtitan's layers, with stacks of experts split by the rule of `expert_splits`.
 
 torchtitan splits stacks between experts if there are at least as many experts as ranks. FSDP then pads uneven splits,
-which no checkpoint adapter supports. Splitting through every expert is even for the same ranks.
+which no checkpoint adapter supports. Splitting the matrix of every expert gives equal shards if the ranks divide its
+size.
 """
 
 from __future__ import annotations

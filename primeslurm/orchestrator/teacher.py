@@ -254,8 +254,6 @@ class Scoring:
 
     def take_metrics(self) -> Row:
         """Return the metrics since the last call. teacher/seconds is the sum over all requests."""
-        # For sampled tokens that did not fit into requests (teacher/unasked_tokens), the teacher's log-probabilities
-        # are taken to equal the policy's.
         row = {
             "teacher/seconds": self._seconds,
             "teacher/tokens": float(self._tokens),
@@ -304,6 +302,7 @@ class Scoring:
         trained = min(len(rollout.token_ids), self._seq_len)
         length = max(prompt.replaces, min(trained, self._longest - extra))
         logprobs = np.zeros(len(rollout.token_ids), np.float32)
+        # For tokens that do not fit into the request, the teacher's log-probabilities are taken to equal the policy's.
         logprobs[length:trained] = np.where(rollout.mask, rollout.logprobs, 0)[length:trained]
         async with self._slots:
             started = self._clock()

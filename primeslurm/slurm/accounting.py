@@ -83,8 +83,8 @@ def parse_enforced(config: str) -> frozenset[str]:
 
 
 def lists_subaccounts(config: str) -> bool:
-    """Return whether a partition's account lists include subaccounts, from `scontrol show config`."""
-    # They do in releases after 22.05. The first such release is not documented; 23.02 is assumed.
+    """Return whether a partition's account lists also apply to subaccounts, from `scontrol show config`."""
+    # In releases after 22.05. The first one is not documented; 23.02 is assumed.
     version = re.match(r"(\d+)\.", config_value(config, "SLURM_VERSION"))
     return version is None or int(version[1]) >= _SUBACCOUNTS
 

@@ -170,7 +170,7 @@ def examine(
     errors = independent([each.errors for each in first], faulty)
     representative = first
     if errors:
-        # Other values in the wrong fields uncover errors that these hid.
+        # A wrong field may hide errors. Other values in the wrong fields uncover them.
         second = plan_variants(errors)
         wrong_fields = [*faulty, *(path_of(each.field) for each in errors)]
         errors += independent([each.errors for each in second], wrong_fields)

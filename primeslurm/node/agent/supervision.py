@@ -152,8 +152,8 @@ class Supervision:
                 return "nothing"
             self.unresponsive, self.reason = True, unresponsive
             return "dump_and_kill"
-        # Loading does not count, nor does the time since the last heartbeat: a process that dies or stops responding right
-        # after each start would otherwise earn a new restart budget.
+        # Loading does not count, nor does the time since the last heartbeat: a process that dies or stops responding
+        # right after each start would otherwise earn a new restart budget.
         if now - silent_s - self.since > STABLE_S:
             self.restarts = 0
         return "nothing"

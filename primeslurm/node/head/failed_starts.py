@@ -37,7 +37,10 @@ class FailedStarts:
                 self._roles[process.role].append(process)
 
     def check(self, report: Callable[[str], ProcessReport | None], lost: Collection[str]) -> Ending | None:
-        """Return why the attempt ends, or None. `report` returns the newest report of a process, by name."""
+        """End the attempt if all engines of a role keep failing to start with the same error.
+
+        `report` returns the newest report of a process, by name.
+        """
         for role, processes in list(self._roles.items()):
             reports = [(process, report(process.name)) for process in processes if process.name not in lost]
             if any(each is not None and each.state == ProcessState.READY for _, each in reports):

@@ -191,7 +191,7 @@ class Head(threading.Thread):
         if self.ending is None:
             self._requested = cause.ending
             return
-        self._grace_s += now - self._ending_at  # it counts from the begin of the end
+        self._grace_s += now - self._ending_at  # measured from `_ending_at`
         if cause.known and cause.ending.outcome is Outcome.CANCELLED and self.ending.outcome is Outcome.PREEMPTED:
             self.ending = cause.ending  # the user cancels a job during its grace time: it must not be requeued
 

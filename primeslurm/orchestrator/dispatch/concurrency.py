@@ -34,20 +34,20 @@ from primeslurm.records.state import Limit, ReplicaLoad
 START_PER_ENGINE = 12
 # Fewer rollouts than this would leave an engine idle whenever one of them ends.
 FLOOR_PER_ENGINE = 2
-# Rollouts that start over five minutes are of different ages, so each further five minutes allow as many more.
+# Until the first rollout ends, each five minutes allow as many more, because rollouts then differ in age.
 FIRST_S = 300.0
 # The limit grows by 20 % in ten seconds, because the engines show the effect of a larger limit only after seconds.
 GROWTH, GROWTH_S = 1.2, 10.0
 # Below this use, the limit holds back no rollout, so there is no reason to raise it.
 USED_SHARE = 0.8
 
-# Lengths differ much between rollouts, so means cover twelve lifetimes, but at most half an hour of a changing policy.
+# Means cover twelve lifetimes, because lengths vary, but at most half an hour, because the policy changes.
 MEMORY_LIFETIMES, MIN_MEMORY_S, MAX_MEMORY_S = 12.0, 60.0, 1800.0
 # The growth of rollouts is extrapolated at most threefold, because the few turns of young rollouts say little.
 MAX_AHEAD = 3.0
-# After one and a half times as many rollouts have ended as are in flight, those in flight are of all ages.
+# Rollouts in flight are of all ages once 1.5 times their number has ended.
 SETTLED = 1.5
-# Until then, young rollouts grow together, so the cache keeps room for their growth during a fifth of a lifetime.
+# Before that, they grow together, so the cache keeps room for their growth during a fifth of a lifetime.
 SOON = 0.2
 # Gauges and rates are averaged over half a minute, because a single look is too noisy.
 SMOOTHED_S = 30.0

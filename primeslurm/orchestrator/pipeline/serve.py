@@ -125,7 +125,7 @@ class TrainerService:
         return None
 
     async def _new_policy(self, request: NewPolicy) -> int:
-        """Publish a policy version to the engines. Returns the newest version."""
+        """Record a policy version, which the weight update loop then sends. Return the newest recorded version."""
         async with self._reporting:
             published = self._progress.now.published
             if published is not None and request.version <= published.version:

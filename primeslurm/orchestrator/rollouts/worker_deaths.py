@@ -3,7 +3,7 @@
 A worker runs many rollouts at once, and all of them die with it. Each task that was in flight becomes a suspect. Its
 next rollouts run in an isolated worker, with fewer other suspects after each death, and finally alone. A task is guilty
 if it was alone in a worker that died, and that was not the only death: two deaths alone, or one alone and two with
-others. A suspect is cleared when one of its rollouts ends.
+others. A suspect is cleared when one of its rollouts ends, unless a worker has died while it was alone in it.
 """
 
 from __future__ import annotations

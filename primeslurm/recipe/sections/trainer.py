@@ -15,7 +15,7 @@ Dtype = Literal["float32", "bfloat16"]
 CONTEXT_BYTES = 2 * 2**30
 # Memory of an engine outside its fraction of a GPU: vLLM creates its CUDA context before it measures free memory.
 ENGINE_CONTEXT_BYTES = 2**30
-# Size of the shards that one update covers with `optimizer_state_offload`. A single larger shard is not split.
+# With `optimizer_state_offload`, one update covers this many bytes of parameter shards. A larger shard is not split.
 STATE_CHUNK_BYTES = 128 << 20
 # One buffer each for arriving, updated and departing state, because PCIe transfers in both directions at once.
 STATE_BUFFERS = 3

@@ -194,7 +194,7 @@ class Checkpoints:
         return []
 
     def _save(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
-        self._commit_or_discard(timer)  # an earlier step that the full disk lost is replaced by this one
+        self._commit_or_discard(timer)  # if a full disk discarded the step before, this one is saved instead
         directory = checkpoints.step_dir(self._run_dir, step)
 
         def save() -> None:

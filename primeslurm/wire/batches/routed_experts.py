@@ -101,7 +101,7 @@ def without_repeats(routed: RoutedExperts, layers: Sequence[int], count: int) ->
 def count_unknown(routed: RoutedExperts) -> int:
     """Return the number of tokens with unknown experts, without the last one, which is never routed."""
     unknown = np.iinfo(routed.dtype).max
-    # Expert 255 exists in some models, so all entries of a token decide. Few known tokens pass the first comparison.
+    # Some models have an expert 255: in unknown tokens, all entries are. Few known tokens pass the first comparison.
     suspects = np.flatnonzero(routed[:-1, -1, 0] == unknown)
     return int((routed[suspects] == unknown).all(axis=(1, 2)).sum())
 

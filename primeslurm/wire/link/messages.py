@@ -27,7 +27,7 @@ class GetBatch(msgspec.Struct, frozen=True, tag=True):
     # The trainer still works on the step before: form the batch only if nothing is lost by forming it early.
     ahead: bool = False
     offset: Size = 0  # bytes of the arrays that the rank has already
-    unreadable: bool = False  # the rank could not read the file that the last answer named
+    unreadable: bool = False  # the rank could not read the file that the last answer named, which may be damaged
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

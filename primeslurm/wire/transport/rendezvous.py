@@ -1,4 +1,4 @@
-"""A rendezvous of ranks for processes with the run's secret. torch's own store serves any client that reaches its port.
+"""A rendezvous of ranks that admits only processes with the run's secret. torch's own store admits any client.
 
     rank --> its own tunnel (127.0.0.1) ====> gate of rank 0 (the rendezvous port) --> torch's store (127.0.0.1)
 
