@@ -17,6 +17,12 @@ class CheckpointLoaded(Event, frozen=True, tag="loaded"):
     step: int
 
 
+class WarmedUp(Event, frozen=True, tag="warmed_up"):
+    """A rank has compiled for its first step, with a synthetic batch."""
+
+    seconds: float
+
+
 class StepTrained(Event, frozen=True, tag="step"):
     """Rank 0 has completed an optimizer step."""
 

@@ -108,6 +108,11 @@ class World:
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def forget_peak_memory(self) -> None:
+        """Measure the peak memory of a GPU from now on."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
     def allocation_retries(self) -> int:
         """Return the number of CUDA allocator retries so far. Each one flushes the cache, which is slow."""
         return int(torch.cuda.memory_stats()["num_alloc_retries"]) if self.device.type == "cuda" else 0

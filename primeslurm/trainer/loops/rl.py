@@ -15,6 +15,7 @@ from primeslurm.records.events.training import (
     StepSkipped,
     StepTrained,
     TrainerStopped,
+    WarmedUp,
     WeightsPublished,
 )
 from primeslurm.records.heartbeats import liveness
@@ -22,6 +23,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.synthetic_batch import synthetic_batch
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.wire import exit_codes
@@ -115,7 +117,7 @@ class WeightTransfer(Protocol):
     publisher: Publisher
 
     def resume(self, version: int) -> None:
-        """Update the engines to the version of the loaded checkpoint. Version 0 is the model that they start with."""
+        """Announce the version of the loaded checkpoint. Version 0 is the model that engines start with."""
 
     def transfer(self, version: int) -> WeightsPublished:
         """Update the engines to the version that was just trained. Return the event to record."""
@@ -175,7 +177,21 @@ class RlTask:
         self.journal.write(CheckpointLoaded(step))
         with self._timer.phase("publish"):
             self.transfer.resume(step)
+        self._warm_up(step)
+        if step:
+            with self._timer.phase("publish"):
+                self.transfer.repeat(step)
         return step
+
+    def _warm_up(self, step: int) -> None:
+        """Compile for the first step while engines start, and before this rank waits for them."""
+        if not self.train_step.compiles or step >= self.recipe.max_steps:
+            return
+        if self.world.decide(int(self.world.interrupt.requested())):
+            return
+        with self._timer.phase("warm_up"):
+            self.train_step.warm_up(synthetic_batch(self.recipe, self.train_step.policy))
+        self.journal.write(WarmedUp(round(self._timer.seconds("warm_up"), 1)))
 
     def _next(self, step: int) -> tuple[Choice, Batch | None]:
         """Get this rank's rows of the next batch. Rank 0 asks first, and the others follow its decision."""

@@ -71,6 +71,11 @@ class DraftTraining:
         self._sums += torch.stack([loss, hits, loss.new_full((), len(labels))])
         del self._embeddings, self._hidden, self._weight
 
+    def drop(self) -> None:
+        """Drop the gradients and sums of all micro batches since the last update."""
+        self.optimizer.zero_grad()
+        self._sums.zero_()
+
     def update(self) -> dict[str, float]:
         """Update the draft layer, unless its gradient is not finite. Return metrics of the batch. A collective."""
         loss, hits, count = self._world.sum(self._sums).tolist()

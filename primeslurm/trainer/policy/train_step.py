@@ -39,6 +39,10 @@ class CompilationMetrics:
         self._compiled = compiled
         self._world = world
         self._steps = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the compilations so far."""
         utils.clear_compilation_metrics()
 
     def take(self) -> dict[str, float]:
@@ -46,7 +50,7 @@ class CompilationMetrics:
         if not self._compiled:
             return {}
         compilations = utils.get_compilation_metrics()  # torch keeps the last 64
-        utils.clear_compilation_metrics()
+        self.clear()
         self._steps += 1
         forward = [each for each in compilations if each.is_forward]
         reasons = [each.recompile_reason for each in forward if each.recompile_reason]
@@ -132,6 +136,31 @@ class TrainStep:
             **self._compilations.take(),
             **(self._meter.take(seconds) if self._meter else {}),
         }
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the first step takes long, because layers or kernels are compiled for it."""
+        return self.policy.compiled or self._world.device.type == "cuda"
+
+    def warm_up(self, batch: Batch) -> None:
+        """Compile for batches of this shape: run it forward and backward, and drop the gradients. A collective.
+
+        The state of the run stays as it is: weights, optimizers, buffers, random numbers, counts of metrics.
+        """
+        device = self._world.device
+        buffers = [buffer for part in self.policy.parts for buffer in part.model.buffers()]
+        values = [buffer.clone() for buffer in buffers]
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self._accumulate(batch.cp_shard(self.policy.cp_rank, self.policy.cp_world), batch.info.loss_tokens)
+        self.optimizer.zero_grad()
+        if self.draft_training is not None:
+            self.draft_training.drop()
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)  # routers count the tokens of their experts
+        self._compilations.clear()
+        if self._meter is not None:
+            self._meter.take(1.0)
+        self._world.forget_peak_memory()
 
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}

@@ -206,14 +206,14 @@ class CollectiveTransfer:
 
     def resume(self, version: int) -> None:
         self.publisher.discard_after(version)
-        if version:
-            self._announce_and_send(version)
-        elif self.world.is_main:
-            retry_until_written(lambda: self.link.announce(0, self.model))
+        self._announce(version, "" if version else self.model)
+        self._publish_last(version)
 
     def transfer(self, version: int) -> WeightsPublished:
-        self._announce_and_send(version)
+        self._announce(version, "")
         sender = self.sender
+        sender.send(version)
+        self._publish_last(version)
         return WeightsPublished(version, round(sender.seconds, 3), round(sender.connect_seconds, 3), sender.groups)
 
     def repeat(self, version: int) -> None:
@@ -222,9 +222,10 @@ class CollectiveTransfer:
     def flush(self, version: int) -> None:
         self.publisher.flush(version)
 
-    def _announce_and_send(self, version: int) -> None:
+    def _announce(self, version: int, path: str) -> None:
         if self.world.is_main:
-            retry_until_written(lambda: self.link.announce(version, ""))
-        self.sender.send(version)
+            retry_until_written(lambda: self.link.announce(version, path))
+
+    def _publish_last(self, version: int) -> None:
         if version == self.last:
             self.publisher.publish(version)

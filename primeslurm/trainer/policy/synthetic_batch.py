@@ -1,0 +1,52 @@
+"""A batch without rollouts, with the shapes of real ones. The trainer compiles with it while engines start."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.components.router_replay import ReplayRouter
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights import model_directory
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, positions_of
+from primeslurm.wire.batches.routed_experts import RoutedExperts
+
+DOCUMENTS = 4  # per row
+
+
+def synthetic_batch(recipe: Recipe, policy: PolicyModel) -> Batch:
+    """Return one micro batch of whole rows for this rank, the same on every rank but for the rank's numbers."""
+    # As many rows as a batch can have if each rollout fills one. Compiled layers treat another number as a new shape.
+    length, rollouts = recipe.seq_len, -(-recipe.orchestrator.batch_size // policy.dp_world)
+    count = min(recipe.trainer.rows_at_once(length), rollouts)
+    config = model_directory.load_config(policy.source).get_text_config()
+    rng = np.random.default_rng(0)  # not torch's generator, whose state belongs to the run
+    info = BatchInfo(0, policy.dp_rank, policy.dp_world, loss_tokens=count * length)
+    return Batch(info, [_row(rng, length, config.vocab_size, _unknown_experts(policy, length)) for _ in range(count)])
+
+
+def _row(rng: np.random.Generator, length: int, vocabulary: int, experts: RoutedExperts | None) -> Row:
+    lengths = [len(part) for part in np.array_split(np.arange(length), min(DOCUMENTS, length))]
+    ones = np.ones(length, np.float32)
+    return Row(
+        # Different tokens, so that routers use all experts. Special tokens, such as those for images, are at both ends.
+        token_ids=rng.integers(vocabulary // 4, vocabulary // 2, length, dtype=np.int32),
+        positions=positions_of(lengths),
+        mask=np.arange(length) % 2 == 0,  # half, because the logits of all tokens may not fit into memory
+        logprobs=-ones,
+        advantages=ones,
+        temperatures=ones,
+        on_policy=np.ones(length, bool),
+        routed_experts=experts,
+    )
+
+
+def _unknown_experts(policy: PolicyModel, length: int) -> RoutedExperts | None:
+    """Return experts as engines report them for unknown tokens, so that the router chooses. None without replay."""
+    routers = [module for module in policy.model.modules() if isinstance(module, ReplayRouter)]
+    if not routers:
+        return None
+    dtype = np.uint8 if routers[0].num_experts <= 256 else np.uint16
+    # The layer axis has every layer of the model.
+    shape = (length, len(policy.model.layers), routers[0].top_k)
+    return np.full(shape, np.iinfo(dtype).max, dtype)
