@@ -95,6 +95,7 @@ class AgentReport(msgspec.Struct, frozen=True):
     number: int = 0  # heartbeats so far; readers detect a new one by it
     fitness: PreflightState = PreflightState.CHECKING
     unfit_because: str = ""  # why the preflight failed
+    checks_environments: bool = False  # whether it still tries to load them; a node can be fit before that
     environments_fail: str = ""  # why environments do not load there
     failed: list[str] = []  # names of the failed checks
     file_system: str = ""  # fault of the run's file system, for which no node is to blame

@@ -213,11 +213,13 @@ class NodeAgent:
     def _tick_processes(self, now: float) -> None:
         processes, addresses = self.processes, self.addresses
         if processes is not None and addresses is not None and processes.has_published(addresses):
-            processes.tick(now, self.view, addresses)
+            waits = self.preflight.checks_environments or self.preflight.environments_fail
+            processes.tick(now, self.view, addresses, environments=not waits)
 
     def _news(self) -> tuple[object, ...]:
         """Return what the head waits for. A change is reported at once, without waiting for the next heartbeat."""
-        return self.preflight.verdict[0], self.processes and self.processes.states
+        preflight = self.preflight
+        return preflight.checks_environments, preflight.verdict[0], self.processes and self.processes.states
 
     def _read_head(self, now: float) -> None:
         # The head publishes addresses before the orders that rely on them, so they are read after the orders.
@@ -303,6 +305,8 @@ class NodeAgent:
         self._heartbeats += 1
         processes = self.processes
         self._reported = self._news()
+        # Read first: a node is not known to load its environments before the verdict covers them.
+        checks_environments = self.preflight.checks_environments
         state, why = self.preflight.verdict
         # Preflight may have found the address of a node whose name did not resolve when its agent started.
         self.address = self.address or self.preflight.address
@@ -317,6 +321,7 @@ class NodeAgent:
             unfit_because=why,
             failed=self.preflight.failed,
             file_system=self.preflight.file_system,
+            checks_environments=checks_environments,
             environments_fail=self.preflight.environments_fail if state is PreflightState.UNFIT else "",
             node=processes.node.index if processes else None,
             ports=processes.ports if processes else {},

@@ -15,7 +15,7 @@ from primeslurm.node.agent.fork_client import ForkServers
 from primeslurm.node.agent.health_probe import TIMEOUT_S, HealthProbe, ProbeTarget
 from primeslurm.node.agent.liveness_monitor import STOPPED_S, Liveness, LivenessMonitor
 from primeslurm.node.agent.node_context import NodeContext, resolve
-from primeslurm.node.agent.supervision import ProcessState, Supervision
+from primeslurm.node.agent.supervision import TASK_ROLE, ProcessState, Supervision
 from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.model import Node, Plan, Process
@@ -134,10 +134,10 @@ class ProcessManager:
         self._shared_memory.unlink()
         return ended
 
-    def tick(self, now: float, view: FleetView, addresses: Addresses) -> None:
+    def tick(self, now: float, view: FleetView, addresses: Addresses, *, environments: bool = True) -> None:
         """Start, restart and end processes as the head's newest view and the monotonic clock require.
 
-        The addresses of all processes are filled into command lines.
+        The addresses of all processes are filled into command lines. `environments`: whether they load on this node.
         """
         if now - self._memory_scanned_at >= MEMORY_SCAN_S:
             self._memory_scanned_at = now
@@ -154,7 +154,8 @@ class ProcessManager:
             order = view.units.get(process.restart_group) if process.restart_group else None
             decision = supervision.tick(
                 now,
-                prerequisites=all(name in ready or name in lost for name in process.after),
+                prerequisites=all(name in ready or name in lost for name in process.after)
+                and (environments or process.role != TASK_ROLE),
                 ready=supervision.running and (probe is None or probe.ready),
                 unresponsive=self._unresponsive(process, view),
                 silent_s=self.liveness_monitor.of(process.name).silent_s,

@@ -284,12 +284,13 @@ class Fleet:
         return set(self.plan.ranks(self.plan.group_of_rank(rank).index))
 
     def _environments_load(self, rank: int) -> bool:
-        kind = self._same_kind(rank) & set(self.agents)
-        return any(self.agents[peer].fitness is PreflightState.FIT for peer in kind)
+        peers = [self.agents[peer] for peer in self._same_kind(rank) & set(self.agents)]
+        return any(peer.fitness is PreflightState.FIT and not peer.checks_environments for peer in peers)
 
     def _environments_fail(self, rank: int, agent: AgentReport) -> Ending | None:
         """End the attempt if the environments load on no node. Then no node is to blame."""
-        if any(self._checks(peer) for peer in self._same_kind(rank) - set(self.gone)):
+        peers = self._same_kind(rank) - set(self.gone)
+        if any(self._checks(peer) or self.agents[peer].checks_environments for peer in peers):
             return None
         reason = f"environments do not load on node {agent.name}: {agent.environments_fail}"
         return Ending(Outcome.FAILED, reason, "environments", final=True)

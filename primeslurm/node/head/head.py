@@ -354,7 +354,8 @@ class Head(threading.Thread):
             return False
         if self.ending.outcome is Outcome.COMPLETED:
             return True
-        if self.ending.outcome is Outcome.CANCELLED and (self._cancelled_now() or self._all_saved()):
+        is_cancelled = self.ending.outcome is Outcome.CANCELLED
+        if (is_cancelled and self._cancelled_now()) or ((is_cancelled or self.ending.final) and self._all_saved()):
             return True
         checkpointing = self._all_run("trainer") and self._all_run("orchestrator", none=True)
         return not checkpointing or now - self._ending_at > self._grace_s

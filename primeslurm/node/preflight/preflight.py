@@ -63,6 +63,7 @@ class Preflight:
         self._timings = timings
         self._findings: list[PreflightCheck] = []
         self.address = ""  # of the node; empty until its network is checked
+        self.checks_environments = True  # whether it still does; only their workers wait for this check
         self.environments_fail = ""  # why environments do not load here; the head compares nodes to find the cause
         self.file_system = ""  # fault of the run's file system that preflight waits out
         self._done = False
@@ -140,9 +141,10 @@ class Preflight:
             self._doing = doing
             self._findings += _guarded(doing, step)
         self._deadline = math.inf  # each environment has its own timeout
+        self._done = True
         environment_check.join()
         self._findings += environments
-        self._done = True
+        self.checks_environments = False
         seconds = round(time.monotonic() - self._started_at, 2)
         state, _ = self.verdict
         self._journal.write(PreflightDone(self._name, state, seconds, self._findings))

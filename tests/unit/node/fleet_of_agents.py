@@ -38,6 +38,7 @@ class Agents:
         self.unfit: dict[int, str] = {}
         self.checking: set[int] = set()
         self.environments: dict[int, str] = {}
+        self.loading: set[int] = set()
         self.states: dict[str, ProcessReport] = {}
 
     def report(self, now: float) -> None:
@@ -56,6 +57,7 @@ class Agents:
                 number=round(1000 * now),
                 fitness=PreflightState.CHECKING if rank in self.checking else state,
                 unfit_because=self.unfit.get(rank, "") or self.environments.get(rank, ""),
+                checks_environments=rank in self.loading,
                 environments_fail=self.environments.get(rank, ""),
                 node=node,
                 processes={name: self.states.get(name, READY) for name in names},

@@ -282,6 +282,23 @@ def test_environments_that_load_nowhere_end_the_run_without_blame() -> None:
     assert ending.reason == f"environments do not load on node n0: {why}" and not agents.news(NodeLost)
 
 
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_environments_may_turn_out_not_to_load_after_the_assignment(elsewhere: bool) -> None:
+    agents = Agents((process(),), (process("environment", name="f", node=1),), spares=1)
+    agents.loading, why = {0, 1, 2}, "there is no program apptainer"
+    assert agents.assigned().assignment.node_of(1) == 1, "engines do not wait for environments"
+    agents.loading, agents.environments = {0, 2}, {1: why}
+    assert agents.decide(1.0) is None and not agents.blamed, "the node may not be the only one"
+    agents.loading = set()
+    if elsewhere:
+        assert agents.decide(2.0) is None
+        assert agents.fleet.assignment.node_of(2) == 1 and agents.blamed == ["n1"]
+    else:
+        agents.environments |= {0: why, 2: why}
+        ending = agents.decide(2.0)
+        assert ending is not None and ending.final and ending.suspect == "environments" and not agents.blamed
+
+
 def test_a_node_is_blamed_for_environments_that_load_elsewhere() -> None:
     agents = Agents((process(),), (process("environment", name="f", node=1),), spares=1)
     agents.environments = {1: "there is no program apptainer"}

@@ -321,6 +321,10 @@ def test_environments_are_loaded_where_workers_may_run(
     elsewhere.start()
     assert verdict(elsewhere) == (PreflightState.FIT, "") and not elsewhere.environments_fail
     why = "environments.1.args.n = many: input should be a valid integer, unable to parse string as an integer"
+    assert verdict(here)[0] is PreflightState.FIT and here.checks_environments, "only workers wait for environments"
+    deadline = time.monotonic() + 120
+    while here.checks_environments and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert verdict(here) == (PreflightState.UNFIT, why) and here.environments_fail == why
 
 

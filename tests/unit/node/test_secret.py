@@ -105,6 +105,8 @@ def test_processes_get_the_secret_and_proc_never_shows_it(tmp_path: Path, monkey
     argv = (sys.executable, str(tmp_path / "reads.py"), str(tmp_path))
     process = Process(name="p", role="environment", node=0, argv=argv, log="logs/p.log")
     processes, addresses = manager_of(tmp_path, process)
+    processes.tick(time.time(), FleetView(time=0.0), addresses, environments=False)
+    assert not processes.children, "workers wait until environments load"
     processes.tick(time.time(), FleetView(time=0.0), addresses)
     try:
         pid, own = processes.children["p"].pid, secret.read(tmp_path / "run")
