@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
+import multiprocessing
 import multiprocessing.connection
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -12,6 +14,8 @@ from typing import Any
 
 # Option of an engine that is one of several data-parallel ranks.
 RANKS_OPTION = "--data-parallel-size"
+INSPECTION_S = 60.0  # timeout for the inspection of a model class in a fork
+log = logging.getLogger(__name__)
 # vLLM's own functions that start the processes of a data-parallel rank.
 _originals: dict[str, Any] = {}
 
@@ -89,6 +93,35 @@ def coordinator_addresses(coordinator: Any, zmq_addr_pipe: Any) -> Any:
             return zmq_addr_pipe.recv()
         except EOFError:
             raise RuntimeError("the coordinator of the data-parallel ranks ended while it started") from None
+
+
+def inspect_models_in_forks() -> None:
+    """Let vLLM inspect model classes in a fork, which need not import vLLM again.
+
+    If the fork fails, vLLM's own way follows: a new process.
+    """
+    from vllm.model_executor.models import registry
+
+    start_process = expect(registry, "_run_in_subprocess", ["fn"])
+
+    def run(fn: Callable[[], Any]) -> Any:
+        fork = multiprocessing.get_context("fork")
+        receiver, sender = fork.Pipe(duplex=False)
+        child = fork.Process(target=lambda: sender.send(fn()), daemon=True)
+        child.start()
+        sender.close()
+        try:
+            if receiver.poll(INSPECTION_S):
+                return receiver.recv()
+        except EOFError:  # for example, CUDA cannot be used in a fork of a process that uses it
+            log.warning("a model class cannot be inspected in a fork; a new process inspects it")
+        finally:
+            receiver.close()
+            child.kill()
+            child.join()
+        return start_process(fn)
+
+    registry._run_in_subprocess = run
 
 
 def load_plugins_early(argv: Sequence[str]) -> None:

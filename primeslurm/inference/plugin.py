@@ -66,6 +66,7 @@ def register() -> None:
         encrypted_sockets.use()
         patches.load_plugins_early(sys.argv)
     patches.wait_for_late_ranks()
+    patches.inspect_models_in_forks()
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True

@@ -66,6 +66,21 @@ def test_ranks_wait_for_late_ones_until_the_start_timeout() -> None:
     assert output.split()[-2:] == ["121", "coordinator_addresses"]
 
 
+def test_model_classes_are_inspected_in_forks_or_else_in_new_processes() -> None:
+    code = """if True:
+        import sys
+        from vllm import plugins
+        from vllm.model_executor.models import registry
+        registry._run_in_subprocess = lambda fn: "a new process"
+        plugins.load_general_plugins()
+        sys.imported = "a fork"  # which has the memory of this process
+        print(registry._run_in_subprocess(lambda: sys.imported), end=", else ")
+        print(registry._run_in_subprocess(lambda: sys.exit("CUDA error")))
+    """
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=600)
+    assert output.splitlines()[-1] == "a fork, else a new process"
+
+
 def test_addresses_of_a_coordinator_or_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     sentinel, _alive = mp.Pipe()
     child = SimpleNamespace(proc=SimpleNamespace(sentinel=sentinel))
