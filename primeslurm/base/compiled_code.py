@@ -17,6 +17,7 @@ DIRECTORIES = {
     "DG_JIT_CACHE_DIR": "deep_gemm",
     "TILELANG_CACHE_DIR": "tilelang",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",  # used with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
     "VLLM_CACHE_ROOT": "vllm",
 }
 log = logging.getLogger(__name__)

@@ -233,8 +233,8 @@ class Trainer(Section):
     """Tokens that a rank computes at once. The trainer takes as many rows as fit, at least one. Ranks that share rows
     (`cp`) count together."""
     compile: bool | None = None
-    """Compile each layer with torch.compile; bfloat16 only. The first step takes about a minute longer. null: compile
-    on GPUs for the model families and modes that were measured to be faster."""
+    """Compile each layer with torch.compile; bfloat16 only. That takes about a minute, in RL while engines start. null:
+    compile on GPUs for the model families and modes that were measured to be faster."""
     hang_timeout_s: PositiveInt = 300
     """Seconds without progress within a step after which a rank counts as hung. The attempt then ends. A single torch
     collective may take twice as long."""
