@@ -23,7 +23,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.policy.synthetic_batch import synthetic_batch
+from primeslurm.trainer.loops.synthetic_batch import synthetic_batch
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.wire import exit_codes

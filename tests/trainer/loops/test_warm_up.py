@@ -12,8 +12,8 @@ import torch
 
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.synthetic_batch import synthetic_batch
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
-from primeslurm.trainer.policy.synthetic_batch import synthetic_batch
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weights import model_directory
 from tests.trainer.conftest import SEQ_LEN, exported, make_batch, make_recipe, make_timer

@@ -46,7 +46,8 @@ def _unknown_experts(policy: PolicyModel, length: int) -> RoutedExperts | None:
     routers = [module for module in policy.model.modules() if isinstance(module, ReplayRouter)]
     if not routers:
         return None
-    dtype = np.uint8 if routers[0].num_experts <= 256 else np.uint16
     # The layer axis has every layer of the model.
     shape = (length, len(policy.model.layers), routers[0].top_k)
-    return np.full(shape, np.iinfo(dtype).max, dtype)
+    if routers[0].num_experts <= 256:
+        return np.full(shape, np.iinfo(np.uint8).max, np.uint8)
+    return np.full(shape, np.iinfo(np.uint16).max, np.uint16)
