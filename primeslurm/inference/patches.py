@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -105,20 +106,22 @@ def inspect_models_in_forks() -> None:
     start_process = expect(registry, "_run_in_subprocess", ["fn"])
 
     def run(fn: Callable[[], Any]) -> Any:
+        if multiprocessing.current_process().daemon:  # such as a worker, which may not have children
+            return start_process(fn)
         fork = multiprocessing.get_context("fork")
         receiver, sender = fork.Pipe(duplex=False)
         child = fork.Process(target=lambda: sender.send(fn()), daemon=True)
-        child.start()
-        sender.close()
-        try:
-            if receiver.poll(INSPECTION_S):
-                return receiver.recv()
-        except EOFError:  # for example, CUDA cannot be used in a fork of a process that uses it
-            log.warning("a model class cannot be inspected in a fork; a new process inspects it")
-        finally:
-            receiver.close()
-            child.kill()
-            child.join()
+        # A fork fails, for example, if the module uses CUDA at import, and this process has used it before.
+        with receiver, contextlib.suppress(EOFError, OSError):
+            child.start()
+            sender.close()
+            try:
+                if receiver.poll(INSPECTION_S):
+                    return receiver.recv()
+            finally:
+                child.kill()
+                child.join()
+        log.warning("a model class cannot be inspected in a fork; a new process inspects it")
         return start_process(fn)
 
     registry._run_in_subprocess = run

@@ -354,6 +354,7 @@ class Head(threading.Thread):
             return False
         if self.ending.outcome is Outcome.COMPLETED:
             return True
+        # A failure that would repeat itself ends at once if it loses nothing.
         is_cancelled = self.ending.outcome is Outcome.CANCELLED
         if (is_cancelled and self._cancelled_now()) or ((is_cancelled or self.ending.final) and self._all_saved()):
             return True

@@ -150,8 +150,10 @@ class TrainStep:
         device = self._world.device
         buffers = [buffer for part in self.policy.parts for buffer in part.model.buffers()]
         values = [buffer.clone() for buffer in buffers]
+        loss, self._loss = self._loss, cross_entropy  # a custom loss may have state
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self._accumulate(batch.cp_shard(self.policy.cp_rank, self.policy.cp_world), batch.info.loss_tokens)
+        self._loss = loss
         self.optimizer.zero_grad()
         if self.draft_training is not None:
             self.draft_training.drop()

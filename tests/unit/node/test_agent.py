@@ -336,6 +336,16 @@ def test_the_head_stops_waiting_before_slurm_kills_it(
         assert (head._release(now + seconds), head._gathered(now + seconds)) == (release, gathered)
 
 
+def test_a_failure_that_would_repeat_itself_ends_at_once_if_nothing_was_trained(
+    assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, _, now = assigned
+    monkeypatch.setattr(head, "_all_run", lambda role, none=False: True)
+    for final in (True, False):
+        head.ending, head._ending_at = Ending(Outcome.FAILED, "environments do not load", final=final), now
+        assert head._release(now) is final
+
+
 @pytest.mark.parametrize(("known", "outcome"), [(True, "cancelled"), (False, "preempted")])
 def test_a_run_cancelled_in_its_grace_time_is_not_requeued(
     assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch, known: bool, outcome: str
