@@ -32,7 +32,7 @@ from benchmarks.router_replay import document
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import Server, rank_environment, start_engine
-from primeslurm.orchestrator.batching.packing import Common, Document, encode, pack
+from primeslurm.orchestrator.batching.packing import Common, Document, RowLengths, encode, pack
 from primeslurm.orchestrator.environments.arithmetic import PROMPT, ArithmeticConfig, pairs
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
@@ -251,7 +251,7 @@ async def rollouts(case: Case, url: str) -> tuple[list[Document], float]:
 
 def packed(documents: Sequence[Document]) -> list[Row]:
     """Return rows as the trainer gets them."""
-    (rows,) = pack(documents, SEQ_LEN, ranks=1)
+    (rows,) = pack(documents, RowLengths(SEQ_LEN, None), ranks=1)
     return Batch.decode(assembled(encode(rows, BatchInfo(1, 0, 1, 0), Common.of(documents, 1.0)))).rows
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment, start_process
-from primeslurm.orchestrator.batching.packing import Common, Document, encode, pack
+from primeslurm.orchestrator.batching.packing import Common, Document, RowLengths, encode, pack
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Device
@@ -119,7 +119,7 @@ def sample(directory: Path, device: str) -> list[Row]:
         documents = asyncio.run(rollouts(engine.url, directory))
     finally:
         engine.stop()
-    (packed,) = pack(documents, SEQ_LEN, ranks=1)
+    (packed,) = pack(documents, RowLengths(SEQ_LEN, None), ranks=1)
     return Batch.decode(assembled(encode(packed, BatchInfo(1, 0, 1, 0), Common.of(documents, 1.0)))).rows
 
 

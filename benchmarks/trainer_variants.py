@@ -156,7 +156,7 @@ def _sdpa(dtype: torch.dtype, policy: PolicyModel) -> list[AbstractContextManage
 
 def _float32_residual(policy: PolicyModel) -> list[AbstractContextManager[Any]]:
     """Keep the sums between layers in float32. Norms round to bfloat16 what goes into layers."""
-    states = [module._get_fsdp_state() for module in _modules(policy, FSDPModule)]
+    states = [module._get_fsdp_state() for module in policy.model.modules() if isinstance(module, FSDPModule)]
     uncast = [(state, replace(state._mp_policy, cast_forward_inputs=False)) for state in states]
     embed = Embedding.forward
 

@@ -133,7 +133,7 @@ def ours(
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
     train_step = TrainStep(policy, recipe, world)
-    batches = itertools.cycle(
+    made = (
         random_batch(
             recipe.seq_len,
             config.vocab_size,
@@ -146,6 +146,7 @@ def ours(
         )
         for seed in seeds(documents)
     )
+    batches = itertools.cycle(joined(batch, recipe.trainer.joined_rows(recipe.seq_len)) for batch in made)
     timer = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
@@ -165,6 +166,21 @@ def seeds(documents: int) -> range:
 def documents_of(seed: int, documents: int) -> int:
     """Return the number of documents of each row of a batch."""
     return 1 + seed * (documents - 1) // (BATCHES - 1)
+
+
+def joined(batch: Any, count: int) -> Any:
+    """Join up to `count` rows of a batch to each micro batch, as runs do. 1: leave it as it is."""
+    import msgspec
+    import numpy as np
+
+    from primeslurm.wire.batches.batch import Batch, Row
+
+    if count == 1:
+        return batch
+    several = [batch.rows[start : start + count] for start in range(0, len(batch.rows), count)]
+    names = batch.rows[0].arrays()
+    rows = [Row(**{name: np.concatenate([getattr(row, name) for row in some]) for name in names}) for some in several]
+    return Batch(msgspec.structs.replace(batch.info, rows_at_once=1), rows)
 
 
 def document_lengths(seq_len: int, rows: int, documents: int) -> list[int]:

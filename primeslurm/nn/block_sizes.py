@@ -1,4 +1,4 @@
-"""Sizes of the blocks that kernels and layers compute in. The planner reads them, so this module imports no torch."""
+"""Sizes that kernels and layers compute with. The planner reads them, so this module imports no torch."""
 
 from __future__ import annotations
 
@@ -11,3 +11,6 @@ SEGMENT_TOKENS = 2048
 KERNEL_SEGMENT_TOKENS = 16384
 # Positions that a gated delta net computes at once within a segment. It affects speed only.
 DELTA_CHUNK = 64
+# Maximum size of the copies of all weights with which one rank computes instead of FSDP. A larger model computes long
+# enough to hide FSDP's cost, and rather needs the memory.
+ONE_RANK_COPY_BYTES = 4 << 30

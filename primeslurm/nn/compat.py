@@ -68,7 +68,7 @@ import torchtitan.tools.utils as titan_utils  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
-from primeslurm.nn import expert_fsdp  # noqa: E402
+from primeslurm.nn import expert_fsdp, one_rank  # noqa: E402
 from primeslurm.nn.kernels import flash_attention, host_value_cache  # noqa: E402
 
 if not ON_CPU:
@@ -261,6 +261,15 @@ def _expert_range(
     return _stock_expert_range(self, dim, dim_size, placements, device_mesh[names])
 
 
+def _apply_fsdp(model: torch.nn.Module, dp_mesh: Any, **options: Any) -> None:
+    dtype = options["param_dtype"]
+    if one_rank.replaces_fsdp(model, dp_mesh, dtype, options["cpu_offload"]):
+        one_rank.install(model, dp_mesh, dtype)
+    else:
+        _stock_apply_fsdp(model, dp_mesh, **options)
+
+
+_stock_apply_fsdp = _replace(titan_fsdp, "apply_fsdp_to_decoder", _apply_fsdp)
 _replace(titan_fsdp, "fully_shard", expert_fsdp.fully_shard)
 
 

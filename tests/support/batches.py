@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from primeslurm.orchestrator.batching import packing
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
-from primeslurm.orchestrator.batching.packing import Common, Document, encode
+from primeslurm.orchestrator.batching.packing import Common, Document, RowLengths, encode
 from primeslurm.wire.batches.batch import Batch, BatchInfo, RankShard, Row
 from primeslurm.wire.batches.frames import Frame, assembled
 
@@ -35,5 +35,5 @@ def pack(
     common = Common.of(docs, temperature)
     return [
         received(encode(rows, BatchInfo(1, rank, ranks, 0, cp_rank=cp_rank, cp_world=cp_world), common)).rows
-        for rank, rows in enumerate(packing.pack(docs, seq_len, ranks, quantum))
+        for rank, rows in enumerate(packing.pack(docs, RowLengths(seq_len, quantum), ranks))
     ]

@@ -52,15 +52,25 @@ def parallelize(
 # Names that the compiler gives to values that differ between micro batches: the number of documents, the longest one,
 # and the keys that a shard of a row sees
 _VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
+# The same for the length of rows: the second dimension of hidden states, positions and replayed experts, and all sizes
+# of flex attention's masks
+_LENGTHS = (
+    r"L\['(x|positions)'\]$:1",
+    r"L\['args'\]\[\d\]$:1",
+    r".*\.replayed$:1",
+    r".*\.mask_mod\..*cell_contents$",
+    r".*_(indices|num_blocks)$",
+    r".*\.seq_lengths\[\d\]$",
+)
 
 # Maximum number of compiled variants: each kind of layer, with and without gradients. torch's default is 8, after which
 # further layers fail.
 RECOMPILE_LIMIT = 32
 
 
-def configure_compiler() -> None:
-    """Configure the compiler, so that it does not specialize on the shapes of the first micro batch."""
-    torch.compiler.config.dynamic_sources = ",".join(_VARYING)
+def configure_compiler(any_length: bool) -> None:
+    """Configure the compiler, so that it does not specialize on the first micro batch, or on the length of its rows."""
+    torch.compiler.config.dynamic_sources = ",".join(_VARYING + (_LENGTHS if any_length else ()))
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
 
 

@@ -212,7 +212,7 @@ class SparseMla(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._attend = dense_mla if config.dense else sparse_mla
+        self._dense = config.dense
 
     def forward(
         self,
@@ -231,7 +231,9 @@ class SparseMla(Module):
         (heads, nope), rank = q_nope.shape[2:], up.shape[1]
         up_key, up_value = up.view(heads, -1, rank).tensor_split([nope], 1)
         query = head_products(q_nope, up_key, q_rope)
-        return head_products(self._attend(query, keys, indices, rank, scale), up_value.mT)
+        # A row may hold several sequences.
+        attend = dense_mla if self._dense and keys.shape[1] <= indices.shape[-1] else sparse_mla
+        return head_products(attend(query, keys, indices, rank, scale), up_value.mT)
 
 
 class SparseAttention(Attention):

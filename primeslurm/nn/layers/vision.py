@@ -19,7 +19,7 @@ from torchtitan.protocols.module import Module
 from transformers import AutoModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from primeslurm.nn import compat
+from primeslurm.nn import compat, one_rank
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def document_positions(positions: torch.Tensor) -> torch.Tensor:
 def parallelize(model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, ac_config: Any, **rest: Any) -> Any:
     """Shard the vision encoder block by block, and the decoder as torchtitan shards Qwen3."""
     if model.vision is not None:
-        _shard(model.vision, parallel_dims, training, parallelism.fsdp_reshard_after_forward != "never")
+        _shard(model, parallel_dims, training, parallelism.fsdp_reshard_after_forward != "never")
         if ac_config is not None and not model.vision.frozen:
             model.vision.encoder.gradient_checkpointing_enable({"use_reentrant": False})
     return parallelize_qwen3(
@@ -117,11 +117,15 @@ def parallelize(model: Any, *, parallel_dims: Any, training: Any, parallelism: A
     )
 
 
-def _shard(vision: VisionEncoder, dims: Any, training: Any, reshard: bool) -> None:
+def _shard(model: Any, dims: Any, training: Any, reshard: bool) -> None:
+    mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    if one_rank.replaces_fsdp(model, mesh, dtype, training.enable_cpu_offload):
+        return
     options: dict[str, Any] = {
-        "mesh": dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]),
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            param_dtype=dtype,
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
@@ -129,7 +133,7 @@ def _shard(vision: VisionEncoder, dims: Any, training: Any, reshard: bool) -> No
     }
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=not compat.ON_CPU)
-    for module in vision.encoder.modules():
+    for module in model.vision.encoder.modules():
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, **options)
-    fully_shard(vision, **options)
+    fully_shard(model.vision, **options)

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
-from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, row_length_multiple
+from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, RowLengths, encode, pack
 from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
@@ -203,7 +203,7 @@ class Batches:
             doc if array is None else replace(doc, routed_experts=array.rows(0, len(doc)))
             for doc, array in zip(docs, stored, strict=True)
         ]
-        smallest = row_length_multiple(recipe)
+        lengths = RowLengths.of(recipe)
         info = BatchInfo(
             step,
             0,
@@ -211,9 +211,9 @@ class Batches:
             loss_tokens(docs),
             recipe.max_steps,
             has_images=any(doc.images for doc in docs),
-            rows_at_once=0 if smallest is None else 1,
+            rows_at_once=0 if lengths.multiple is None else 1,
         )
-        rows = pack(docs, recipe.seq_len, ranks, smallest)
+        rows = pack(docs, lengths, ranks)
         common = Common.of(docs, recipe.orchestrator.sampling.temperature)
         return _Packed(info, rows, common, _kept_documents(rows, {id(docs[number]): number for number in numbers}))
 

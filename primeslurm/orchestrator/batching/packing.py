@@ -1,8 +1,8 @@
 """Packs documents into rows, and encodes the rows of each rank as frames. Pure, and deterministic.
 
-First-fit decreasing finds the number of rows of seq_len tokens. Every rank gets the same number, because all ranks
-compute in step. Where rows may differ in length, documents are then spread over all rows, so that no rank computes a
-full row beside empty ones.
+First-fit decreasing finds the number of rows. Every rank gets the same number, because all ranks compute in step. Where
+rows may differ in length, documents are then spread over all rows, so that no rank computes a full row beside empty
+ones.
 
 Routed experts are most of a large batch, and are not copied: their frames are views of the rollouts' arrays, or ranges
 of a file.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from primeslurm.wire.decoding import DamagedError
 # h heads of size d, that is n / (l * h * d): 17,000 for Qwen3-30B-A3B, 28,000 for Qwen3-235B-A22B, 51,000 for Kimi-K2.
 # Sparse attention costs almost nothing; the cost of long rows is overestimated then.
 ATTENTION_TOKENS = 32_768
-# Rows are 1/8, 2/8, ... of seq_len long. Few shapes keep kernel caches and the CUDA allocator small.
+# Rows that are not joined are 1/8, 2/8, ... of seq_len long. Few shapes keep kernel caches and CUDA's allocator small.
 LENGTHS = 8
 # Bytes of the routed experts of tokens for which the engines reported none
 UNKNOWN = memoryview(b"\xff" * (1 << 20))
@@ -71,16 +71,22 @@ class PackedRow:
         return [*lengths, padding] if padding else lengths
 
 
-def row_length_multiple(recipe: Recipe) -> int | None:
-    """Return the number that all row lengths are multiples of. None: all rows have seq_len tokens."""
-    # Compiled layers are compiled for one length, and rows that share a micro batch are stacked. Ranks that share a row
-    # cut it into equal pieces.
-    seq_len = recipe.seq_len
-    if recipe.trainer.compile or recipe.trainer.rows_at_once(seq_len) > 1:
-        return None
-    if seq_len % (LENGTHS * recipe.trainer.parallelism.cp):
-        return None
-    return seq_len // LENGTHS
+class RowLengths(NamedTuple):
+    """The lengths that rows may have."""
+
+    longest: int
+    multiple: int | None  # The number that all lengths are multiples of. None: all rows have the same length.
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RowLengths:
+        """Return the lengths of a recipe's rows. Rows that may differ in length are micro batches."""
+        seq_len, trainer = recipe.seq_len, recipe.trainer
+        if (joined := trainer.joined_rows(seq_len)) > 1:
+            return cls(joined * seq_len, seq_len)
+        # Compiled layers are compiled for one length, and rows that share a micro batch are stacked. Ranks that share a
+        # row cut it into equal pieces.
+        fixed = trainer.compile or trainer.rows_at_once(seq_len) > 1 or seq_len % (LENGTHS * trainer.parallelism.cp)
+        return cls(seq_len, None if fixed else seq_len // LENGTHS)
 
 
 def row_cost(lengths: Sequence[int]) -> float:
@@ -88,18 +94,18 @@ def row_cost(lengths: Sequence[int]) -> float:
     return sum(length * (1 + length / ATTENTION_TOKENS) for length in lengths)
 
 
-def pack(docs: Sequence[Document], seq_len: int, ranks: int, quantum: int | None = None) -> list[list[PackedRow]]:
-    """Pack documents of at most seq_len tokens into equally many rows for each rank, the most expensive first."""
-    lengths = [len(doc) for doc in docs]
-    bins = _fit(lengths, seq_len)
+def pack(docs: Sequence[Document], lengths: RowLengths, ranks: int) -> list[list[PackedRow]]:
+    """Pack documents into equally many rows for each rank, the most expensive first."""
+    sizes, (longest, multiple) = [len(doc) for doc in docs], lengths
+    bins = _fit(sizes, longest)
     per_rank = max(1, -(-len(bins) // ranks))
-    if quantum is not None:
-        bins = _spread(lengths, seq_len, per_rank * ranks) or bins
-    costs = [row_cost([lengths[i] for i in members]) for members in bins]
+    if multiple is not None:
+        bins = _spread(sizes, longest, per_rank * ranks) or bins
+    costs = [row_cost([sizes[i] for i in members]) for members in bins]
 
     def row(members: Sequence[int]) -> PackedRow:
-        used = sum(lengths[i] for i in members)
-        length = seq_len if quantum is None else max(1, -(-used // quantum)) * quantum
+        used = sum(sizes[i] for i in members)
+        length = longest if multiple is None else max(1, -(-used // multiple)) * multiple
         return PackedRow(tuple(docs[i] for i in members), length)
 
     dealt = _deal(costs, ranks, per_rank)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from primeslurm.base import units
 from primeslurm.models.shape import ModelShape
+from primeslurm.nn.block_sizes import ONE_RANK_COPY_BYTES
 from primeslurm.plan.batch_job import cpus_per_gpu
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
@@ -100,6 +101,10 @@ def _adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
 def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayout:
     trainer = recipe.trainer
     p = trainer.parallelism
+    dtype_bytes = ELEMENT_BYTES[recipe.model.dtype]
+    # Copies of all weights replace FSDP.
+    copied = gpus == 1 and not trainer.memory.optimizer_offload
+    copied &= count(shape).total * dtype_bytes <= ONE_RANK_COPY_BYTES
     return TrainerLayout(
         shard=gpus // p.dp_replicate,
         ep=p.ep,
@@ -110,9 +115,9 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         keeps_selection=trainer.memory.keep_dsa_indices,
         logit_tokens=trainer.memory.lm_head_chunk,
         lora_parameters=_adapter_parameters(recipe, shape),
-        dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,
+        dtype_bytes=dtype_bytes,
         state_bytes=STATE_BYTES[trainer.optimizer.type],
-        reshard=p.reshard_after_forward,
+        reshard=p.reshard_after_forward and not copied,
         reduced_once=p.reduce_gradients == "step",
         staged=recipe.checkpoint.asynchronous is True,
         cp=p.cp,
@@ -120,7 +125,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         frozen_vision=_frozen_vision(recipe),
         state_offload=trainer.memory.optimizer_state_offload,
         gradient_bytes=ELEMENT_BYTES[p.gradient_dtype],
-        experts_in_fp8=experts_in_fp8(recipe, gpus // p.dp_replicate, shape),
+        experts_in_fp8=not copied and experts_in_fp8(recipe, gpus // p.dp_replicate, shape),
         draft_layer=trainer.draft_layer is not None,
     )
 

@@ -249,6 +249,12 @@ class Trainer(Section):
         """Return the number of rows of a micro batch, if rows have `seq_len` tokens."""
         return micro_batch_rows(self.micro_batch_tokens, self.parallelism.cp, seq_len)
 
+    def joined_rows(self, seq_len: int) -> int:
+        """Return the number of rows of `seq_len` tokens that are joined to one row, which is a micro batch."""
+        # One long row has less padding than stacked rows, and a small model's micro batch takes the same time whatever
+        # is in it. Layers are then compiled for any length. Other layers may compute more in longer rows.
+        return self.rows_at_once(seq_len) if self.compile else 1
+
 
 class Checkpoint(Section):
     """Joint checkpoints of trainer and orchestrator.

@@ -177,7 +177,7 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
     for attention in sparse:
         attention.keeps_selection = checkpointing == "full" and trainer.memory.keep_dsa_indices
     if trainer.compile:
-        configure_compiler()
+        configure_compiler(any_length=trainer.joined_rows(draft.recipe.seq_len) > 1)
     return draft.spec.parallelize_fn(
         draft.model,
         parallel_dims=dims,

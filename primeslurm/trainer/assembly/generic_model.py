@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from primeslurm.nn import one_rank
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import Vlm
+from primeslurm.recipe.sections.trainer import Parallelism, Vlm
 from primeslurm.trainer.components.logprobs import logit_scores
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -201,12 +202,7 @@ def build(
     hf_names = set(adapter.to_hf(model.state_dict()))
     if layout.activation_checkpointing != "none":
         model.inner.gradient_checkpointing_enable({"use_reentrant": False})
-    dtypes = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[recipe.model.dtype],
-        reduce_dtype=TORCH_DTYPE_MAP[layout.gradient_dtype],
-        cast_forward_inputs=False,  # they are token ids and masks
-    )
-    _shard(model, dims, dtypes, layout.reshard_after_forward)
+    _shard(model, dims, TORCH_DTYPE_MAP[recipe.model.dtype], layout)
     # Only parameters are loaded from the checkpoint, so `init_weights` has to compute the buffers.
     model.to_empty(device=device)
     model.init_weights()
@@ -214,11 +210,19 @@ def build(
     return model, adapter, hf_names
 
 
-def _shard(model: GenericModel, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+def _shard(model: GenericModel, dims: ParallelDims, dtype: torch.dtype, layout: Parallelism) -> None:
     mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
+    if one_rank.replaces_fsdp(model, mesh, dtype):
+        one_rank.install(model, mesh, dtype)
+        return
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=TORCH_DTYPE_MAP[layout.gradient_dtype],
+        cast_forward_inputs=False,  # they are token ids and masks
+    )
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=layout.reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     titan_fsdp.disable_fsdp_gradient_division(model)  # the loss is already divided by the tokens of all ranks
 

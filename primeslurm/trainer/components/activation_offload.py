@@ -133,5 +133,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _storages(module: torch.nn.Module) -> set[int]:
-    tensors = [*module.parameters(), *module.buffers()]
+    # Attributes, because a rank that holds the model alone computes with copies of its parameters.
+    parameters = [getattr(m, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
+    tensors = [*parameters, *module.buffers()]
     return {_storage(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors}

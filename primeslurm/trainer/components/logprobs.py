@@ -74,7 +74,8 @@ class _OfLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
         # Temperatures are float32, so the division promotes the logits.
         log_p = (logits / temperatures.unsqueeze(-1)).log_softmax(-1)
-        logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        # Not `gather`, which needs a view of its result: FSDP warns of views, because its hooks do not follow them.
+        logprobs = -F.nll_loss(log_p, labels, reduction="none")
         p = log_p.exp()
         entropy = -torch.einsum("tv,tv->t", p, log_p)
         ctx.save_for_backward(p, labels, temperatures)

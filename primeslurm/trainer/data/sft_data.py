@@ -96,11 +96,19 @@ def batch(
     seed: int,
     dp_rank: int,
     dp_world: int,
+    joined: int = 1,
 ) -> Batch:
-    """Return one rank's rows for `step` (from 1). Every rank gets the same number of rows."""
+    """Return one rank's rows for `step` (from 1). Every rank gets the same number of rows.
+
+    Rows have `seq_len` tokens. If up to `joined` of them become one row, it is a micro batch, without their padding.
+    """
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
     rows = _pack(chosen, seq_len)
     rows += [[] for _ in range(-len(rows) % dp_world)]
+    rows = rows[dp_rank::dp_world]
+    if joined > 1:
+        count = -(-len(rows) // joined)
+        rows = [[example for row in rows[start::count] for example in row] for start in range(count)]
     info = BatchInfo(
         step=step,
         dp_rank=dp_rank,
@@ -108,8 +116,9 @@ def batch(
         # Nothing predicts the first token of a document, so it is not counted.
         loss_tokens=sum(int(example.mask[1:].sum()) for example in chosen),
         has_images=any(example.images for example in chosen),
+        rows_at_once=1 if joined > 1 else 0,
     )
-    return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
+    return Batch(info, [_row(documents, seq_len) for documents in rows])
 
 
 def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
@@ -171,17 +180,19 @@ def _pack(examples: Sequence[Example], seq_len: int) -> list[list[Example]]:
 
 
 def _row(documents: Sequence[Example], seq_len: int) -> Row:
+    """Return a row of documents, padded to a multiple of `seq_len`."""
     firsts = np.cumsum([0, *(len(d.token_ids) for d in documents)])
-    padding = seq_len - sum(len(d.token_ids) for d in documents)
+    length = max(1, -(-firsts[-1] // seq_len)) * seq_len
+    padding = length - firsts[-1]
     lengths = [*(len(d.token_ids) for d in documents), padding]
     empty = np.zeros(padding, np.int32)
     return Row(
         token_ids=np.concatenate([*(d.token_ids for d in documents), empty]),
         positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
         mask=np.concatenate([*(d.mask for d in documents), empty.astype(bool)]),
-        logprobs=np.zeros(seq_len, np.float32),
-        advantages=np.zeros(seq_len, np.float32),
-        temperatures=np.ones(seq_len, np.float32),
-        on_policy=np.zeros(seq_len, np.bool_),
+        logprobs=np.zeros(length, np.float32),
+        advantages=np.zeros(length, np.float32),
+        temperatures=np.ones(length, np.float32),
+        on_policy=np.zeros(length, np.bool_),
         images=tuple(image.moved(first) for first, d in zip(firsts, documents, strict=False) for image in d.images),
     )

@@ -95,6 +95,7 @@ class SftTask:
             self.recipe.seed,
             policy.dp_rank,
             policy.dp_world,
+            self.recipe.trainer.joined_rows(self.recipe.seq_len),
         )
 
     def _publish(self, step: int) -> None:

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from benchmarks.training_speed import joined
 from primeslurm.models.registry import bundled, model_types
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.distributed.world import World
-from tests.trainer.conftest import make_recipe
+from primeslurm.trainer.policy.train_step import TrainStep
+from primeslurm.wire.batches.batch import Batch
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 from tests.trainer.families import BY_NAME, write
 from tests.trainer.gradients import Layout, gradients
 
@@ -63,6 +67,24 @@ def test_layers_whose_recurrences_have_kernels_are_left_to_them(
     recurrent = [layer.mamba is not None for layer in layers]
     assert any(recurrent) and not all(recurrent)
     assert [layer._compiled_call_impl is None for layer in layers] == recurrent
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_batch_of_another_size_is_not_compiled_again(
+    checkpointing: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "CompileConfig", partial(build.CompileConfig, backend="aot_eager"))
+    path = write(BY_NAME["llama-tied"], tmp_path / "model")
+    parallelism = {"activation_checkpointing": checkpointing}
+    trainer = {"compile": True, "micro_batch_tokens": 4 * SEQ_LEN, "parallelism": parallelism}
+    recipe = make_recipe(path, model={"path": str(path), "dtype": "bfloat16"}, trainer=trainer)
+    train_step = TrainStep(build.build(recipe, world, "varlen"), recipe, world)
+    compiles = []
+    for step, (rows, at_once) in enumerate([(2, 2), (8, 4), (2, 1), (3, 3)], 1):
+        batch = joined(make_batch(step, rows=rows), at_once)
+        batch = Batch(msgspec.structs.replace(batch.info, rows_at_once=1), batch.rows)
+        compiles.append(train_step.train(batch, make_timer(tmp_path))["compiles"])
+    assert compiles[0] > 0 and not any(compiles[1:]), compiles
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Rows without padding train like padded rows."""
+"""Rows without padding, and joined rows, train like padded rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.training_speed import joined
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components.lora import whole
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.batch import Batch, Row
-from tests.trainer.conftest import make_batch, make_recipe, make_timer
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 
 
 def without_padding(row: Row) -> Row:
@@ -37,3 +40,17 @@ def test_short_rows_train_like_padded_rows(moe_model: Path, world: World, tmp_pa
     padded, short = actual
     for name in ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm"):
         assert short[name] == pytest.approx(padded[name], rel=1e-5, abs=1e-7), name
+
+
+def test_joined_rows_have_the_gradients_of_stacked_rows(moe_model: Path, world: World) -> None:
+    recipe = make_recipe(moe_model, trainer={"router_replay": True, "micro_batch_tokens": 3 * SEQ_LEN})
+    batch = make_batch(1, routed=True)  # micro batches of three rows and one
+    long, *short = batch.rows[0], *map(without_padding, batch.rows[1:])
+    gradients = []
+    for rows in (batch, joined(Batch(batch.info, [*short, long]), 4), joined(Batch(batch.info, [*short, long]), 2)):
+        policy = build(recipe, world)
+        TrainStep(policy, recipe, world)._accumulate(rows, batch.info.loss_tokens)
+        gradients.append({name: whole(parameter.grad) for name, parameter in policy.model.named_parameters()})
+    for actual in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            torch.testing.assert_close(actual[name], gradient, rtol=0, atol=5e-6 * float(gradient.abs().max()))

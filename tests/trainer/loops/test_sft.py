@@ -130,6 +130,18 @@ def test_rows_are_full() -> None:
     assert actual == dict(enumerate(lengths)), "each example is in one row, whole"
 
 
+def test_joined_rows_are_micro_batches_without_padding() -> None:
+    lengths = np.random.default_rng(0).integers(1, 64, 300)
+    examples = [sft_data.Example(np.full(n, i + 1, np.int32), np.ones(n, bool)) for i, n in enumerate(lengths)]
+    ranks = [sft_data.batch(examples, 1, len(examples), 64, 0, rank, 2, joined=32) for rank in range(2)]
+    assert {(batch.info.rows_at_once, len(batch.rows)) for batch in ranks} == {(1, 3)}
+    rows = [row for batch in ranks for row in batch.rows]
+    assert all(len(row.token_ids) % 64 == 0 and row.positions.max() < 64 for row in rows)
+    assert max(len(row.token_ids) for row in rows) <= 32 * 64
+    actual = np.concatenate([row.token_ids for row in rows])
+    assert np.bincount(actual)[1:].tolist() == lengths.tolist()
+
+
 def test_the_loss_falls(moe_model: Path, demonstrations: Path, world: World, tmp_path: Path) -> None:
     recipe = sft_recipe(moe_model, demonstrations, max_steps=20, trainer={"optimizer": {"lr": 5e-3}})
     metrics = train(recipe, tmp_path, world)

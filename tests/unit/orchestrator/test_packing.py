@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.algorithms import Algorithm, Echo, Grpo, MaxRl, Opd, from_recipe
 from primeslurm.orchestrator.batching import packing
 from primeslurm.orchestrator.batching.batches import Batches, StepShard, documents, loss_tokens
-from primeslurm.orchestrator.batching.packing import Document, row_cost
+from primeslurm.orchestrator.batching.packing import Document, RowLengths, row_cost
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.batch import RankShard, Row
@@ -100,7 +100,7 @@ def test_rows_are_no_longer_than_needed(lengths: list[int], ranks: int) -> None:
 
 def test_documents_are_spread_over_all_ranks() -> None:
     docs = [document(1 + 100 * i, 8) for i in range(13)]  # 104 tokens: four rows of 32, for three ranks
-    packed = packing.pack(docs, SEQ_LEN, 3, 4)
+    packed = packing.pack(docs, RowLengths(SEQ_LEN, 4), 3)
     assert sorted(row.length for mine in packed for row in mine) == [16, 16, 16, 16, 16, 24]
     costs = [sum(row_cost([len(doc) for doc in row.documents]) for row in mine) for mine in packed]
     assert max(costs) - min(costs) <= row_cost([8]) * 1.001
@@ -112,18 +112,43 @@ def test_documents_are_spread_over_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("seq_len", "trainer", "expected"),
     [
-        (131_072, {"parallelism": {"cp": 8}}, 16_384),
-        (131_072, {"compile": True}, None),
-        (131_075, {}, None),
-        (65_536, {"parallelism": {"cp": 4}}, 8192),
-        (65_536, {"parallelism": {"cp": 8}}, None),
-        (65_536, {"parallelism": {"cp": 8}, "micro_batch_tokens": 8192}, 8192),
-        (4096, {}, None),
+        (131_072, {"parallelism": {"cp": 8}}, (131_072, 16_384)),
+        (131_072, {"compile": True}, (131_072, None)),
+        (131_075, {}, (131_075, None)),
+        (65_536, {"parallelism": {"cp": 4}}, (65_536, 8192)),
+        (65_536, {"parallelism": {"cp": 8}}, (65_536, None)),
+        (65_536, {"parallelism": {"cp": 8}, "micro_batch_tokens": 8192}, (65_536, 8192)),
+        (4096, {}, (4096, None)),
+        (4096, {"compile": True}, (16_384, 4096)),
+        (3000, {"compile": True}, (15_000, 3000)),
+        (4096, {"compile": True, "parallelism": {"cp": 2}}, (32_768, 4096)),
     ],
 )
-def test_quantum_of_row_lengths(seq_len: int, trainer: dict[str, object], expected: int | None) -> None:
+def test_lengths_of_rows(seq_len: int, trainer: dict[str, object], expected: tuple[int, int | None]) -> None:
     recipe = Recipe.model_validate(recipe_data(seq_len=seq_len, trainer=trainer))
-    assert packing.row_length_multiple(recipe) == expected
+    assert RowLengths.of(recipe) == expected
+
+
+@given(lengths=st.lists(st.integers(1, 256), min_size=200, max_size=300), ranks=st.integers(1, 2))
+@settings(max_examples=30)
+def test_micro_batches_are_filled_and_not_exceeded(lengths: list[int], ranks: int) -> None:
+    recipe = Recipe.model_validate(recipe_data(seq_len=256, trainer={"compile": True}))
+    limit = recipe.trainer.micro_batch_tokens
+    packed = packing.pack([document(1, length) for length in lengths], RowLengths.of(recipe), ranks)
+    rows = [row for mine in packed for row in mine]
+    assert max(row.length for row in rows) <= limit
+    used = [sum(map(len, row.documents)) for row in rows]
+    assert sum(used) == sum(lengths)
+    assert len(packed[0]) <= -(-sum(lengths) // (ranks * (limit - 255))), "all rows but one could be full"
+    # The padding is a document, whose positions must not exceed those of a sequence.
+    assert all(row.length - tokens < 256 for row, tokens in zip(rows, used, strict=True))
+
+
+def test_short_documents_share_one_micro_batch_or_two_alike() -> None:
+    recipe = Recipe.model_validate(recipe_data(seq_len=256, trainer={"compile": True}))
+    for mean, expected in ((63, [16_128]), (67, [8704, 8704])):  # 64 and 75 rows of 256 tokens
+        docs = [document(1, mean + offset) for offset in range(-16, 17) for _ in range(8)][:256]
+        assert [row.length for row in packing.pack(docs, RowLengths.of(recipe), 1)[0]] == expected
 
 
 def group(lengths: list[int], rewards: list[float]) -> RolloutGroup:

@@ -274,6 +274,12 @@ def test_weights_that_stay_gathered_are_the_whole_model() -> None:
     assert trainer_memory(QWEN, replace(SHARDED, reshard=False, ep=8)).gathered < kept / 4
 
 
+def test_a_small_model_on_one_gpu_keeps_copies_of_its_weights() -> None:
+    recipe, small = Recipe.model_validate(recipe_data()), catalog()["Qwen/Qwen3-0.6B"].shape
+    assert not trainer_layout(recipe, 1, small).reshard
+    assert trainer_layout(recipe, 2, small).reshard and trainer_layout(recipe, 1, QWEN).reshard
+
+
 @pytest.mark.parametrize(("cp", "tokens", "expected"), [(1, 8192, 8192), (4, 8192, 8192), (4, 1024, 1024), (4, 1, 512)])
 def test_tokens_per_gpu_do_not_depend_on_context_parallelism(cp: int, tokens: int, expected: int) -> None:
     trainer = {"micro_batch_tokens": tokens, "parallelism": {"cp": cp}}
