@@ -18,10 +18,12 @@ def synthetic_batch(recipe: Recipe, policy: PolicyModel) -> Batch:
     """Return one micro batch of whole rows for this rank, the same on every rank but for the rank's numbers."""
     # As many rows as a batch can have if each rollout fills one. Compiled layers treat another number as a new shape.
     length, rollouts = recipe.seq_len, -(-recipe.orchestrator.batch_size // policy.dp_world)
-    count = min(recipe.trainer.rows_at_once(length), rollouts)
+    count, joined = min(recipe.trainer.rows_at_once(length), rollouts), recipe.trainer.joined_rows(length) > 1
+    if joined:
+        length, count = count * length, 1
     config = model_directory.load_config(policy.source).get_text_config()
     rng = np.random.default_rng(0)  # not torch's generator, whose state belongs to the run
-    info = BatchInfo(0, policy.dp_rank, policy.dp_world, loss_tokens=count * length)
+    info = BatchInfo(0, policy.dp_rank, policy.dp_world, count * length, rows_at_once=1 if joined else 0)
     return Batch(info, [_row(rng, length, config.vocab_size, _unknown_experts(policy, length)) for _ in range(count)])
 
 
