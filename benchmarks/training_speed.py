@@ -5,9 +5,8 @@
 
 Starts `--ranks` processes on this machine, on GPUs if it has any. Weights and tokens are random. Our step is that of
 runs: `TrainStep.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. It is
-    compared
-with torchtitan's `Trainer.train_step` (`--compile` applies to both), or with `--against eager` to itself without
-compilation. Both models are in memory and take turns. If memory holds only one, a second call with `--instead
+compared with torchtitan's `Trainer.train_step` (`--compile` applies to both), or with `--against eager` to itself
+without compilation. Both models are in memory and take turns. If memory holds only one, a second call with `--instead
 torchtitan` times the other. The ratio is that of medians: of elapsed time on GPUs, and of rank 0's CPU time on CPUs,
 which other load affects less.
 """
