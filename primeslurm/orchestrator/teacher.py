@@ -136,7 +136,7 @@ class Teacher:
             raise UnavailableError("no engine of the teacher is known")
         self._inflight[url] += 1
         try:
-            answer = await post_while(self._http, f"{url}/completions", lambda: url in self._where(), body)
+            answer = await post_while(self._http.post, f"{url}/completions", lambda: url in self._where(), body)
         except (httpx.HTTPError, MovedError):
             answer = None
         finally:
@@ -145,7 +145,7 @@ class Teacher:
             self._avoided.pop(url, None)
             return url, answer
         if answer is not None and answer.is_client_error and answer.status_code not in BUSY:
-            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {error_text(answer)}")
+            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {error_text(answer.content)}")
         self._avoided[url] = self._clock() + AVOID_S
         raise UnavailableError(f"{url}: no answer")
 

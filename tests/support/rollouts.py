@@ -67,7 +67,10 @@ async def connected(
         where = (ROUTER, lambda: engine.url, recipe.model.path, recipe.max_len)
         client = TokenClient(*where, timeout_s, routed=routed)
         worker._clients[ROUTER] = clients[client.key] = client
-        yield worker
+        try:
+            yield worker
+        finally:
+            await client.close()
 
 
 def job_of(recipe: Recipe, task: int | None = None) -> Job:

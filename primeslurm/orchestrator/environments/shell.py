@@ -16,8 +16,7 @@ from pydantic import PositiveInt
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
-from primeslurm.orchestrator.environments.chat import first_messages
-from primeslurm.wire.transport.http import internal_client
+from primeslurm.orchestrator.environments.chat import ask_model, first_messages
 
 __all__ = ["ShellHarness"]
 
@@ -68,20 +67,18 @@ class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
     ) -> ProgramResult:
         # If the rollout has failed, verifiers raises its error after this method returns.
         messages = first_messages(*self.resolve_prompt(data))
-        async with internal_client(None, headers={"Authorization": f"Bearer {secret}"}) as client:
-            while True:
-                body = {"model": ctx.model, "messages": messages, "tools": [TOOL]}
-                response = await client.post(f"{endpoint}/chat/completions", json=body)
-                if response.status_code != httpx.codes.OK:
-                    return ProgramResult(exit_code=1, stdout="", stderr=response.text)
-                reply = response.json()["choices"][0]["message"]
-                calls = reply.get("tool_calls") or []
-                if not calls:
-                    return ProgramResult(exit_code=0, stdout=reply.get("content") or "", stderr="")
-                messages.append(reply)
-                for call in calls:
-                    output = await self.run_command(call["function"], runtime)
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+        while True:
+            answer = await ask_model(endpoint, secret, {"model": ctx.model, "messages": messages, "tools": [TOOL]})
+            if answer.status != httpx.codes.OK:
+                return ProgramResult(exit_code=1, stdout="", stderr=answer.text)
+            reply = json.loads(answer.text)["choices"][0]["message"]
+            calls = reply.get("tool_calls") or []
+            if not calls:
+                return ProgramResult(exit_code=0, stdout=reply.get("content") or "", stderr="")
+            messages.append(reply)
+            for call in calls:
+                output = await self.run_command(call["function"], runtime)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
 
     async def run_command(self, function: dict[str, Any], runtime: Runtime) -> str:
         """Run the command of a tool call. Return its output, or the error that the model sees."""

@@ -126,7 +126,7 @@ class EngineClient:
         try:
             response = await self._poll(timeout_s)
             if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # the API server answers, but its core does not
-                raise EngineUnresponsiveError(f"{self.url}: {error_text(response)}")
+                raise EngineUnresponsiveError(f"{self.url}: {error_text(response.content)}")
             response.raise_for_status()
             status = decode_json(response.content, EngineStatus)
         except httpx.TimeoutException as error:
@@ -258,7 +258,7 @@ class EngineClient:
         except httpx.TransportError as error:
             raise EngineDownError(f"{self.url}{path}: {_reason(error)}") from error
         if response.status_code != 200:
-            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {error_text(response)}")
+            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {error_text(response.content)}")
 
 
 def _reason(error: BaseException) -> str:

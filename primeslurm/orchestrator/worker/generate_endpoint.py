@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+import aiohttp
 import httpx
 import msgspec
 
 from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts, EngineError
+from primeslurm.orchestrator.worker.router_session import RouterSession
 from primeslurm.wire import hidden_salt
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.rollout import LARGEST_LOGPROB, MAX_LOGPROB
@@ -20,11 +22,9 @@ from primeslurm.wire.decoding import Count, DamagedError, decode_json
 from primeslurm.wire.names import ADAPTER, ENGINE_HEADER, SERVED_MODEL
 from primeslurm.wire.transport.http import (
     BUSY,
-    Clients,
     MovedError,
     UnavailableError,
     error_text,
-    internal_client,
     post_while,
 )
 from primeslurm.wire.transport.retry import retry_with_backoff
@@ -174,7 +174,7 @@ class GenerateEndpoint:
         self.max_len = max_len
         self._timeout_s = timeout_s
         self._routed = routed
-        self._http = Clients(lambda: internal_client(timeout_s))
+        self._http = RouterSession(timeout_s)
 
     async def generate(
         self, body: dict[str, Any], headers: dict[str, str], path: str = GENERATE, extra: Mapping[str, str] = {}
@@ -229,11 +229,10 @@ class GenerateEndpoint:
     ) -> Completion:
         where, replaced = self._where(), {name.lower() for name in extra}
         sent = {name: value for name, value in headers.items() if name.lower() not in replaced} | dict(extra)
-        with self._http.one() as client:
-            answer = await post_while(client, where + path, lambda: self._where() == where, request, sent)
+        answer = await post_while(self._http.post, where + path, lambda: self._where() == where, request, sent)
         named = answer.headers.get(ENGINE_HEADER, "")
         engine, session = named or where.partition("//")[2], headers.get(SESSION_HEADER, "")
-        if answer.is_success:
+        if httpx.codes.is_success(answer.status):
             try:
                 completion = completion_of(answer.content, len(request["token_ids"]), routed_from)
                 self._check_tokens(completion.token_ids, request["sampling_params"]["max_tokens"])
@@ -242,11 +241,11 @@ class GenerateEndpoint:
                 raise UnavailableError(f"engine {engine} gave a damaged answer: {error}") from error
             self._tally.good(engine)
             return completion
-        problem = f"{answer.status_code}: {error_text(answer)}"
-        if answer.is_client_error and answer.status_code not in _NO_ENGINE:
-            raise RefusedError(problem, answer.status_code)
+        problem = f"{answer.status}: {error_text(answer.content)}"
+        if httpx.codes.is_client_error(answer.status) and answer.status not in _NO_ENGINE:
+            raise RefusedError(problem, answer.status)
         # A 500 without the engine's header is from the router, which says nothing about an engine.
-        if named and answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
+        if named and answer.status == httpx.codes.INTERNAL_SERVER_ERROR:
             self._tally.damaged(engine, session, problem)
         raise UnavailableError(problem)
 
@@ -259,7 +258,7 @@ class GenerateEndpoint:
 
 # Dynamo's frontend answers 404 while it has no worker.
 _NO_ENGINE = (*BUSY, httpx.codes.NOT_FOUND)
-_RETRIED = (httpx.HTTPError, MovedError, UnavailableError)
+_RETRIED = (aiohttp.ClientError, MovedError, UnavailableError)
 
 
 def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Completion:

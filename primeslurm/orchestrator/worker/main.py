@@ -230,7 +230,8 @@ def main(argv: list[str] | None = None) -> None:
     tool_servers.watch()
     worker = None
     try:
-        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
+        with uncollected():  # the environment and the tokenizer import large packages, too
+            worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
         containers.remove_stale(worker.runtimes, name)
         asyncio.run(_serve(worker, name))
     except KeyboardInterrupt:

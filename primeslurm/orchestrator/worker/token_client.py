@@ -11,6 +11,7 @@ tokens of 75 layers and 8 experts) would block the event loop of all rollouts of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -30,6 +31,7 @@ from verifiers.v1.interception import InterceptionServer, server
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import Response, SamplingConfig
 
+from primeslurm.orchestrator.environments.chat import servers_in_process
 from primeslurm.orchestrator.rendering import context_window
 from primeslurm.orchestrator.rendering.context_window import (
     ENGINE_OVERFLOW,
@@ -227,18 +229,35 @@ def limit_requests() -> None:
     server.MAX_REQUEST_BODY = LARGEST_REQUEST_BYTES
 
 
+def _empty_list() -> list[Any]:
+    return []
+
+
+# Python parses the signature of a built-in type anew each time, and pydantic asks for it for each new message.
+_empty_list.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+
+
+def declare_signatures() -> None:
+    """Let new nodes of verifiers' traces take empty lists from a function that declares its signature."""
+    for field in vf.MessageNode.model_fields.values():
+        if field.default_factory is list:
+            field.default_factory = _empty_list
+
+
 @asynccontextmanager
 async def serving(env: vf.Env) -> AsyncIterator[dict[str, Client]]:
     """Enter `env.serving()`, and yield its clients by config, to which callers add TokenClients."""
     # verifiers creates clients from configs and has no way to register another class. Its interception server keeps one
     # client per config, so ours must be there before the first rollout uses its config.
     limit_requests()
+    declare_signatures()
     context_window.install()
     async with env.serving():
         interception = env._interception
         if not isinstance(interception, InterceptionServer):
             raise TypeError(f"the environment must use interception type 'server', not {type(interception).__name__}")
         cache_conversations(interception, ROLLOUT_DIALECTS)
+        servers_in_process.add(interception)
         yield interception.clients
 
 

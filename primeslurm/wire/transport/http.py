@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -19,15 +19,16 @@ from primeslurm.wire.transport import secret
 
 CONNECT_S = 10.0  # Timeout of a connection. Within a cluster, a server that has not accepted by then is gone.
 IDLE_CONNECTIONS = 64
-REQUESTS_PER_CLIENT = 64  # concurrent requests of one client in `Clients`
 # Maximum size of an answer's body [bytes]. Routed experts of a million tokens in base64 are the largest: 1.4 GB.
 # 131,072 tokens with 75 layers and 8 experts each take 105 MB.
 LARGEST_ANSWER = 4 << 30
 BUSY = (408, 425, 429)  # 4xx answers that say that the server is busy, not that the request is wrong
 MOVE_POLL_S = 2.0
 # Answers must not be compressed: a few bytes could decompress to any size.
-_UNCOMPRESSED = {"Accept-Encoding": "identity"}
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
 _JSON = {"Content-Type": "application/json"}
+
+T = TypeVar("T")
 
 
 class MovedError(Exception):
@@ -52,7 +53,7 @@ def internal_client(
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=keep),
-        headers=_UNCOMPRESSED | dict(secret.header() if headers is None else headers),
+        headers=UNCOMPRESSED | dict(secret.header() if headers is None else headers),
         event_hooks={"response": [_BoundedBody.hook(largest)]},
         trust_env=False,
         verify=_no_tls(),
@@ -69,61 +70,21 @@ def external_client(timeout_s: float, headers: Mapping[str, str]) -> httpx.Async
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=IDLE_CONNECTIONS),
-        headers=_UNCOMPRESSED | dict(headers),
+        headers=UNCOMPRESSED | dict(headers),
         event_hooks={"response": [_BoundedBody.hook(LARGEST_ANSWER)]},
     )
 
 
-class Clients:
-    """Any number of concurrent requests at constant cost per request.
-
-    httpcore's pool scans all its connections at the start and end of every request, which dominates with two thousand
-    connections. Therefore there is one client per `at_once` requests. A request uses the first client with capacity,
-    so connections are reused, and clients at the end are closed when their requests are over.
-    """
-
-    def __init__(self, make: Callable[[], httpx.AsyncClient], at_once: int = REQUESTS_PER_CLIENT) -> None:
-        self._make = make
-        self._at_once = at_once
-        self._clients = [make()]
-        self._requests = [0]
-        self._closing: set[asyncio.Task[None]] = set()
-
-    @contextmanager
-    def one(self) -> Iterator[httpx.AsyncClient]:
-        index = next((n for n, requests in enumerate(self._requests) if requests < self._at_once), len(self._clients))
-        if index == len(self._clients):
-            self._clients.append(self._make())
-            self._requests.append(0)
-        self._requests[index] += 1
-        try:
-            yield self._clients[index]
-        finally:
-            self._requests[index] -= 1
-            self._close_idle()
-
-    async def aclose(self) -> None:
-        await asyncio.gather(*self._closing, *(client.aclose() for client in self._clients))
-
-    def _close_idle(self) -> None:
-        # The last client goes only if the one before is half idle, or the next request would create it again.
-        while len(self._clients) > 1 and not self._requests[-1] and self._requests[-2] <= self._at_once // 2:
-            self._requests.pop()
-            task = asyncio.ensure_future(self._clients.pop().aclose())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-
 async def post_while(
-    http: httpx.AsyncClient,
+    post: Callable[..., Coroutine[Any, Any, T]],
     url: str,
     stays: Callable[[], bool],
     body: dict[str, object],
     headers: dict[str, str] | None = None,
-) -> httpx.Response:
+) -> T:
     """Post JSON until `stays()` is false, because a server on a lost node never answers. Raises MovedError then."""
     content = msgspec.json.encode(body)  # ten times as fast as httpx's own encoder for a long prompt
-    answer = asyncio.create_task(http.post(url, content=content, headers={**_JSON, **(headers or {})}))
+    answer = asyncio.create_task(post(url, content=content, headers={**_JSON, **(headers or {})}))
     try:
         while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
             if not stays():
@@ -133,9 +94,9 @@ async def post_while(
         answer.cancel()
 
 
-def error_text(answer: httpx.Response) -> str:
+def error_text(content: bytes) -> str:
     """Return the first 500 characters of the body of an error response."""
-    return answer.content[:2000].decode(errors="replace")[:500]
+    return content[:2000].decode(errors="replace")[:500]
 
 
 class _BoundedBody(httpx.AsyncByteStream):

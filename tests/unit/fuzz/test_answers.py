@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import aiohttp
 import httpx
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ from primeslurm.orchestrator.worker.generate_endpoint import (
     RefusedError,
     completion_of,
 )
+from primeslurm.orchestrator.worker.router_session import RouterSession
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.transport import http
@@ -288,18 +290,27 @@ def test_answers_of_teachers(content: bytes) -> None:
 
 
 async def test_endless_response_is_aborted() -> None:
-    async with saying(bytes(4 << 20), length=2**40) as url, http.internal_client(9.0, largest=1 << 20) as client:
+    async with (
+        saying(bytes(4 << 20), length=2**40) as url,
+        http.internal_client(9.0, largest=1 << 20) as client,
+        contextlib.aclosing(RouterSession(9.0, largest=1 << 20)) as session,
+    ):
         with bounded(1 << 20, factor=16), pytest.raises(httpx.ReadError, match="too long"):
             await client.get(url)
+        with bounded(1 << 20, factor=16), pytest.raises(aiohttp.ClientError, match="too long"):
+            await session.post(url, b"", {})
 
 
 async def test_compressed_response_is_invalid() -> None:
     async with (
         saying(b"\x1f\x8b" + bytes(100), b"content-encoding: gzip\r\n") as url,
         http.internal_client(9.0) as client,
+        contextlib.aclosing(RouterSession(9.0)) as session,
     ):
         with pytest.raises(httpx.DecodingError, match="compressed"):
             await client.get(url)
+        with pytest.raises(aiohttp.ClientError, match="compressed"):
+            await session.post(url, b"", {})
 
 
 def test_gate_status_is_decoded() -> None:

@@ -6,15 +6,21 @@ import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
+import verifiers.v1 as vf
 from transformers import PreTrainedTokenizerFast
 
 from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.environments import chat
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
+from primeslurm.orchestrator.worker import main
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.orchestrator.worker.token_client import serving
+from primeslurm.orchestrator.worker.trace_sequences import trainable_traces
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire import hidden_salt
@@ -115,6 +121,36 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     for rollout in found:  # the last token of an answer is routed only when another turn follows it
         assert rollout.routed_experts is not None and rollout.routed_experts.shape == (len(rollout.token_ids), 3, 2)
         assert rollout.routed_experts[:, 2, 1].tolist() == [*range(len(rollout.token_ids) - 1), 255]
+
+
+@pytest.mark.parametrize("seq_len", [64, 40], ids=["both turns fit", "the second turn does not fit"])
+async def test_harness_records_the_same_trace_with_and_without_http(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int
+) -> None:
+    episodes: list[vf.Episode] = []
+    monkeypatch.setattr(main, "trainable_traces", lambda found: episodes.append(found) or trainable_traces(found))
+    clients: list[str] = []
+    make = chat.internal_client
+    monkeypatch.setattr(chat, "internal_client", lambda *words, **more: clients.append("") or make(*words, **more))
+    found = []
+    for servers, over_http in ((chat.servers_in_process, 0), (WeakSet(), 2)):
+        monkeypatch.setattr(chat, "servers_in_process", servers)
+        with FakeEngine(tokenizer) as engine:
+            engine.version = 3
+            found += await rollouts(engine, small_recipe(tokenizer, seq_len=seq_len), with_words(TwoTurns))
+        assert len(clients) == over_http
+    local, http = found
+    assert local.token_ids.tolist() == http.token_ids.tolist() and local.versions.tolist() == http.versions.tolist()
+    (local_trace,), (http_trace,) = (_without_ids_and_times(episode) for episode in episodes)
+    assert local_trace == http_trace and local_trace["stop_condition"]
+    assert [call["error"] is None for call in local_trace["calls"]] == [True, seq_len == 64]
+
+
+def _without_ids_and_times(episode: vf.Episode) -> list[dict[str, Any]]:
+    def strip(item: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in item.items() if name not in ("id", "time", "timestamp", "timing")}
+
+    return [json.loads(trace.model_dump_json(), object_hook=strip) for trace in episode.traces]
 
 
 async def test_answer_without_routed_experts_is_refused(tokenizer: Path) -> None:
