@@ -57,7 +57,8 @@ def encode(transcript: Transcript) -> bytes:
         shorter = msgspec.structs.replace(transcript, messages=[_cut(each, longest) for each in transcript.messages])
         raw = msgspec.msgpack.encode(shorter)
         if len(raw) <= LARGEST_TRANSCRIPT:
-            return zlib.compress(raw, 1)
+            # Preparing the default window of 32 KiB takes longer than to compress a short text.
+            return zlib.compress(raw, 1, wbits=min(max(len(raw).bit_length(), 9), zlib.MAX_WBITS))
         if longest <= SHORTEST_TEXT:
             return b""
         longest //= 4

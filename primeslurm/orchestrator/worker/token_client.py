@@ -102,17 +102,16 @@ class RendererEndpoint:
         the deadline.
         """
         headers = dict(options["headers"])
-        request = httpx.Request("POST", url)
         try:
             extra = self._extra_headers.get(headers[SESSION_HEADER], {})
             completion = await self._endpoint.generate(body, headers, url.removeprefix(self.base_url), extra)
         except RefusedError as error:
-            text, response = str(error), httpx.Response(error.status, request=request)
+            text, response = str(error), httpx.Response(error.status, request=httpx.Request("POST", url))
             if error.status == httpx.codes.BAD_REQUEST and ENGINE_OVERFLOW in text:
                 text = f"{text}: {self._endpoint.overflow}"
             raise APIStatusError(text, response=response, body=None) from error
         except NoAnswerError as error:
-            raise APIConnectionError(message=str(error), request=request) from error
+            raise APIConnectionError(message=str(error), request=httpx.Request("POST", url)) from error
         if completion.routed_experts is not None and (turns := posted.get()) is not None:
             turns.append(TurnRows(completion.routed_experts, completion.routed_from))
         # The trace keeps the routed experts. They are too large to be kept here, too.

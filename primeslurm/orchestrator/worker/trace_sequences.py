@@ -172,13 +172,14 @@ def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
 
 def _images(trace: vf.Trace, path: Sequence[int]) -> tuple[ImageSpan, ...]:
     """Return the images of a path. Raise RolloutError unless each image has one run of image tokens."""
-    sources: list[str] = []
+    nodes = [trace.nodes[i] for i in path]
+    contents = [node.message.content for node in nodes if isinstance(node.message.content, list)]
+    sources = [part.image_url.url for content in contents for part in content if part.type == "image_url"]
+    if not sources and not trace.mm_token_type_id_map:
+        return ()
     runs: list[tuple[int, int]] = []
     first = 0
-    for node in (trace.nodes[i] for i in path):
-        content = node.message.content
-        if isinstance(content, list):
-            sources += [part.image_url.url for part in content if part.type == "image_url"]
+    for node in nodes:
         if not node.sampled:
             is_image = np.isin(node.token_ids, list(trace.mm_token_type_id_map)).astype(np.int8)
             edges = np.flatnonzero(np.diff(is_image, prepend=0, append=0)) + first
