@@ -13,7 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.rollouts.flow_control import split_frames
+from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, split_frames
 from primeslurm.orchestrator.rollouts.job_protocol import (
     AnswerCounts,
     Cancel,
@@ -44,6 +44,8 @@ NOTICE_S = 5.0  # how long `give_notice` waits for the orchestrator
 # Maximum size of sent results that a worker holds [bytes]. It drops the oldest first. If the orchestrator is then
 # killed before their group is on disk, they are sampled again.
 HELD_BYTES = 1 << 30
+# A result of at most this size is sent without a request [bytes]: a thousand of them are less than the receive window.
+SMALL_RESULT = CHUNK_BYTES
 LARGEST_JOB = 16 << 20  # maximum size of a message to a worker [bytes]
 
 
@@ -202,8 +204,11 @@ class JobRunner:
             except BaseException as error:
                 await self._send([msgspec.msgpack.encode(self._failure(job, error))])
             else:
-                self._unsent[job.id] = result
-                await self._send([msgspec.msgpack.encode(ResultReady(job.id, _size(result)))])
+                self._unsent[job.id], size = result, _size(result)
+                if size <= SMALL_RESULT:
+                    await self._send_result(job.id)
+                else:
+                    await self._send([msgspec.msgpack.encode(ResultReady(job.id, size))])
         finally:
             self._running.pop(job.id, None)
             if job.id not in self._unsent and job.id not in self._held:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.orchestrator.rollouts import job_runner
 from primeslurm.orchestrator.rollouts.flow_control import ReceiveWindow
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, ResultReady, SendResults, Status
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
@@ -98,9 +99,11 @@ async def test_result_lost_with_its_connection_is_requested_at_once(pool: Pool) 
     assert await pool.given(0) == SendResults(["a"]), "it was asked for long ago"
 
 
+@pytest.mark.parametrize(("small", "requested"), [(0, 1), (1 << 20, 0)], ids=["requested", "sent at once"])
 async def test_all_results_of_rollouts_that_end_together_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int, requested: int
 ) -> None:
+    monkeypatch.setattr(job_runner, "SMALL_RESULT", small)
     came: list[str] = []
     address, made = f"ipc://{tmp_path}/envs", group([5], [1.0]).rollouts[0]
     pool = CallbackPool(address, lambda name, outcome: came.append(name), came.append, lambda *unusable: None)
@@ -124,7 +127,7 @@ async def test_all_results_of_rollouts_that_end_together_arrive(
     for number in range(20):
         await pool.send(job(str(number)))
     await wait_until_async(lambda: len(came) == 20)
-    assert sorted(came, key=int) == [str(number) for number in range(20)] and most == 1
+    assert sorted(came, key=int) == [str(number) for number in range(20)] and most == requested
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -160,7 +160,9 @@ async def test_result_is_held_until_it_is_cancelled(
             raise RolloutError("it is")
         return made
 
-    monkeypatch.setattr(job_runner, "HELD_BYTES", 2 * sum(len(bytes(part)) for part in encode_result("j", made)))
+    size = sum(len(bytes(part)) for part in encode_result("j", made))
+    monkeypatch.setattr(job_runner, "HELD_BYTES", 2 * size)
+    monkeypatch.setattr(job_runner, "SMALL_RESULT", size - 1)
     worker = make_worker(finished)
     for name in ("a", "b", "c", "bad"):
         worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
@@ -178,6 +180,16 @@ async def test_result_is_held_until_it_is_cancelled(
     await asyncio.wait(list(worker._running.values()), timeout=20)
     worker.handle(Cancel(["unasked"]))
     assert not worker._unsent and not worker._jobs and worker._held_bytes == 0
+    monkeypatch.setattr(job_runner, "SMALL_RESULT", size)
+    said: list[Any] = []
+
+    async def say(message: Any) -> None:
+        said.append(msgspec.msgpack.decode(message[0], type=Result))
+
+    worker._send = say  # type: ignore[method-assign]
+    worker.handle(Job("s", "g", "e", 0, 0, "router-0", "salt"))
+    await asyncio.wait(list(worker._running.values()), timeout=20)
+    assert [result.job for result in said] == list(worker._held) == list(worker._jobs) == ["s"]
 
 
 async def test_closed_worker_does_not_block_other_sockets() -> None:
