@@ -172,47 +172,47 @@ class Backbone:
         stacks = self.use([each.adapter.parameters for each in passes])
         logprobs: list[list[NDArray[np.float32]]] = [[] for _ in passes]
         totals = [0.0] * len(passes)
-        for rows in _batches(passes):
-            for each in passes:
-                each.check()
-            if len(passes) > 1:
-                index = np.array([owner for owner, _ in rows])
-                self._owners.index = self._tensor(index)
-                self._owners.even = len(set(np.bincount(index, minlength=len(passes)))) == 1
-            loss = torch.zeros((), device=self.policy.device)
-            with torch.set_grad_enabled(any(passes[owner].backward for owner, _ in rows)):
-                scores = self.logprobs([data for _, data in rows])
-                targets = [[datum.inputs["target_tokens"] for datum in data] for _, data in rows]
-                parts = scores.split([sum(target.size for target in each) for each in targets])
-                for (owner, data), shapes, part in zip(rows, targets, parts, strict=True):
-                    each = passes[owner]
-                    terms = per_token(each.loss, each.config, part, self._inputs(data, each.loss))
-                    totals[owner] += terms.detach().double().sum().item()
-                    if each.backward:
-                        loss = loss + terms.sum()
-                    values = np.split(part.detach().cpu().numpy(), np.cumsum([t.size for t in shapes])[:-1])
-                    logprobs[owner] += [value.reshape(t.shape) for value, t in zip(values, shapes, strict=True)]
-            if loss.requires_grad:
-                loss.backward()
-        for index, each in enumerate(passes):
-            if each.backward:
-                _add_gradients(each.adapter, stacks, index)
+        try:
+            for rows in _batches(passes):
+                for each in passes:
+                    each.check()
+                self._assign([owner for owner, _ in rows])
+                loss = torch.zeros((), device=self.policy.device)
+                with torch.set_grad_enabled(any(passes[owner].backward for owner, _ in rows)):
+                    scores = self.logprobs([data for _, data in rows])
+                    parts = scores.split([sum(_targets(datum).size for datum in data) for _, data in rows])
+                    for (owner, data), part in zip(rows, parts, strict=True):
+                        each = passes[owner]
+                        terms = per_token(each.loss, each.config, part, self._inputs(data, each.loss))
+                        totals[owner] += terms.detach().double().sum().item()
+                        if each.backward:
+                            loss = loss + terms.sum()
+                        logprobs[owner] += _by_datum(part.detach().cpu().numpy(), data)
+                if loss.requires_grad:
+                    loss.backward()
+            for index, each in enumerate(passes):
+                if each.backward:
+                    _add_gradients(each.adapter, stacks, index)
+        finally:
+            self.use([])  # frees the stacks
         return list(zip(logprobs, totals, strict=True))
 
     def use(self, adapters: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Make the model compute with the parameters of adapters. No adapters: the model itself.
 
-        With several, `_owners` selects one for each row. Returns the stacks, which get the gradients.
+        If there are several, `_assign` selects one for each row. Returns the stacks, which get the gradients.
         """
         stacks: dict[str, torch.Tensor] = {}
         for name, shape in self._shapes.items():
-            if holders := {i: parameters[name].detach() for i, parameters in enumerate(adapters) if name in parameters}:
+            holders = {i: each[name].detach() for i, each in enumerate(adapters) if name in each}
+            if holders:
                 rank = -(-max(tensor.shape[-1] for tensor in holders.values()) // _RANK_STEP) * _RANK_STEP
                 stack = torch.zeros(*shape[:-1], len(adapters), shape[-1], rank, device=self.policy.device)
                 for index, tensor in holders.items():
                     _own(stack, index, tensor).copy_(tensor).mul_(_scale(name, tensor))
                 stacks[name] = stack.requires_grad_()
-        self._owners.index, self._owners.adapters, self._owners.even = None, len(adapters), True
+        self._owners.adapters = len(adapters)
+        self._assign([])
         for name in self._shapes:
             if name.endswith(lora.A):
                 weight = name.removesuffix(lora.A)
@@ -222,6 +222,12 @@ class Backbone:
                 if name in stacks:
                     pairs[attribute] = lora.RowAdapters(stacks[name], stacks[weight + lora.B], self._owners)
         return stacks
+
+    def _assign(self, owners: Sequence[int]) -> None:
+        """Set the adapter of each row, by its index in `use`."""
+        counts = np.bincount(np.array(owners, np.int64), minlength=self._owners.adapters)
+        self._owners.index = self._tensor(np.array(owners)) if self._owners.adapters > 1 and owners else None
+        self._owners.even = len(set(counts.tolist())) == 1
 
     def logprobs(self, rows: Sequence[Sequence[Datum]]) -> torch.Tensor:
         """Return the log-probabilities of the targets of rows of sequences, float32 [targets of all rows].
@@ -236,11 +242,11 @@ class Backbone:
             for datum in row:
                 end = start + len(datum.tokens)
                 tokens[index, start:end], positions[index, start:end] = datum.tokens, np.arange(end - start)
-                targets_per_token = datum.inputs["target_tokens"][:1].size
+                targets_per_token = _targets(datum)[:1].size
                 places.append(np.repeat(np.arange(start, end) + index * width, targets_per_token))
                 start = end
             positions[index, start:] = np.arange(width - start)  # padding is a sequence of its own
-        labels = self._tensor(np.concatenate([datum.inputs["target_tokens"].ravel() for row in rows for datum in row]))
+        labels = self._tensor(np.concatenate([_targets(datum).ravel() for row in rows for datum in row]))
         ones = torch.ones_like(labels, dtype=torch.float32)
         with self.policy.model.lm_head.scoring(labels, ones, self._tensor(np.concatenate(places))):
             (scores,) = self.policy.logits(self._tensor(tokens), self._tensor(positions))
@@ -298,6 +304,16 @@ def _pack(lengths: Sequence[int], room: int) -> list[slice]:
 def _own(stack: torch.Tensor, index: int, parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter's part of a stack [..., adapters, size, rank]."""
     return stack.select(-3, index)[..., : parameter.shape[-1]]
+
+
+def _targets(datum: Datum) -> NDArray[Any]:
+    return datum.inputs["target_tokens"]
+
+
+def _by_datum(values: NDArray[np.float32], data: Sequence[Datum]) -> list[NDArray[np.float32]]:
+    """Split values of targets by datum, in the shapes of the targets."""
+    parts = np.split(values, np.cumsum([_targets(datum).size for datum in data])[:-1])
+    return [part.reshape(_targets(datum).shape) for part, datum in zip(parts, data, strict=True)]
 
 
 def _scale(name: str, parameter: torch.Tensor) -> float:

@@ -78,7 +78,7 @@ class Service:
         self._store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
         self.limits = backbone.limits
         self._worker = ThreadPoolExecutor(1, "tinker-model")
-        self.requests = Requests(self._worker, self)
+        self.requests = Requests(self._worker, group=self)
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, str | None] = {}
         """Checkpoint of each sampling session. None: the base model."""
@@ -163,8 +163,10 @@ class Service:
         try:
             return [*self._backbone.score(passes)]
         except Exception as error:
-            # The error of one pass must not stop the others.
-            return [error] if len(passes) == 1 else [self._score([each])[0] for each in passes]
+            if len(passes) == 1:
+                return [error]
+        # One pass failed, and must not stop the others. The error is gone here, and with it the memory that it held.
+        return [self._score([each])[0] for each in passes]
 
     async def optim_step(self, request: OptimStep) -> Answer:
         run = self._run(request.model_id)

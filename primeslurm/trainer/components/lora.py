@@ -86,9 +86,10 @@ def adapt_rows(model: Any, owners: RowOwners) -> None:
     def count_tokens(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         ids, counts = inputs[2:]  # the experts of each token [rows, length, top_k], and the tokens of each expert
         if owners.index is not None:
-            pairs = ids * owners.adapters + owners.index[:, None, None]
             # The dispatcher's sort by expert is stable, so that an expert's tokens stay in the order of the rows.
-            counts = torch.bincount(pairs.flatten(), minlength=len(counts) * owners.adapters)
+            pairs = (ids * owners.adapters + owners.index[:, None, None]).flatten()
+            # Unlike `bincount`, this does not wait for a GPU.
+            counts = pairs.new_zeros(len(counts) * owners.adapters).scatter_add_(0, pairs, torch.ones_like(pairs))
         module.inner_experts.adapter_ends = counts.cumsum(0, dtype=torch.int32)
 
     for module in model.modules():
