@@ -72,6 +72,8 @@ def measure(model: Path, rank: int, sequences: int, length: int, rounds: int) ->
             spent = step(*case)
             if number:  # the first round warms up
                 times[case].append(spent)
+    parameters = sum(tensor.nbytes for tensor in adapters[0].parameters.values())
+    moments = sum(t.nbytes for t in adapters[0].optimizer.state_dict().values() if isinstance(t, torch.Tensor))
     result: dict[str, Any] = {}
     whole = {case: median(map(sum, spent)) for case, spent in times.items()}
     for count in COUNTS:
@@ -82,9 +84,8 @@ def measure(model: Path, rank: int, sequences: int, length: int, rounds: int) ->
             "shared_relative_to_one": round(whole[count, True] / whole[1, True], 3),
             "one_after_another_s": round(whole[count, False], 3),
             "one_after_another_relative_to_one": round(whole[count, False] / whole[1, True], 3),
+            "parameters_and_moments_bytes": count * (parameters + moments),
         }
-    parameters = sum(tensor.nbytes for tensor in adapters[0].parameters.values())
-    moments = sum(t.nbytes for t in adapters[0].optimizer.state_dict().values() if isinstance(t, torch.Tensor))
     return {"cases": result, "bytes_per_adapter": {"parameters": parameters, "moments": moments}}
 
 

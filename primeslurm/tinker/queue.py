@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from primeslurm.tinker.requests import RequestError
@@ -123,9 +124,12 @@ class Requests:
         """Execute the request whose turn it is, if any, and others with it. This runs at least once per request."""
         items = self._take()
         works = [action.work for _, action in items if isinstance(action, Shared)]
-        actions = (
-            self._group.execute(works) if works else [action for _, action in items if not isinstance(action, Shared)]
-        )
+        actions = [action for _, action in items if not isinstance(action, Shared)]
+        if works:
+            try:
+                actions = self._group.execute(works)
+            except Exception as error:
+                actions = [partial(fail, error) for _ in works]
         for (future, _), action in zip(items, actions, strict=True):
             _execute(future, action)
 
@@ -147,6 +151,11 @@ class Requests:
                     if not isinstance(action, Shared):
                         break
         return taken
+
+
+def fail(error: Exception) -> Result:
+    """Raise an error. This is the action of a request that cannot be executed."""
+    raise error
 
 
 def _session(request_id: str) -> str:

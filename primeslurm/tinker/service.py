@@ -20,7 +20,7 @@ from fastapi import Body, Request
 
 from primeslurm.tinker import requests
 from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit
-from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared
+from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail
 from primeslurm.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -270,7 +270,7 @@ class Service:
     def refuse(self, model_id: object, number: object, error: RequestError) -> None:
         """Record that a request of a run could not be parsed, so that later requests do not wait for it."""
         if isinstance(number, int) and isinstance(model_id, str) and model_id in self._runs:
-            self._submit(self._runs[model_id], number, partial(_raise, error))
+            self._submit(self._runs[model_id], number, partial(fail, error))
 
     def _add_run(self, session: str, number: int, lora: LoraConfig, load: LoadWeights | None) -> Answer:
         self._check_session(session)
@@ -333,7 +333,3 @@ def _finish(work: RunPass, outcome: Scores | Exception) -> Result:
         raise outcome
     logprobs, loss = outcome
     return pass_output(logprobs, {"loss:sum": loss})
-
-
-def _raise(error: RequestError) -> Result:
-    raise error

@@ -25,6 +25,8 @@ class Tens:
         return sum(works) <= 10
 
     def execute(self, works: Sequence[int]) -> list[Action]:
+        if 99 in works:
+            raise ValueError("broken")
         self.executed.append([*works])
         return [partial(dict, number=work) for work in works]
 
@@ -58,7 +60,9 @@ def test_failures_are_results(worker: ThreadPoolExecutor) -> None:
     requests.submit("user", partial(fail, RequestError("rank", 9, "is too large")))
     requests.submit("server", partial(fail, ValueError("broken")))
     assert requests.future("user").result(10) == {"error": "rank = 9: is too large", "category": "user"}
-    assert requests.future("server").result(10) == {"error": "ValueError: broken", "category": "server"}
+    requests.submit("shared", Shared(99))
+    for name in ("server", "shared"):
+        assert requests.future(name).result(10) == {"error": "ValueError: broken", "category": "server"}
 
 
 def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
