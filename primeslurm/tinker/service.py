@@ -1,9 +1,9 @@
 """The service: sessions, training runs and sampling sessions, and what each request does.
 
 The public methods answer requests. They are coroutines, so that all of them run in the thread of the HTTP server, and
-none waits. Model work runs in one worker thread. Runs whose next request is a pass share one pass over the model. A
-training run's requests are checked in the worker thread, and errors are results:
-if the HTTP answer to one chunk of a pass were an error, the client would never send the others.
+none waits. Model work runs in one worker thread, and passes of several runs are computed together. A training run's
+requests are checked there, and errors are results: if the HTTP answer to one chunk of a pass were an error, the client
+would never send the others.
 """
 
 from __future__ import annotations
