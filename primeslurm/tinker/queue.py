@@ -31,7 +31,7 @@ class Shared:
     work: Any
 
 
-class Group(Protocol):
+class Sharing(Protocol):
     """How to execute shared work."""
 
     def fits(self, works: Sequence[Any]) -> bool:
@@ -71,8 +71,8 @@ class Requests:
     work, it is executed together with the shared work that is next of other clients, as far as that fits.
     """
 
-    def __init__(self, worker: Executor, group: Group) -> None:
-        self._worker, self._group = worker, group
+    def __init__(self, worker: Executor, sharing: Sharing) -> None:
+        self._worker, self._sharing = worker, sharing
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[_Item]] = {}
         """Requests of each client that has any. The client whose turn is next comes first."""
@@ -127,7 +127,7 @@ class Requests:
         actions = [action for _, action in items if not isinstance(action, Shared)]
         if works:
             try:
-                actions = self._group.execute(works)
+                actions = self._sharing.execute(works)
             except Exception as error:
                 actions = [partial(fail, error) for _ in works]
         for (future, _), action in zip(items, actions, strict=True):
@@ -140,7 +140,7 @@ class Requests:
             for client, items in list(self._waiting.items()):
                 future, action = items[0]
                 works = [each.work for _, each in [*taken, items[0]] if isinstance(each, Shared)]
-                if taken and not (isinstance(action, Shared) and self._group.fits(works)):
+                if taken and not (isinstance(action, Shared) and self._sharing.fits(works)):
                     continue
                 del self._waiting[client]
                 items.popleft()

@@ -78,7 +78,7 @@ class Service:
         self._store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
         self.limits = backbone.limits
         self._worker = ThreadPoolExecutor(1, "tinker-model")
-        self.requests = Requests(self._worker, group=self)
+        self.requests = Requests(self._worker, sharing=self)
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, str | None] = {}
         """Checkpoint of each sampling session. None: the base model."""

@@ -114,12 +114,12 @@ def test_results_that_no_client_retrieves_are_bounded(
 
 
 def test_clients_take_turns_and_share_work_that_fits(worker: ThreadPoolExecutor) -> None:
-    group, go, alone = Tens(), Event(), list[str]()
-    requests = Requests(worker, group)
+    tens, go, alone = Tens(), Event(), list[str]()
+    requests = Requests(worker, tens)
 
     def update(client: str) -> Result:
         alone.append(client)
-        group.executed.append([])
+        tens.executed.append([])
         return {}
 
     worker.submit(go.wait, 10)
@@ -133,5 +133,5 @@ def test_clients_take_turns_and_share_work_that_fits(worker: ThreadPoolExecutor)
         for number, work in enumerate(works):
             expected = {} if work is None else {"number": work}
             assert requests.future(f"{client}:{number}").result(10) == expected
-    assert group.executed == [[4, 3, 3], [7], [4, 2], [], [], [2, 4], [60], [1]]
+    assert tens.executed == [[4, 3, 3], [7], [4, 2], [], [], [2, 4], [60], [1]]
     assert alone == ["b", "a"]
