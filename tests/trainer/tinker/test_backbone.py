@@ -86,7 +86,7 @@ def test_clients_of_shared_passes_equal_each_alone(kind: str, count: int, reques
 
     together, alone = ([adapter(number) for number in range(count)] for _ in range(2))
     for step in range(4):
-        # Clients come and go: each misses one step of four, and the one of a shared pass takes its place.
+        # Clients come and go: each misses one of the four steps.
         present = [number for number in range(count) if count == 1 or number % 4 != step]
         shared = backbone.score([make_pass(together[number], number, step) for number in present])
         if step == 0:  # forward passes in the same batch change no gradient
