@@ -1,14 +1,15 @@
 """One frozen model, and the adapters that clients train on it.
 
-The model is the trainer's own, with LoRA adapters of the largest rank. Each client has its own parameters, gradients
-and optimizer. For a pass, they are copied into the model, padded with zeros, and its gradients are copied back.
-Therefore, no client's numbers depend on another client. Padding changes nothing: with A and B of an adapter padded by
-zeros, both the change of the weight and the gradients of the padding are zero.
+The model is the trainer's own. Each client has its own parameters, gradients and optimizer. Clients share passes: each
+row of a batch has sequences of one client, and layers add the change of the row's adapter. For a pass, adapters are
+copied into stacks, padded with zeros to the largest rank, and gradients are copied back. Padding changes nothing: with
+A and B of an adapter padded by zeros, both the change of the weight and the gradients of the padding are zero. Rows do
+not see each other, so that a NaN stays with its client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.model_files import locate
+from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
 from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import LOSS_INPUTS, AdamParams, Config, Datum, LoraConfig, ModelLimits, RequestError
@@ -33,8 +35,10 @@ from primeslurm.trainer.weights import model_directory
 
 # Tinker's scale of adapters: a weight changes by ALPHA / rank times B A^T.
 ALPHA = 32.0
-# Tokens that one forward pass computes. A longer sequence is computed alone.
+# Tokens that one forward pass computes, including padding. A longer sequence is computed alone.
 BATCH_TOKENS = 8192
+# The rank of stacks is a multiple of this: grouped products on GPUs need it, and so do recipes.
+_RANK_STEP = 8
 _OPTIMIZER = "optimizer."
 
 
@@ -42,14 +46,13 @@ _OPTIMIZER = "optimizer."
 class Adapter:
     """One client's adapter: parameters and their gradients, and the optimizer."""
 
-    rank: int
     parameters: dict[str, nn.Parameter]
     optimizer: Optimizers
 
     @classmethod
-    def of(cls, rank: int, tensors: Mapping[str, torch.Tensor]) -> Adapter:
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Adapter:
         parameters = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
-        return cls(rank, parameters, Optimizers([torch.optim.AdamW(list(parameters.items()), fused=True)]))
+        return cls(parameters, Optimizers([torch.optim.AdamW(list(parameters.items()), fused=True)]))
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """Update the parameters, and clear their gradients. Return metrics."""
@@ -100,6 +103,27 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of an adapter over data. `backward` adds to the adapter's gradients.
+
+    `check` is called before each batch, and ends the pass if it raises.
+    """
+
+    adapter: Adapter
+    data: Sequence[Datum]
+    loss: str
+    config: Config
+    backward: bool
+    check: Callable[[], object] = lambda: None
+
+
+Scores = tuple[list[NDArray[np.float32]], float]
+"""Log-probabilities of each datum's targets, and the loss."""
+_Row = tuple[int, Sequence[Datum]]
+"""Index of a pass, and sequences of it."""
+
+
 class Backbone:
     """The model. Only one thread may use it at a time."""
 
@@ -115,93 +139,117 @@ class Backbone:
             why = f"is above the model's hidden size, {text.hidden_size}; use a smaller rank"
             raise UsageError([Violation("--max-rank", str(max_rank), why)])
         self.limits = ModelLimits(str(directory), text.vocab_size, text.max_position_embeddings, max_rank)
-        rank = -(-max_rank // 8) * 8  # a recipe's rank is a multiple of 8
         recipe = Recipe.model_validate(
             {
                 "name": "tinker",
                 "seq_len": self.limits.length,
                 "model": {"path": str(directory), "dtype": "float32" if world.device.type == "cpu" else "bfloat16"},
-                "trainer": {"lora": {"rank": rank, "alpha": ALPHA}, "memory": {"lm_head_chunk": 1024}},
+                "trainer": {"lora": {"rank": _RANK_STEP, "alpha": ALPHA}, "memory": {"lm_head_chunk": 1024}},
             }
         )
         self.policy = build(recipe, world)
-        self.slots = {name: p for name, p in self.policy.model.named_parameters() if lora.is_adapter(name)}
-        if not self.slots:
+        named = self.policy.model.named_parameters()
+        self._shapes = {name: parameter.shape[:-1] for name, parameter in named if lora.is_adapter(name)}
+        """Shapes of adapters' parameters, without the rank."""
+        if not self._shapes:
             raise ValueError("the trainer has no LoRA for this model type")
-        self._adapted = [self.policy.model.get_submodule(name.rpartition(".")[0]) for name in self.slots]
+        self._owners = lora.RowOwners()
+        lora.adapt_rows(self.policy.model, self._owners)
 
     def adapter(self, config: LoraConfig) -> Adapter:
         """Return a new adapter, which changes nothing before its first step."""
         tensors: dict[str, torch.Tensor] = {}
-        for name, slot in self.slots.items():
+        for name, shape in self._shapes.items():
             if config.train_mlp if _in_mlp(name) else config.train_attn:
-                tensors[name] = torch.zeros(*slot.shape[:-1], config.rank, device=slot.device)
+                tensors[name] = torch.zeros(*shape, config.rank, device=self.policy.device)
                 if name.endswith(lora.A):
                     # As in the trainer: a client's seed draws the same values as a recipe's.
                     lora.draw(tensors[name], f"{config.seed}:{name.removesuffix(lora.A)}")
-        return Adapter.of(config.rank, tensors)
+        return Adapter.of(tensors)
 
-    def score(
-        self,
-        adapter: Adapter,
-        data: Sequence[Datum],
-        loss: str,
-        config: Config,
-        backward: bool,
-        check: Callable[[], object] = lambda: None,
-    ) -> tuple[list[NDArray[np.float32]], float]:
-        """Return the log-probabilities of each datum's targets, and the loss. `backward` adds to the gradients.
-
-        `check` is called before each batch, and ends the pass if it raises. If the pass fails, the gradients are
-        unchanged.
-        """
-        self.use(adapter.rank, adapter.parameters)
-        logprobs: list[NDArray[np.float32]] = []
-        total = 0.0
+    def score(self, passes: Sequence[Pass]) -> list[Scores]:
+        """Compute passes of different adapters. If one of them fails, all gradients are unchanged."""
+        stacks = self.use([each.adapter.parameters for each in passes])
+        logprobs: list[list[NDArray[np.float32]]] = [[] for _ in passes]
+        totals = [0.0] * len(passes)
         try:
-            for batch in _batches(data):
-                check()
-                targets = [datum.inputs["target_tokens"] for datum in batch]
-                with torch.set_grad_enabled(backward):
-                    scores = self.logprobs([datum.tokens for datum in batch], targets)
-                    terms = per_token(loss, config, scores, self._inputs(batch, loss))
-                total += terms.detach().double().sum().item()
-                if backward:
-                    terms.sum().backward()
-                parts = scores.detach().cpu().numpy()
-                for target in targets:
-                    logprobs.append(parts[: target.size].reshape(target.shape))
-                    parts = parts[target.size :]
-            if backward:
-                self._add_gradients(adapter)
+            for rows in _batches(passes):
+                for each in passes:
+                    each.check()
+                self._assign([owner for owner, _ in rows])
+                loss = torch.zeros((), device=self.policy.device)
+                with torch.set_grad_enabled(any(passes[owner].backward for owner, _ in rows)):
+                    scores = self.logprobs([data for _, data in rows])
+                    parts = scores.split([sum(_targets(datum).size for datum in data) for _, data in rows])
+                    for (owner, data), part in zip(rows, parts, strict=True):
+                        each = passes[owner]
+                        terms = per_token(each.loss, each.config, part, self._inputs(data, each.loss))
+                        totals[owner] += terms.detach().double().sum().item()
+                        if each.backward:
+                            loss = loss + terms.sum()
+                        logprobs[owner] += _by_datum(part.detach().cpu().numpy(), data)
+                if loss.requires_grad:
+                    loss.backward()
+            for index, each in enumerate(passes):
+                if each.backward:
+                    _add_gradients(each.adapter, stacks, index)
         finally:
-            for slot in self.slots.values():
-                slot.grad = None
-        return logprobs, total
+            self.use([])  # frees the stacks
+        return list(zip(logprobs, totals, strict=True))
 
-    def use(self, rank: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make the model compute with an adapter. No parameters: the model itself."""
-        with torch.no_grad():
-            for name, slot in self.slots.items():
-                local = slot.to_local()
-                local.zero_()
-                if name in parameters:
-                    local[..., :rank].copy_(parameters[name])
-        for module in self._adapted:
-            module.scale = ALPHA / rank
+    def use(self, adapters: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Make the model compute with the parameters of adapters. No adapters: the model itself.
 
-    def logprobs(self, sequences: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any]]) -> torch.Tensor:
-        """Return the log-probabilities of targets, float32 [targets of all sequences].
+        If there are several, `_assign` selects one for each row. Returns the stacks, which get the gradients.
+        """
+        stacks: dict[str, torch.Tensor] = {}
+        for name, shape in self._shapes.items():
+            holders = {i: each[name].detach() for i, each in enumerate(adapters) if name in each}
+            if holders:
+                rank = -(-max(tensor.shape[-1] for tensor in holders.values()) // _RANK_STEP) * _RANK_STEP
+                stack = torch.zeros(*shape[:-1], len(adapters), shape[-1], rank, device=self.policy.device)
+                for index, tensor in holders.items():
+                    _own(stack, index, tensor).copy_(tensor).mul_(_scale(name, tensor))
+                stacks[name] = stack.requires_grad_()
+        self._owners.adapters = len(adapters)
+        self._assign([])
+        for name in self._shapes:
+            if name.endswith(lora.A):
+                weight = name.removesuffix(lora.A)
+                path, _, attribute = weight.rpartition(".")
+                pairs = self.policy.model.get_submodule(path).row_adapters
+                pairs.pop(attribute, None)
+                if name in stacks:
+                    pairs[attribute] = lora.RowAdapters(stacks[name], stacks[weight + lora.B], self._owners)
+        return stacks
+
+    def _assign(self, owners: Sequence[int]) -> None:
+        """Set the adapter of each row, by its index in `use`."""
+        counts = np.bincount(np.array(owners, np.int64), minlength=self._owners.adapters)
+        self._owners.index = self._tensor(np.array(owners)) if self._owners.adapters > 1 and owners else None
+        self._owners.even = len(set(counts.tolist())) == 1
+
+    def logprobs(self, rows: Sequence[Sequence[Datum]]) -> torch.Tensor:
+        """Return the log-probabilities of the targets of rows of sequences, float32 [targets of all rows].
 
         The targets of a sequence are [tokens] or [tokens, targets per token].
         """
-        sizes = np.concatenate([np.full(len(target), target[:1].size) for target in targets])
-        labels = self._tensor(np.concatenate([target.ravel() for target in targets]))
-        places = self._tensor(np.repeat(np.arange(len(sizes)), sizes))
-        tokens = self._tensor(np.concatenate(sequences))[None].long()
-        positions = self._tensor(np.concatenate([np.arange(len(sequence)) for sequence in sequences]))[None]
-        with self.policy.model.lm_head.scoring(labels, torch.ones_like(labels, dtype=torch.float32), places):
-            (scores,) = self.policy.logits(tokens, positions)
+        width = max(sum(len(datum.tokens) for datum in row) for row in rows)
+        tokens, positions = np.zeros((2, len(rows), width), np.int64)
+        places = []
+        for index, row in enumerate(rows):
+            start = 0
+            for datum in row:
+                end = start + len(datum.tokens)
+                tokens[index, start:end], positions[index, start:end] = datum.tokens, np.arange(end - start)
+                targets_per_token = _targets(datum)[:1].size
+                places.append(np.repeat(np.arange(start, end) + index * width, targets_per_token))
+                start = end
+            positions[index, start:] = np.arange(width - start)  # padding is a sequence of its own
+        labels = self._tensor(np.concatenate([_targets(datum).ravel() for row in rows for datum in row]))
+        ones = torch.ones_like(labels, dtype=torch.float32)
+        with self.policy.model.lm_head.scoring(labels, ones, self._tensor(np.concatenate(places))):
+            (scores,) = self.policy.logits(self._tensor(tokens), self._tensor(positions))
         return scores[0]
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -224,22 +272,61 @@ class Backbone:
         values = {name: [d.inputs[name].ravel() for d in batch] for name in LOSS_INPUTS[loss][1:]}
         return {name: self._tensor(np.concatenate(arrays)) for name, arrays in values.items()}
 
-    def _add_gradients(self, adapter: Adapter) -> None:
-        for name, parameter in adapter.parameters.items():
-            gradient = self.slots[name].grad.to_local()[..., : adapter.rank]
-            parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+
+def fit(lengths: Sequence[Sequence[int]]) -> bool:
+    """Return whether passes over sequences of these lengths fit one batch."""
+    longest = max((length for each in lengths for length in each), default=0)
+    return longest * sum(len(_pack(each, longest)) for each in lengths) <= BATCH_TOKENS
+
+
+def _batches(passes: Sequence[Pass]) -> list[list[_Row]]:
+    """Return batches of about BATCH_TOKENS, or of one longer sequence. The rows of a pass follow each other."""
+    lengths = [[len(datum.tokens) for datum in each.data] for each in passes]
+    # One long row needs no padding. But on CPUs, the cost of attention is quadratic in the length of a row.
+    alone = len(passes) == 1 and not compat.ON_CPU
+    room = BATCH_TOKENS if alone else max(length for each in lengths for length in each)
+    rows = [(index, each.data[part]) for index, each in enumerate(passes) for part in _pack(lengths[index], room)]
+    count = max(1, BATCH_TOKENS // room)
+    return [rows[start : start + count] for start in range(0, len(rows), count)]
+
+
+def _pack(lengths: Sequence[int], room: int) -> list[slice]:
+    """Split consecutive sequences into rows of at most `room` tokens, or of one longer sequence."""
+    starts, used = [0], 0
+    for index, length in enumerate(lengths):
+        if used and used + length > room:
+            starts.append(index)
+            used = 0
+        used += length
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(lengths)], strict=True)]
+
+
+def _own(stack: torch.Tensor, index: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's part of a stack [..., adapters, size, rank]."""
+    return stack.select(-3, index)[..., : parameter.shape[-1]]
+
+
+def _targets(datum: Datum) -> NDArray[Any]:
+    return datum.inputs["target_tokens"]
+
+
+def _by_datum(values: NDArray[np.float32], data: Sequence[Datum]) -> list[NDArray[np.float32]]:
+    """Split values of targets by datum, in the shapes of the targets."""
+    parts = np.split(values, np.cumsum([_targets(datum).size for datum in data])[:-1])
+    return [part.reshape(_targets(datum).shape) for part, datum in zip(parts, data, strict=True)]
+
+
+def _scale(name: str, parameter: torch.Tensor) -> float:
+    return ALPHA / parameter.shape[-1] if name.endswith(lora.B) else 1.0
+
+
+def _add_gradients(adapter: Adapter, stacks: Mapping[str, torch.Tensor], index: int) -> None:
+    for name, parameter in adapter.parameters.items():
+        gradient = stacks[name].grad
+        assert gradient is not None
+        own = _own(gradient, index, parameter) * _scale(name, parameter)
+        parameter.grad = own if parameter.grad is None else parameter.grad + own
 
 
 def _in_mlp(name: str) -> bool:
     return ".feed_forward." in name or ".moe." in name
-
-
-def _batches(data: Sequence[Datum]) -> Iterator[list[Datum]]:
-    """Yield sequences to compute together: BATCH_TOKENS, or one longer sequence."""
-    batch: list[Datum] = []
-    for datum in data:
-        if batch and sum(len(each.tokens) for each in [*batch, datum]) > BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(datum)
-    yield batch

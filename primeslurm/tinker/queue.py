@@ -1,11 +1,15 @@
-"""The order of one client's requests, and their results."""
+"""The order of requests, and their results."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 from primeslurm.tinker.requests import RequestError
 
@@ -20,14 +24,34 @@ Result = dict[str, object] | bytes
 Action = Callable[[], Result]
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Work that can be executed together with that of other clients."""
+
+    work: Any
+
+
+class Sharing(Protocol):
+    """How to execute shared work."""
+
+    def fits(self, works: Sequence[Any]) -> bool:
+        """Return whether works can be executed together."""
+
+    def execute(self, works: Sequence[Any]) -> list[Action]:
+        """Execute works. Return for each an action that returns its result, or raises its error."""
+
+
+_Item = tuple[Future[Result], Action | Shared]
+
+
 class InOrder:
     """Releases items in the order of their sequence numbers, however they arrive."""
 
     def __init__(self) -> None:
         self._next = 1
-        self._waiting: dict[int, tuple[Future[Result], Action]] = {}
+        self._waiting: dict[int, _Item] = {}
 
-    def add(self, number: int, item: tuple[Future[Result], Action]) -> list[tuple[Future[Result], Action]]:
+    def add(self, number: int, item: _Item) -> list[_Item]:
         """Add an item, and return the items that can run now. Raises RequestError if the number was released."""
         if number < self._next:
             raise RequestError("seq_id", number, f"is in the past; the next one is {self._next}", 410)
@@ -42,26 +66,35 @@ class InOrder:
 class Requests:
     """All requests by id, and their results. One thread of `worker` executes them.
 
-    An id starts with its session and a colon. A request that is sent again has the same id, and is not executed again.
+    An id is that of a client, a colon and a number, and a client's id starts with its session and a colon. A request
+    that is sent again has the same id, and is not executed again. Clients take turns. If the next request is shared
+    work, it is executed together with the shared work that is next of other clients, as far as that fits.
     """
 
-    def __init__(self, worker: Executor) -> None:
-        self._worker = worker
+    def __init__(self, worker: Executor, sharing: Sharing) -> None:
+        self._worker, self._sharing = worker, sharing
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[_Item]] = {}
+        """Requests of each client that has any. The client whose turn is next comes first."""
         self._sessions: dict[str, dict[str, Future[Result]]] = {}
         self._retrieved: deque[str] = deque()
 
-    def submit(self, request_id: str, action: Action, number: int = 0, order: InOrder | None = None) -> None:
+    def submit(self, request_id: str, action: Action | Shared, number: int = 0, order: InOrder | None = None) -> None:
         """Execute an action, in the order of its number. Nothing happens if the request is known."""
         futures = self._sessions.setdefault(_session(request_id), {})
         if request_id in futures:
             return
         future: Future[Result] = Future()
-        ready = order.add(number, (future, action)) if order else [(future, action)]
+        item = (future, action)
+        ready = order.add(number, item) if order else [item]
         if len(futures) >= PER_SESSION:
             futures.pop(next((name for name, each in futures.items() if each.done()), ""), None)
         futures[request_id] = future
-        for item in ready:
-            self._worker.submit(_execute, *item)
+        with self._lock:
+            for item in ready:
+                self._waiting.setdefault(request_id.rpartition(":")[0], deque()).append(item)
+        for _ in ready:
+            self._worker.submit(self._execute_next)
 
     def future(self, request_id: str) -> Future[Result]:
         """Return the future of a request. Raises RequestError with status 410 if it is unknown."""
@@ -87,14 +120,49 @@ class Requests:
         for future in self._sessions.pop(session, {}).values():
             future.cancel()
 
+    def _execute_next(self) -> None:
+        """Execute the request whose turn it is, if any, and others with it. This runs at least once per request."""
+        items = self._take()
+        works = [action.work for _, action in items if isinstance(action, Shared)]
+        actions = [action for _, action in items if not isinstance(action, Shared)]
+        if works:
+            try:
+                actions = self._sharing.execute(works)
+            except Exception as error:
+                actions = [partial(fail, error) for _ in works]
+        for (future, _), action in zip(items, actions, strict=True):
+            _execute(future, action)
+
+    def _take(self) -> list[_Item]:
+        """Take the requests to execute next: one, or shared work that fits together."""
+        taken: list[_Item] = []
+        with self._lock:
+            for client, items in list(self._waiting.items()):
+                future, action = items[0]
+                works = [each.work for _, each in [*taken, items[0]] if isinstance(each, Shared)]
+                if taken and not (isinstance(action, Shared) and self._sharing.fits(works)):
+                    continue
+                del self._waiting[client]
+                items.popleft()
+                if items:
+                    self._waiting[client] = items  # its next turn comes after those of all others
+                if future.set_running_or_notify_cancel():
+                    taken.append((future, action))
+                    if not isinstance(action, Shared):
+                        break
+        return taken
+
+
+def fail(error: Exception) -> Result:
+    """Raise an error. This is the action of a request that cannot be executed."""
+    raise error
+
 
 def _session(request_id: str) -> str:
     return request_id.partition(":")[0]
 
 
 def _execute(future: Future[Result], action: Action) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
     try:
         future.set_result(action())
     except RequestError as error:

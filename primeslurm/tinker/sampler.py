@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from primeslurm.tinker.backbone import Backbone, read
-from primeslurm.tinker.requests import SamplingParams
+from primeslurm.tinker.requests import Datum, SamplingParams
 
 Samples = tuple[list[tuple[str, list[int], list[float]]], list[float] | None]
 """Sequences (stop reason, tokens, log-probabilities), and the log-probability of each token of the prompt."""
@@ -42,9 +42,7 @@ class TrainerSampler:
         prompt to score. The others have NaN. 0: the result has no log-probabilities of the prompt. `check` is called
         before each token, and ends the work if it raises.
         """
-        adapter = read(weights) if weights else {}
-        rank = next((tensor.shape[-1] for name, tensor in adapter.items() if name in self._backbone.slots), 1)
-        self._backbone.use(rank, adapter)
+        self._backbone.use([read(weights)] if weights else [])
         room = self._backbone.limits.length - len(prompt) + 1  # the model does not read the last token
         limit = room if params.max_tokens is None else params.max_tokens
         generator = torch.Generator().manual_seed(params.seed % 2**63) if params.seed is not None else None
@@ -88,7 +86,8 @@ class TrainerSampler:
         count = min(scored, len(prompt) - 1)  # nothing predicts the first token
         if count:
             with torch.no_grad():
-                scores[-count:] = self._backbone.logprobs([tokens[:-1]], [tokens[1:]])[-count:].tolist()
+                row = [Datum(tokens[:-1], {"target_tokens": tokens[1:]})]
+                scores[-count:] = self._backbone.logprobs([row])[-count:].tolist()
         return scores
 
 

@@ -1,15 +1,16 @@
 """The service: sessions, training runs and sampling sessions, and what each request does.
 
 The public methods answer requests. They are coroutines, so that all of them run in the thread of the HTTP server, and
-none waits. Model work runs in one worker thread. A training run's requests are checked there, and errors are results:
-if the HTTP answer to one chunk of a pass were an error, the client would never send the others.
+none waits. Model work runs in one worker thread, and passes of several runs are computed together. A training run's
+requests are checked there, and errors are results: if the HTTP answer to one chunk of a pass were an error, the client
+would never send the others.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,8 @@ from typing import Annotated
 from fastapi import Body, Request
 
 from primeslurm.tinker import requests
-from primeslurm.tinker.backbone import Adapter, Backbone
-from primeslurm.tinker.queue import Action, InOrder, Requests, Result
+from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit
+from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail
 from primeslurm.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -56,6 +57,14 @@ class TrainingRun:
     """Why the gradient lacks a part, so that it must not be used."""
 
 
+@dataclass(frozen=True)
+class RunPass:
+    """A pass that a run requested."""
+
+    run: TrainingRun
+    request: PassRequest
+
+
 class Service:
     """State of the service."""
 
@@ -69,7 +78,7 @@ class Service:
         self._store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
         self.limits = backbone.limits
         self._worker = ThreadPoolExecutor(1, "tinker-model")
-        self.requests = Requests(self._worker)
+        self.requests = Requests(self._worker, sharing=self)
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, str | None] = {}
         """Checkpoint of each sampling session. None: the base model."""
@@ -125,15 +134,39 @@ class Service:
     async def forward_backward(self, request: Request) -> Answer:
         run_pass = PassRequest.read(await request.body())
         run = self._run(run_pass.model_id)
+        return self._submit(run, run_pass.seq_id, Shared(RunPass(run, run_pass)))
 
-        def compute() -> bytes:
-            data = run_pass.data(self.limits.length)
-            requests.check_pass(data, run_pass.loss, run_pass.config, self.limits)
-            values = (_adapter(run), data, run_pass.loss, run_pass.config, run_pass.backward)
-            logprobs, loss = self._backbone.score(*values, check=partial(self._check_live, run.session))
-            return pass_output(logprobs, {"loss:sum": loss})
+    def fits(self, works: Sequence[RunPass]) -> bool:
+        """Return whether passes can share a batch. Longer ones are computed one by one."""
+        return fit([each.request.lengths for each in works])
 
-        return self._submit(run, run_pass.seq_id, compute, run_pass.backward)
+    def execute(self, works: Sequence[RunPass]) -> list[Action]:
+        """Compute passes of several runs together. Return actions that encode the results, or raise the errors."""
+        prepared = [self._prepare(each) for each in works]
+        scores = iter(self._score([each for each in prepared if isinstance(each, Pass)]))
+        outcomes = [next(scores) if isinstance(each, Pass) else each for each in prepared]
+        return [partial(_finish, work, outcome) for work, outcome in zip(works, outcomes, strict=True)]
+
+    def _prepare(self, work: RunPass) -> Pass | Exception:
+        request = work.request
+        try:
+            data = request.data(self.limits.length)
+            requests.check_pass(data, request.loss, request.config, self.limits)
+            check = partial(self._check_live, work.run.session)
+            return Pass(_adapter(work.run), data, request.loss, request.config, request.backward, check)
+        except Exception as error:
+            return error
+
+    def _score(self, passes: list[Pass]) -> list[Scores | Exception]:
+        if not passes:
+            return []
+        try:
+            return [*self._backbone.score(passes)]
+        except Exception as error:
+            if len(passes) == 1:
+                return [error]
+        # One pass failed, and must not stop the others. The error is gone here, and with it the memory that it held.
+        return [self._score([each])[0] for each in passes]
 
     async def optim_step(self, request: OptimStep) -> Answer:
         run = self._run(request.model_id)
@@ -237,7 +270,7 @@ class Service:
     def refuse(self, model_id: object, number: object, error: RequestError) -> None:
         """Record that a request of a run could not be parsed, so that later requests do not wait for it."""
         if isinstance(number, int) and isinstance(model_id, str) and model_id in self._runs:
-            self._submit(self._runs[model_id], number, partial(_raise, error))
+            self._submit(self._runs[model_id], number, partial(fail, error))
 
     def _add_run(self, session: str, number: int, lora: LoraConfig, load: LoadWeights | None) -> Answer:
         self._check_session(session)
@@ -256,10 +289,10 @@ class Service:
         self.requests.submit(f"{model_id}:0", create)
         return {"request_id": f"{model_id}:0", "model_id": model_id}
 
-    def _submit(self, run: TrainingRun, number: int, action: Action, backward: bool = False) -> Answer:
+    def _submit(self, run: TrainingRun, number: int, action: Action | Shared) -> Answer:
         """Execute an action when it is its turn."""
         request_id = f"{run.id}:{number}"
-        self.requests.submit(request_id, partial(_guard, run, action, number, backward), number, run.order)
+        self.requests.submit(request_id, action, number, run.order)
         return {"request_id": request_id, "model_id": run.id}
 
     def _run(self, model_id: str) -> TrainingRun:
@@ -292,15 +325,11 @@ def _adapter(run: TrainingRun) -> Adapter:
     return run.adapter
 
 
-def _guard(run: TrainingRun, action: Action, number: int, backward: bool) -> Result:
-    """Execute an action. If a backward pass fails, the gradient is incomplete."""
-    try:
-        return action()
-    except Exception as error:
-        if backward:
-            run.incomplete = f"request {number} failed: {error}"
-        raise
-
-
-def _raise(error: RequestError) -> Result:
-    raise error
+def _finish(work: RunPass, outcome: Scores | Exception) -> Result:
+    """Return the result of a pass, or raise its error. If a backward pass fails, the gradient is incomplete."""
+    if isinstance(outcome, Exception):
+        if work.request.backward:
+            work.run.incomplete = f"request {work.request.seq_id} failed: {outcome}"
+        raise outcome
+    logprobs, loss = outcome
+    return pass_output(logprobs, {"loss:sum": loss})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,11 @@ class PassRequest:
             raise RequestError("body", "", f"is no ForwardBackwardRequest: {error}") from None
         config = {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
         return cls(message.model_id, message.seq_id, message.loss_fn, config, not message.forward_only, message)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Lengths of the sequences [tokens]."""
+        return [sum(len(chunk.encoded_text.tokens) for chunk in each.model_input) // 4 for each in self.message.data]
 
     def data(self, longest: int) -> list[Datum]:
         """Decode the data. Raises RequestError if they are damaged, or if a sparse tensor has over `longest` rows."""

@@ -3,6 +3,8 @@
 An adapter consists of two parameters of the weight's module: `<weight>_lora_a` [..., in, rank] and `<weight>_lora_b`
 [..., out, rank]. The rank is the last dimension, so that FSDP can shard the dimension before it over any number of
 ranks. Each expert has its own pair, on the ranks that hold the expert.
+
+Rows of a batch can instead have different adapters (`RowAdapters`). The frozen product is then still one product.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import difflib
 import functools
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
+from torchtitan.models.common.moe import RoutedExperts
 
 from primeslurm.nn import compat
 from primeslurm.nn.layers.sparse_attention import SparseAttention
@@ -30,6 +34,69 @@ EXPERTS = "experts"
 EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 # Engines do not support adapters of these layers, or the model does not train them.
 _NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weights_proj"})
+
+
+@dataclass
+class RowOwners:
+    """The adapter of each row of a batch."""
+
+    index: torch.Tensor | None = None
+    """Index of each row's adapter [rows], ascending. None: there is only one adapter."""
+    adapters: int = 1
+    even: bool = True
+    """Whether all adapters have the same number of rows."""
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """Adapters of one weight, used instead of the weight's own.
+
+    `a` is [..., adapters, in, rank] and `b` [..., adapters, out, rank], both float32. Shorter ranks are padded with
+    zeros, and `b` includes the scale. Experts have a dimension in front.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    owners: RowOwners
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the change of a linear layer's output for rows [rows, length, in]."""
+        a, b = self.a.to(x.dtype), self.b.to(x.dtype)
+        if not self.owners.even and self.owners.index is not None:
+            # The batched product, one kernel for any number of adapters, takes equal numbers of rows. Therefore, each
+            # row gets a copy of its adapter.
+            a, b = (pairs.index_select(0, self.owners.index) for pairs in (a, b))
+        return ((x.reshape(len(a), -1, x.shape[-1]) @ a) @ b.mT).view(*x.shape[:-1], -1)
+
+    def change_of_experts(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the change of the experts' output for tokens [tokens, in], sorted by expert, then by adapter.
+
+        `offsets` [experts * adapters] are the ends of their tokens.
+        """
+        a, b = (pairs.to(x.dtype).flatten(0, 1) for pairs in (self.a, self.b))
+        return _grouped(x, a, b, offsets)
+
+
+def adapt_rows(model: Any, owners: RowOwners) -> None:
+    """Let each module compute with its `row_adapters`, by weight, instead of its own adapters.
+
+    Expert parallelism is not supported, because tokens of other ranks come without their adapter.
+    """
+
+    def count_tokens(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        ids, counts = inputs[2:]  # the experts of each token [rows, length, top_k], and the tokens of each expert
+        if owners.index is not None:
+            # The dispatcher's sort by expert is stable, so that an expert's tokens stay in the order of the rows.
+            pairs = (ids * owners.adapters + owners.index[:, None, None]).flatten()
+            # Unlike `bincount`, this does not wait for a GPU.
+            counts = pairs.new_zeros(len(counts) * owners.adapters).scatter_add_(0, pairs, torch.ones_like(pairs))
+        module.inner_experts.adapter_ends = counts.cumsum(0, dtype=torch.int32)
+
+    for module in model.modules():
+        if hasattr(module, "row_adapters"):
+            module.row_adapters = {}
+        elif isinstance(module, RoutedExperts):
+            module.register_forward_pre_hook(count_tokens)
 
 
 def convert(draft: ModelDraft) -> None:
@@ -119,6 +186,7 @@ def _attach(module: Linear | compat.AnyDtypeExperts, lora: Lora, seed: str) -> N
         initial[weight + B] = nn.init.zeros_
     compat.declare(module, initial, like)
     module.scale = lora.alpha / lora.rank
+    module.row_adapters = None  # or RowAdapters by weight, which replace the module's own adapters
     base: Any = type(module)
     module.__class__ = _adapted_experts(base) if experts else _adapted_linear(base)
 
@@ -127,6 +195,10 @@ def _attach(module: Linear | compat.AnyDtypeExperts, lora: Lora, seed: str) -> N
 def _adapted_linear(base: Any) -> Any:
     class LoraLinear(base):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if self.row_adapters is not None:
+                out = super().forward(input)
+                adapters = self.row_adapters.get("weight")
+                return out if adapters is None else out + adapters.change(input)
             change = (input @ self.weight_lora_a) @ self.weight_lora_b.mT
             return super().forward(input) + change * self.scale
 
@@ -137,11 +209,18 @@ def _adapted_linear(base: Any) -> Any:
 def _adapted_experts(base: Any) -> Any:
     class LoraExperts(base):
         def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            if self.row_adapters is not None:
+                out = super().project(name, x_RD, offsets)
+                adapters = self.row_adapters.get(name)
+                return out if adapters is None else out + adapters.change_of_experts(x_RD, self.adapter_ends)
             a, b = (self.local(name + suffix, x_RD.dtype) for suffix in (A, B))
-            change = F.grouped_mm(F.grouped_mm(x_RD, a, offs=offsets), b.mT, offs=offsets)
-            return super().project(name, x_RD, offsets) + change * self.scale
+            return super().project(name, x_RD, offsets) + _grouped(x_RD, a, b, offsets) * self.scale
 
     return LoraExperts
+
+
+def _grouped(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(F.grouped_mm(x, a, offs=offsets), b.mT, offs=offsets)
 
 
 def draw(parameter: torch.Tensor, seed: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from primeslurm.tinker.backbone import Backbone
+from primeslurm.tinker.backbone import Backbone, Pass, Scores
 from primeslurm.tinker.requests import Datum
 from primeslurm.tinker.routes import application
 from primeslurm.tinker.sampler import TrainerSampler
@@ -25,6 +25,11 @@ RANK = 16
 @pytest.fixture(scope="session")
 def backbone(dense_model: Path, world: World) -> Backbone:
     return Backbone(str(dense_model), RANK, world)
+
+
+@pytest.fixture(scope="session")
+def moe_backbone(moe_model: Path, world: World) -> Backbone:
+    return Backbone(str(moe_model), RANK, world)
 
 
 @pytest.fixture
@@ -99,6 +104,12 @@ def encode(run: str, seq: int, data: list[Datum], loss: str = "cross_entropy", f
             value.shape.extend(array.shape)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def score(backbone: Backbone, *fields: Any, backward: bool) -> Scores:
+    """Compute a pass alone."""
+    (result,) = backbone.score([Pass(*fields, backward)])
+    return result
 
 
 def make_data(seed: int, *lengths: int, loss: str = "cross_entropy") -> list[Datum]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss
-from primeslurm.tinker.backbone import ALPHA, Adapter, Backbone
+from primeslurm.tinker.backbone import ALPHA, Adapter, Backbone, Pass
 from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import AdamParams, Config, Datum, LoraConfig, RequestError
 from primeslurm.trainer.assembly.build import build
@@ -16,7 +18,7 @@ from primeslurm.trainer.components import lora
 from primeslurm.trainer.components.loss import Documents, importance, surrogate
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import make_recipe
-from tests.trainer.tinker.conftest import make_data
+from tests.trainer.tinker.conftest import make_data, score
 
 EXACT = 5e-6
 RATE = AdamParams(learning_rate=1e-2)
@@ -26,7 +28,7 @@ LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo")
 def train(backbone: Backbone, adapter: Adapter, *steps: int, loss: str = "cross_entropy") -> list[float]:
     losses = []
     for step in steps:
-        losses.append(backbone.score(adapter, make_data(step, 5, 9, loss=loss), loss, {}, backward=True)[1])
+        losses.append(score(backbone, adapter, make_data(step, 5, 9, loss=loss), loss, {}, backward=True)[1])
         adapter.step(RATE)
     return losses
 
@@ -48,7 +50,7 @@ def test_passes_equal_the_trainers(backbone: Backbone, dense_model: Path, world:
                 adapter.parameters[name].normal_(std=0.02)
                 slot.to_local().copy_(adapter.parameters[name])
     data = make_data(1, 6, 11)
-    logprobs, loss = backbone.score(adapter, data, "cross_entropy", {}, backward=True)
+    logprobs, loss = score(backbone, adapter, data, "cross_entropy", {}, backward=True)
     total = torch.zeros(())
     for datum, scores in zip(data, logprobs, strict=True):
         logits = policy.logits(torch.from_numpy(datum.tokens)[None].long(), torch.arange(len(datum.tokens))[None])[0]
@@ -63,33 +65,74 @@ def test_passes_equal_the_trainers(backbone: Backbone, dense_model: Path, world:
         torch.testing.assert_close(parameter.grad, lora.whole(slots[name].grad), rtol=1e-4, atol=EXACT)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_two_clients_at_once_equal_each_alone(backbone: Backbone, loss: str) -> None:
-    def adapters() -> tuple[Adapter, Adapter]:
-        return backbone.adapter(LoraConfig(rank=4, seed=1)), backbone.adapter(LoraConfig(rank=16, seed=2))
+RANKS = (4, 16, 8, 1)
 
-    one, other = adapters()
-    mixed: tuple[list[float], list[float]] = ([], [])
-    for step in (1, 2, 3):
-        data = (make_data(step, 5, 9, loss=loss), make_data(step + 10, 5, 9, loss=loss))
-        for losses, adapter, batch in zip(mixed, (one, other), data, strict=True):
-            losses.append(backbone.score(adapter, batch, loss, {}, backward=True)[1])
-        one.step(RATE)
-        other.step(RATE)
-    alone = adapters()
-    assert train(backbone, alone[0], 1, 2, 3, loss=loss) == pytest.approx(mixed[0], abs=EXACT)
-    assert train(backbone, alone[1], 11, 12, 13, loss=loss) == pytest.approx(mixed[1], abs=EXACT)
-    assert same(one, alone[0]) and same(other, alone[1])
-    assert not same(one, backbone.adapter(LoraConfig(rank=4, seed=1)), 1e-3)
+
+def make_pass(adapter: Adapter, number: int, step: int) -> Pass:
+    """Return one of a client's passes, whose loss and sequences depend on the client's number."""
+    loss = LOSSES[number % len(LOSSES)]
+    lengths = (5, 9, 3)[: 1 + number % 3]
+    return Pass(adapter, make_data(10 * number + step, *lengths, loss=loss), loss, {}, backward=True)
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["backbone", "moe_backbone"])
+def test_clients_of_shared_passes_equal_each_alone(kind: str, count: int, request: pytest.FixtureRequest) -> None:
+    backbone: Backbone = request.getfixturevalue(kind)
+
+    def adapter(number: int) -> Adapter:
+        layers = {"train_attn": number % 5 != 3, "train_mlp": number % 5 != 2}
+        return backbone.adapter(LoraConfig(rank=RANKS[number % 4], seed=number, **layers))
+
+    together, alone = ([adapter(number) for number in range(count)] for _ in range(2))
+    for step in range(4):
+        # Clients come and go: each misses one of the four steps.
+        present = [number for number in range(count) if count == 1 or number % 4 != step]
+        shared = backbone.score([make_pass(together[number], number, step) for number in present])
+        if step == 0:  # forward passes in the same batch change no gradient
+            forward = [replace(make_pass(together[number], number, 9), backward=False) for number in present]
+            backbone.score([*forward, make_pass(adapter(99), 99, step)])
+        for number, (logprobs, loss) in zip(present, shared, strict=True):
+            ((expected, expected_loss),) = backbone.score([make_pass(alone[number], number, step)])
+            assert loss == pytest.approx(expected_loss, abs=1e-5)
+            for one, other in zip(logprobs, expected, strict=True):
+                assert one == pytest.approx(other, abs=EXACT)
+            gradients, expected_gradients = (
+                torch.cat([p.grad.flatten() for p in each[number].parameters.values()])  # type: ignore[union-attr]
+                for each in (together, alone)
+            )
+            largest = expected_gradients.abs().max().item()
+            torch.testing.assert_close(gradients, expected_gradients, rtol=0, atol=EXACT * largest)
+            for each in (together, alone):
+                each[number].step(AdamParams(learning_rate=1e-3 * (1 + step) / (1 + number % 3)))
+            assert same(together[number], alone[number])
+    assert not same(together[0], adapter(0), 1e-3)
+
+
+# A broken client's tokens go to other experts. This moves the rows of experts' products, and thereby their rounding.
+@pytest.mark.parametrize(("kind", "tolerance"), [("backbone", 0.0), ("moe_backbone", EXACT)])
+def test_nan_of_one_client_does_not_reach_another(kind: str, tolerance: float, request: pytest.FixtureRequest) -> None:
+    backbone: Backbone = request.getfixturevalue(kind)
+    results = []
+    for broken in (False, True):
+        adapters = [backbone.adapter(LoraConfig(rank=4, seed=number)) for number in range(4)]
+        if broken:
+            next(iter(adapters[1].parameters.values())).data.fill_(torch.nan)
+        scores = backbone.score([make_pass(each, number, 0) for number, each in enumerate(adapters)])
+        assert all(np.isnan(logprobs).all() == broken for logprobs in scores[1][0])
+        logprobs = [torch.from_numpy(each) for number in (0, 2, 3) for each in scores[number][0]]
+        results.append(logprobs + [p.grad for number in (0, 2, 3) for p in adapters[number].parameters.values()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def test_gradients_of_several_passes_add_up(backbone: Backbone) -> None:
     apart, together = (backbone.adapter(LoraConfig(rank=4, seed=1)) for _ in range(2))
     data = make_data(1, 5, 9)
     for datum in data:
-        backbone.score(apart, [datum], "cross_entropy", {}, backward=True)
-        backbone.score(apart, [datum], "cross_entropy", {}, backward=False)
-    backbone.score(together, data, "cross_entropy", {}, backward=True)
+        score(backbone, apart, [datum], "cross_entropy", {}, backward=True)
+        score(backbone, apart, [datum], "cross_entropy", {}, backward=False)
+    score(backbone, together, data, "cross_entropy", {}, backward=True)
     for name, parameter in apart.parameters.items():
         torch.testing.assert_close(parameter.grad, together.parameters[name].grad, rtol=1e-4, atol=1e-5)
 
@@ -121,10 +164,10 @@ def test_several_targets_per_token(backbone: Backbone) -> None:
     adapter, (datum,) = backbone.adapter(LoraConfig(rank=4, seed=1)), make_data(1, 6)
     columns = [make_data(seed, 6)[0].inputs for seed in (2, 3)]
     several = {name: torch.stack([torch.from_numpy(c[name]) for c in columns], 1).numpy() for name in columns[0]}
-    (together,), loss = backbone.score(adapter, [Datum(datum.tokens, several)], "cross_entropy", {}, backward=False)
+    (together,), loss = score(backbone, adapter, [Datum(datum.tokens, several)], "cross_entropy", {}, backward=False)
     total = 0.0
     for index, inputs in enumerate(columns):
-        (alone,), term = backbone.score(adapter, [Datum(datum.tokens, inputs)], "cross_entropy", {}, backward=False)
+        (alone,), term = score(backbone, adapter, [Datum(datum.tokens, inputs)], "cross_entropy", {}, backward=False)
         assert together[:, index] == pytest.approx(alone, abs=EXACT)
         total += term
     assert together.shape == (6, 2) and loss == pytest.approx(total, abs=1e-4)
@@ -132,7 +175,7 @@ def test_several_targets_per_token(backbone: Backbone) -> None:
 
 def test_step_without_a_finite_gradient_changes_nothing(backbone: Backbone) -> None:
     adapter, before = (backbone.adapter(LoraConfig(rank=4, seed=1)) for _ in range(2))
-    backbone.score(adapter, make_data(1, 5), "cross_entropy", {}, backward=True)
+    score(backbone, adapter, make_data(1, 5), "cross_entropy", {}, backward=True)
     next(iter(adapter.parameters.values())).grad.fill_(torch.nan)  # type: ignore[union-attr]
     with pytest.raises(RequestError, match="gradient norm is nan"):
         adapter.step(RATE)

@@ -11,7 +11,7 @@ import torch
 from primeslurm.tinker.backbone import Backbone
 from primeslurm.tinker.requests import LoraConfig, SamplingParams
 from primeslurm.tinker.sampler import TrainerSampler, choose
-from tests.trainer.tinker.conftest import make_data
+from tests.trainer.tinker.conftest import make_data, score
 
 PROMPT = [5, 6, 7, 8]
 
@@ -37,7 +37,7 @@ def test_logprobs_are_those_of_training(backbone: Backbone, sampler: TrainerSamp
         datum.inputs["target_tokens"][:] = whole[1:]
         datum.tokens.setflags(write=True)
         datum.tokens[:] = whole[:-1]
-        (expected,), _ = backbone.score(adapter, [datum], "cross_entropy", {}, backward=False)
+        (expected,), _ = score(backbone, adapter, [datum], "cross_entropy", {}, backward=False)
         assert [*prompt_logprobs[1:], *logprobs] == pytest.approx(expected, abs=5e-6)
     again, _ = sampler.sample(tmp_path / "weights", PROMPT, params, 2, scored=0)
     base, last = sampler.sample(None, PROMPT, params, 2, scored=2)

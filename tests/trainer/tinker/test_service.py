@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from primeslurm.tinker.backbone import Pass
 from primeslurm.tinker.requests import Datum, RequestError
 from primeslurm.tinker.service import UNRESPONSIVE_S
 from tests.trainer.tinker.conftest import Api, make_data
@@ -55,6 +56,38 @@ def expected_norm(api: Api, session: str) -> float:
     api.send_pass(run, 1, make_data(1, 5, 9))
     norm: float = api.result(api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS))["metrics"]["grad_norm"]
     return norm
+
+
+@pytest.mark.parametrize("memory", [99, 3], ids=["enough_memory", "out_of_memory"])
+def test_waiting_passes_of_several_runs_are_computed_together(
+    api: Api, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
+    session, go, batches = api.session(), threading.Event(), list[int]()
+    backbone = api.service._backbone
+    logprobs = backbone.logprobs
+
+    def recorded(rows: Sequence[Sequence[Datum]]) -> torch.Tensor:
+        batches.append(len(rows))
+        if len(rows) > memory:
+            raise MemoryError
+        return logprobs(rows)
+
+    monkeypatch.setattr(backbone, "logprobs", recorded)
+    *runs, broken = [api.create_run(session, number, rank=4 + 4 * (number % 3)) for number in range(4)]
+    api.service._worker.submit(go.wait, 10)
+    sent = [api.send_pass(run, 1, make_data(number, 5, 9)) for number, run in enumerate(runs)]
+    wrong = api.send_pass(broken, 1, make_data(1, 5), loss="dro")
+    updates = [api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS) for run in runs]
+    go.set()
+    losses = [api.result(each).metrics[0].value for each in sent]
+    norms = [api.result(each)["metrics"]["grad_norm"] for each in updates]
+    assert "loss_fn = dro" in api.result(wrong)["error"]
+    assert batches == ([6] if memory == 99 else [6, 2, 2, 2])
+    for number, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        run = api.create_run(session, 10 + number, rank=4 + 4 * number, seed=number)
+        assert api.result(api.send_pass(run, 1, make_data(number, 5, 9))).metrics[0].value == pytest.approx(loss)
+        update = api.result(api.post("optim_step", model_id=run, seq_id=2, adam_params=PARAMS))
+        assert update["metrics"]["grad_norm"] == pytest.approx(norm)
 
 
 def changed(change: Callable[[Datum], None]) -> list[Datum]:
@@ -237,7 +270,7 @@ def test_ended_session_stops_a_pass_between_batches(api: Api, monkeypatch: pytes
             raise error
 
     with pytest.raises(RequestError, match="has ended"):
-        api.service._backbone.score(run.adapter, make_data(1, 5, 5, 5), "cross_entropy", {}, True, check)  # type: ignore[arg-type]
+        api.service._backbone.score([Pass(run.adapter, make_data(1, 5, 5, 5), "cross_entropy", {}, True, check)])  # type: ignore[arg-type]
     assert all(p.grad is None for p in run.adapter.parameters.values())  # type: ignore[union-attr]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from itertools import permutations
@@ -11,8 +11,24 @@ from threading import Event
 import pytest
 
 from primeslurm.tinker import queue
-from primeslurm.tinker.queue import InOrder, Requests, Result
+from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared
 from primeslurm.tinker.requests import RequestError
+
+
+class Tens:
+    """Executes numbers together that add up to at most ten."""
+
+    def __init__(self) -> None:
+        self.executed: list[list[int]] = []
+
+    def fits(self, works: Sequence[int]) -> bool:
+        return sum(works) <= 10
+
+    def execute(self, works: Sequence[int]) -> list[Action]:
+        if 99 in works:
+            raise ValueError("broken")
+        self.executed.append([*works])
+        return [partial(dict, number=work) for work in works]
 
 
 @pytest.fixture
@@ -23,7 +39,7 @@ def worker() -> Iterator[ThreadPoolExecutor]:
 
 def test_requests_run_in_order_however_they_arrive(worker: ThreadPoolExecutor) -> None:
     for arrival in permutations([1, 2, 3, 4]):
-        requests, order, executed = Requests(worker), InOrder(), list[int]()
+        requests, order, executed = Requests(worker, Tens()), InOrder(), list[int]()
 
         def action(number: int, executed: list[int] = executed) -> Result:
             executed.append(number)
@@ -36,7 +52,7 @@ def test_requests_run_in_order_however_they_arrive(worker: ThreadPoolExecutor) -
 
 
 def test_failures_are_results(worker: ThreadPoolExecutor) -> None:
-    requests = Requests(worker)
+    requests = Requests(worker, Tens())
 
     def fail(error: Exception) -> Result:
         raise error
@@ -44,12 +60,14 @@ def test_failures_are_results(worker: ThreadPoolExecutor) -> None:
     requests.submit("user", partial(fail, RequestError("rank", 9, "is too large")))
     requests.submit("server", partial(fail, ValueError("broken")))
     assert requests.future("user").result(10) == {"error": "rank = 9: is too large", "category": "user"}
-    assert requests.future("server").result(10) == {"error": "ValueError: broken", "category": "server"}
+    requests.submit("shared", Shared(99))
+    for name in ("server", "shared"):
+        assert requests.future(name).result(10) == {"error": "ValueError: broken", "category": "server"}
 
 
 def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "RETRIEVED", 1)
-    requests, order = Requests(worker), InOrder()
+    requests, order = Requests(worker, Tens()), InOrder()
     for number in (1, 2):
         requests.submit(f"run:{number}", dict, number, order)
         requests.future(f"run:{number}").result(10)
@@ -65,7 +83,7 @@ def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pyte
 
 
 def test_queued_work_of_a_forgotten_session_never_runs(worker: ThreadPoolExecutor) -> None:
-    requests, go, executed = Requests(worker), Event(), list[str]()
+    requests, go, executed = Requests(worker, Tens()), Event(), list[str]()
 
     def action(name: str) -> Result:
         assert go.wait(10)
@@ -86,10 +104,34 @@ def test_results_that_no_client_retrieves_are_bounded(
     worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "PER_SESSION", 2)
-    requests = Requests(worker)
+    requests = Requests(worker, Tens())
     for name in ("a:1", "b:1", "a:2", "a:3"):
         requests.submit(name, dict)
         requests.future(name).result(10)
     with pytest.raises(RequestError, match="a:1: is unknown"):
         requests.future("a:1")
     assert all(requests.future(name).done() for name in ("b:1", "a:2", "a:3"))
+
+
+def test_clients_take_turns_and_share_work_that_fits(worker: ThreadPoolExecutor) -> None:
+    tens, go, alone = Tens(), Event(), list[str]()
+    requests = Requests(worker, tens)
+
+    def update(client: str) -> Result:
+        alone.append(client)
+        tens.executed.append([])
+        return {}
+
+    worker.submit(go.wait, 10)
+    # Client a has the most requests, and sent all of them first. Nothing fits beside 60.
+    sent: dict[str, list[int | None]] = {"a": [4, 4, None, 4, 1], "b": [3, None, 60], "c": [7, 2, 2], "d": [3]}
+    for client, works in sent.items():
+        for number, work in enumerate(works):
+            requests.submit(f"{client}:{number}", partial(update, client) if work is None else Shared(work))
+    go.set()
+    for client, works in sent.items():
+        for number, work in enumerate(works):
+            expected = {} if work is None else {"number": work}
+            assert requests.future(f"{client}:{number}").result(10) == expected
+    assert tens.executed == [[4, 3, 3], [7], [4, 2], [], [], [2, 4], [60], [1]]
+    assert alone == ["b", "a"]
