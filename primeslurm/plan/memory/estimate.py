@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from primeslurm.base import units
@@ -231,8 +232,11 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     nic = _line_rate(site, train)
     if nic is None:
         return quantities
+    most = math.ceil(rollouts * recipe.trainer.parallelism.cp / (train.nodes * train.gpus))
     times = [
-        step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, rows=rollouts, length=length)
+        step_time(
+            recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, tokens=most * length, length=length
+        )
         for length in (recipe.seq_len, max(1, recipe.seq_len // TYPICAL))
     ]
     return [*quantities, *(_step(time, how) for time, how in zip(times, _LENGTHS, strict=True))]
