@@ -23,10 +23,14 @@ from primeslurm.plan.memory import step_time as model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RESULT = RESULTS / "step_times.json"
+# Options of `training_speed` by which steps differ
 KEYS = (
-    "layers experts vocab seq documents rows ranks dp_replicate ep ep_backend cp cp_style checkpointing reduce_gradients "
-    "optimizer optimizer_offload optimizer_state_offload activation_offload fp8 router_replay lora compile"
-).split()
+    "layers", "experts", "vocab", "seq", "documents",
+    "rows", "ranks", "dp_replicate", "ep", "ep_backend",
+    "cp", "cp_style", "checkpointing", "reduce_gradients", "optimizer",
+    "optimizer_offload", "optimizer_state_offload", "activation_offload", "fp8", "router_replay",
+    "lora", "compile",
+)  # fmt: skip
 
 
 def records() -> list[dict[str, Any]]:

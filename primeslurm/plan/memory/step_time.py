@@ -33,8 +33,8 @@ COMPILED = 0.54
 DISPATCH = {"torch": 2.3e11, "deepep": 1.0e11}
 EXCHANGE = 7.8e10
 # Bytes read and written in a pass per gathered parameter (two gathers, one gradient) and per parameter that the GPU
-# keeps (conversions, sums), counted. Fitted: those of quantisation per gathered parameter, and the share of the memory's
-# bandwidth that all of them reach.
+# keeps (conversions, sums), counted. Fitted: those of quantisation per gathered parameter, and the share of the
+# memory's bandwidth that all of them reach.
 GATHERED_BYTES, KEPT_BYTES, QUANTISED_BYTES, WEIGHTS_SHARE = 24, 40, 42, 0.53
 ATTENTION = 0.66
 SPARSE_FORWARD, SPARSE_BACKWARD = 0.5, 0.215
@@ -52,8 +52,8 @@ NETWORK_SHARE = 0.8
 UPDATED_BYTES = 12
 # Bytes read and written per parameter to add one gradient to another in float32
 ADDED_BYTES = 12
-# An H200's memory under AdamW, its link to the host with traffic both ways, and the 16 cores of one GPU under AdamW (all
-# measured); a node's host memory (assumed)
+# An H200's memory under AdamW, its link to the host with traffic both ways, and the 16 cores of one GPU under AdamW
+# (all measured); a node's host memory (assumed)
 GPU_BYTES_S, LINK_BYTES_S, CORES_BYTES_S, HOST_BYTES_S = 4e12, 4.7e10, 3.65e10, 2e11
 
 
@@ -76,7 +76,7 @@ class StepTime:
     @property
     def in_node(self) -> float:
         """Return the time without gathers and reductions between nodes."""
-        return sum(asdict(self).values()) - self.network
+        return float(sum(asdict(self).values())) - self.network
 
     @property
     def shortest(self) -> float:
@@ -188,7 +188,7 @@ def _offloaded(recipe: Recipe, shape: ModelShape) -> int:
     return 2 * 2 * shape.layers * shape.hidden if recipe.trainer.memory.activation_offload else 0
 
 
-def _attention(shape: ModelShape, length: int, full: bool) -> float:
+def _attention(shape: ModelShape, length: float, full: bool) -> float:
     """Return the attention operations per token, divided by the share of the peak that they reach."""
     again = 2 if full else 1
     if shape.indexer and shape.mla:  # absorbed: keys are compressed keys and rotary parts, values the compressed keys
@@ -202,7 +202,7 @@ def _attention(shape: ModelShape, length: int, full: bool) -> float:
     return (shape.attention_layers - shape.window_layers) * once * (again + 2.5) / ATTENTION
 
 
-def _selection(shape: ModelShape, length: int) -> float:
+def _selection(shape: ModelShape, length: float) -> float:
     if shape.indexer is None:
         return 0.0
     return shape.indexer.layers * 2.0 * shape.indexer.heads * shape.indexer.dim * length / 2 / SELECTION
