@@ -1,9 +1,8 @@
 """Predict the time of a trainer step from the shape and from rates measured on H100s and H200s. Pure.
 
-A step is the sum of its parts, each of them operations or bytes divided by a rate. Constants marked "fitted" are the
-least-squares fit of all parts to the recorded steps on one and two GPUs, so that none of them means much alone. The
-recorded steps on four GPUs were not used. `benchmarks/step_times.py` compares all of them; docs/explanation/planning.md
-says what was never measured.
+A step is the sum of its parts, each of them operations or bytes divided by a rate. Constants marked "fitted" were
+fitted together to the recorded steps on one and two GPUs, so that none of them means much alone.
+`benchmarks/step_times.py` compares all recorded steps; docs/explanation/planning.md says what was never measured.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from primeslurm.recipe.sections.trainer import Parallelism
 
 # Largest relative error of a predicted step on one node
 SPREAD = 0.12
-# Share of the peak that products with weights reach, the same products' speed-up in FP8, and the time of steps with
-# LoRA adapters, which add small products. Fitted.
+# Share of the peak that products with weights reach (set: the fit gives more than GPUs reach), their speed-up in FP8,
+# and the relative time of products and elementwise work with LoRA adapters, which add small ones (both fitted)
 PRODUCTS, IN_FP8, LORA = 0.9, 1.95, 1.28
 # Reads and writes per value, forward pass, and layer of what products leave to other operations: hidden states and
 # queries, the inside of feed-forward networks, tokens on their way to experts. Fitted.
 HIDDEN, INSIDE, ROUTED = 1.8, 39.3, 10.8
+# The factor on the second for experts with biases, from gpt-oss-120b
+BIASED = 1.75
 # The share of the first two that compiled layers need. Fitted.
 COMPILED = 0.54
 # Bytes per second and GPU that NVLink carries, including copies before and after: tokens to experts by torch and by
@@ -37,9 +38,9 @@ EXCHANGE = 7.8e10
 # memory's bandwidth that all of them reach.
 GATHERED_BYTES, KEPT_BYTES, QUANTISED_BYTES, WEIGHTS_SHARE = 24, 40, 42, 0.53
 ATTENTION = 0.66
+# Timed alone at 65,536 and 131,072 tokens (`sparse_attention_h200.json`)
 SPARSE_FORWARD, SPARSE_BACKWARD = 0.5, 0.215
-# Timed alone at 65,536 and 131,072 tokens (`sparse_attention_h200.json`): sparse attention, and indexer scores with key
-# selection. Ranks that share rows score equally many keys, so the mean holds for each of them.
+# Indexer scores and key selection. Ranks that share rows score equally many keys, so the mean holds for each of them.
 SELECTION = 0.326
 # Recurrences and their convolutions by kernels, which do few matrix products. Timed alone, not within steps
 # (`recurrence_kernels_h200.json`).
@@ -144,7 +145,7 @@ def _values(shape: ModelShape, compiled: bool) -> float:
     head = (mla.nope + mla.rope + mla.value) / 2 if mla else shape.head_dim
     widths = routed = 0.0
     if e:
-        widths = shape.moe_layers * (e.shared_width + e.top_k * e.width * (1.75 if shape.expert_bias else 1))
+        widths = shape.moe_layers * (e.shared_width + e.top_k * e.width * (BIASED if shape.expert_bias else 1))
         routed = shape.moe_layers * e.top_k * _inside(shape)
     widths = (widths + shape.dense_layers * shape.dense_width) * (1 if shape.gated else 2 / 3)
     hidden = shape.layers * shape.hidden + shape.attention_layers * shape.heads * head

