@@ -86,6 +86,7 @@ def rule_of_row(row: Row) -> str:
 DERIVED = {
     "speed": speed,
     "rule_of_row": rule_of_row,
+    "with_documents": lambda row: f", up to {row['documents']} documents" if row.get("documents", 1) > 1 else "",
     "slow_rounds": lambda row: sum(kind["over_goal"] for kind in row["kinds"]),
     "rounds_of_part": lambda row: len(power_cuts(row["part"])),
     "lost_of_part": lambda row: sum(len(each["lost"]) for each in power_cuts(row["part"])),

@@ -25,6 +25,7 @@ class Gpu:
     memory_gib: float  # total memory that CUDA reports
     sm: int  # compute capability, for example 90 for 9.0
     bf16_tflops: float  # dense peak
+    memory_tb_s: float  # bandwidth of its memory
     nic_gbps: float  # network bandwidth per GPU of a typical 8-GPU node [Gbit/s]
 
 
@@ -32,12 +33,12 @@ class Gpu:
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 79.3, 80, 312, 200),
-        Gpu("l40s", 44.4, 89, 362, 50),
-        Gpu("h100", 79.2, 90, 989, 400),
-        Gpu("h200", 139.8, 90, 989, 400),
-        Gpu("b200", 178.4, 100, 2250, 400),
-        Gpu("b300", 268.0, 103, 2250, 800),
+        Gpu("a100", 79.3, 80, 312, 2.0, 200),
+        Gpu("l40s", 44.4, 89, 362, 0.86, 50),
+        Gpu("h100", 79.2, 90, 989, 3.35, 400),
+        Gpu("h200", 139.8, 90, 989, 4.8, 400),
+        Gpu("b200", 178.4, 100, 2250, 8.0, 400),
+        Gpu("b300", 268.0, 103, 2250, 8.0, 800),
     )
 }
 

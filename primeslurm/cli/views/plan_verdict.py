@@ -11,7 +11,7 @@ from rich.text import Text
 from primeslurm.base.units import count, duration, gib, number, size, tokens
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.plan.forecast import Quantity, RoleMemory
-from primeslurm.plan.memory.estimate import TYPICAL
+from primeslurm.plan.memory.estimate import SAMPLED, TYPICAL
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.types import minutes
@@ -59,7 +59,8 @@ def show_verdict(plan: Plan, recipe: Recipe) -> None:
     out.print(_lines({**resources(plan, rows), **_fixed_ports(recipe), **_least(plan, recipe)}))
     if rows:
         out.print(_table(rows, on_gpus=plan.device == "cuda"))
-    out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_start(plan), **_saving(plan, recipe)}))
+    out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_rollouts(plan)}))
+    out.print(_lines({**_start(plan), **_saving(plan, recipe)}))
 
 
 def verdict(plan: Plan, rows: list[RoleRow]) -> str:
@@ -195,6 +196,12 @@ def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
     text = f"the trainer takes {times} for {batch} of {lengths}"
     most = max((amount.most for amount in steps if amount.most), default=None)
     return {"step": f"{text}; {duration(most)} if the network is not overlapped" if most else text}
+
+
+def _rollouts(plan: Plan) -> dict[str, str]:
+    """Return the rate at which engines sample, and what limits the run."""
+    rate = _amount(plan, SAMPLED)
+    return {SAMPLED: f"{number(rate.value)} tokens/s: {rate.how}"} if rate else {}
 
 
 def _start(plan: Plan) -> dict[str, str]:

@@ -8,7 +8,7 @@ from primeslurm.base.units import duration, number
 from primeslurm.plan.batch_job import node_memory
 from primeslurm.plan.forecast import Estimate, RoleMemory
 from primeslurm.plan.gpus import GIB
-from primeslurm.plan.memory.estimate import TYPICAL
+from primeslurm.plan.memory.estimate import LONGEST_STEP, TYPICAL
 from primeslurm.plan.memory.orchestrator_memory import BUFFERED
 from primeslurm.plan.memory.trainer import LOCAL_COPIES, in_memory
 from primeslurm.plan.model import Finding
@@ -30,7 +30,8 @@ def capacity(recipe: Recipe, site: Site, requests: list[ResourceRequest], estima
     for role in estimate.roles:
         findings += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
     findings += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
-    return findings + _last_checkpoint(recipe, site, requests, estimate) + _concurrency(recipe, estimate)
+    findings += _last_checkpoint(recipe, site, requests, estimate) + _concurrency(recipe, estimate)
+    return findings + _stall(recipe, estimate)
 
 
 def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
@@ -198,6 +199,20 @@ def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
     if recipe.inference.kv_offload is None:
         fix += ", or set inference.kv_offload, so that rollouts which wait for a tool use no GPU memory"
     return [Finding(level="note", field="orchestrator.max_inflight_rollouts", text=text, fix=fix)]
+
+
+def _stall(recipe: Recipe, estimate: Estimate) -> list[Finding]:
+    """Refuse a timeout that a step of the longest rollouts exceeds, because rollouts may all wait for its policy."""
+    step = next((amount for amount in estimate.amounts if amount.name == LONGEST_STEP), None)
+    limit = recipe.orchestrator.stall_timeout_s
+    if recipe.task != "rl" or step is None or step.value <= limit:
+        return []
+    text = (
+        f"a step of {recipe.orchestrator.batch_size} rollouts of seq_len takes {duration(step.value)} by the planner's "
+    )
+    text += "estimate, so the run would end while engines wait for its policy"
+    fix = f"set it to at least {math.ceil(1.5 * (step.most or step.value) / 60) * 60}, or use more train nodes"
+    return [Finding(level="error", field="orchestrator.stall_timeout_s", value=str(limit), text=text, fix=fix)]
 
 
 def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> list[Finding]:

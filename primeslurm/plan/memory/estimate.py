@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from primeslurm.base import units
@@ -21,6 +22,7 @@ from primeslurm.plan.memory.engine import (
 )
 from primeslurm.plan.memory.orchestrator_memory import orchestrator_memory
 from primeslurm.plan.memory.parameters import count
+from primeslurm.plan.memory.rollout_rate import decode_seconds
 from primeslurm.plan.memory.step_time import SPREAD, StepTime, moving_state, step_time
 from primeslurm.plan.memory.trainer import (
     ELEMENT_BYTES,
@@ -205,6 +207,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         quantities += _training(recipe, site, train, cpus_per_gpu(recipe, requests), shape)
     if recipe.task == "rl" and train:
         quantities += _update(recipe, site, train, requests, shape)
+        quantities += _rollouts(recipe, site, requests, shape, quantities)
         quantities += _replay(recipe, shape)
         quantities += _batch_files(recipe, site, shape)
         quantities.append(orchestrator_memory(recipe, _routed_bytes(recipe, shape), BATCH_BYTES, TYPICAL))
@@ -231,8 +234,9 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     nic = _line_rate(site, train)
     if nic is None:
         return quantities
+    most = math.ceil(rollouts * recipe.trainer.parallelism.cp / (train.nodes * train.gpus))
     times = [
-        step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, rows=rollouts, length=length)
+        step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, tokens=most * length, length=length)
         for length in (recipe.seq_len, max(1, recipe.seq_len // TYPICAL))
     ]
     return [*quantities, *(_step(time, how) for time, how in zip(times, _LENGTHS, strict=True))]
@@ -247,7 +251,9 @@ def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quanti
     return Quantity(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
 
 
-_LENGTHS = ("trainer step, sequences of seq_len", "trainer step, of a quarter of that")
+SAMPLED = "rollouts"
+LONGEST_STEP = "trainer step, sequences of seq_len"
+_LENGTHS = (LONGEST_STEP, "trainer step, of a quarter of that")
 
 
 def _step(time: StepTime, name: str) -> Quantity:
@@ -257,6 +263,33 @@ def _step(time: StepTime, name: str) -> Quantity:
         return Quantity(name=name, value=round(time.shortest, 1), unit="s", how=how[0])
     how.append(f"network {time.network:.1f} s (not measured), {units.duration(time.longest)} in total without overlap")
     return Quantity(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how), most=round(time.longest, 1))
+
+
+def _rollouts(
+    recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape, quantities: list[Quantity]
+) -> list[Quantity]:
+    """Return the rate at which engines sample rollouts of a typical length, and what the bottleneck is."""
+    request = next((each for each in requests if each.role in ("decode", "inference")), None)
+    gpu = gpu_of(request.kind) if request and site.device == "cuda" else None
+    step = next((quantity for quantity in quantities if quantity.name == _LENGTHS[1]), None)
+    if request is None or gpu is None or step is None or recipe.inference.model:
+        return []
+    role = ENGINE_ROLES[request.role]
+    layout = engine_layout(recipe, role, expert_ranks(recipe, request), shape)
+    engines, length = request.nodes * request.gpus // layout.tp, max(1, recipe.max_len // TYPICAL)
+    context = length / 2  # of a rollout that grows from nothing
+    room = engine_role(recipe, request, shape, gpu).kv_tokens / context
+    at_once = min(room, recipe.max_inflight / engines, settings_of(recipe, role).max_num_seqs or math.inf)
+    if at_once < 1:
+        return []
+    rate = engines * at_once / decode_seconds(shape, layout, gpu, at_once, context)
+    share = rate * step.value / (recipe.orchestrator.batch_size * length)
+    limit = f"they are the bottleneck if they sample more than {share:.0%} of a rollout's tokens"
+    how = (
+        f"{engines} engines with {at_once:.0f} rollouts of {units.tokens(length)} tokens each, never measured for this "
+    )
+    how += f"model; {limit if share < 1 else 'the trainer is the bottleneck'}"
+    return [Quantity(name=SAMPLED, value=round(rate, -2), unit="tokens/s", how=how)]
 
 
 def _line_rate(site: Site, request: ResourceRequest) -> float | None:

@@ -1,33 +1,45 @@
-"""Predict the time of a trainer step from the shape and from rates measured on H200s. Pure.
+"""Predict the time of a trainer step from the shape and from rates measured on H100s and H200s. Pure.
 
-Rates are shares of the GPU's peak. They count executed operations, including recomputation, of layers at full width on
-one or two H200 of one host (`benchmarks/results/training_speed_h200.json`, `training_speed_h200x2.json`,
-`sparse_attention_h200.json`). Traffic between nodes has not been measured: it is bytes divided by the line rate.
+A step is the sum of its parts, each of them operations or bytes divided by a rate. Constants marked "fitted" were
+fitted together to the recorded steps on one and two GPUs, so that none of them means much alone.
+`benchmarks/step_times.py` compares all recorded steps; docs/explanation/planning.md says what was never measured.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.gpus import Gpu
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import Parallelism
 
-# Rate of matrix products with weights and everything between them on one node, by width of the experts: Qwen3-30B-A3B,
-# and GLM-5. GLM-5 was measured with all experts on one GPU (0.50). The rate includes the loss that earlier measurements
-# showed for dispatch to other GPUs.
-PRODUCTS = ((768, 0.21), (2048, 0.47))
-# Speed-up of these products in FP8
-IN_FP8 = ((768, 0.8), (2048, 1.35))
-# Speed-up of these products in compiled layers
-COMPILED = ((768, 1.26), (2048, 1.0))
 # Largest relative error of a predicted step on one node
-SPREAD = 0.08
+SPREAD = 0.12
+# Share of the peak that products with weights reach (set: the fit gives more than GPUs reach), their speed-up in FP8,
+# and the relative time of products and elementwise work with LoRA adapters, which add small ones (both fitted)
+PRODUCTS, IN_FP8, LORA = 0.9, 1.95, 1.28
+# Reads and writes per value, forward pass, and layer of what products leave to other operations: hidden states and
+# queries, the inside of feed-forward networks, tokens on their way to experts. Fitted.
+HIDDEN, INSIDE, ROUTED = 1.8, 39.3, 10.8
+# The factor on the second for experts with biases, from gpt-oss-120b
+BIASED = 1.75
+# The share of the first two that compiled layers need. Fitted.
+COMPILED = 0.54
+# Bytes per second and GPU that NVLink carries, including copies before and after: tokens to experts by torch and by
+# DeepEP, and rows to ranks that share them. Fitted.
+DISPATCH = {"torch": 2.3e11, "deepep": 1.0e11}
+EXCHANGE = 7.8e10
+# Bytes read and written in a pass per gathered parameter (two gathers, one gradient) and per parameter that the GPU
+# keeps (conversions, sums), counted. Fitted: those of quantisation per gathered parameter, and the share of the
+# memory's bandwidth that all of them reach.
+GATHERED_BYTES, KEPT_BYTES, QUANTISED_BYTES, WEIGHTS_SHARE = 24, 40, 42, 0.53
 ATTENTION = 0.66
-SPARSE_FORWARD, SPARSE_BACKWARD = 0.56, 0.235
+# Timed alone at 65,536 and 131,072 tokens (`sparse_attention_h200.json`)
+SPARSE_FORWARD, SPARSE_BACKWARD = 0.5, 0.215
 # Indexer scores and key selection. Ranks that share rows score equally many keys, so the mean holds for each of them.
 SELECTION = 0.326
 # Recurrences and their convolutions by kernels, which do few matrix products. Timed alone, not within steps
@@ -37,30 +49,35 @@ DELTA, STATE_SPACE = 0.0106, 0.0068
 OPERATIONS = {"none": 6, "selective": 7, "full": 8}
 # Share of the line rate that collectives of large layers reach. Assumed.
 NETWORK_SHARE = 0.8
-# Bytes that AdamW reads and writes per parameter in float32
-OPTIMIZER_BYTES = 28
+# Bytes that an optimizer reads and writes per parameter in float32, beside its state
+UPDATED_BYTES = 12
 # Bytes read and written per parameter to add one gradient to another in float32
 ADDED_BYTES = 12
-# An H200's memory under AdamW, its link to the host with traffic both ways (both measured), and a node's host memory
-# (assumed)
-GPU_BYTES_S, LINK_BYTES_S, HOST_BYTES_S = 4e12, 4.7e10, 2e11
+# An H200's memory under AdamW, its link to the host with traffic both ways, and the 16 cores of one GPU under AdamW
+# (all measured); a node's host memory (assumed)
+GPU_BYTES_S, LINK_BYTES_S, CORES_BYTES_S, HOST_BYTES_S = 4e12, 4.7e10, 3.65e10, 2e11
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step."""
 
-    products: float  # products with weights, elementwise work, and expert dispatch within a node
+    products: float  # products with weights
+    elementwise: float  # everything between products
     attention: float
     selection: float  # key selection by the indexer of sparse attention
     recurrences: float  # Mamba-2 layers and delta nets
+    dispatch: float  # tokens to experts on other GPUs and back
+    exchange: float  # rows between ranks that share them
+    weights: float  # copies, conversions and gradients of gathered weights, in every micro batch
+    offload: float  # saved activations to host memory and back
     optimizer: float
     network: float  # all-gathers of weights and reductions of gradients between nodes
 
     @property
     def in_node(self) -> float:
-        """Return the time without traffic between nodes."""
-        return self.products + self.attention + self.selection + self.recurrences + self.optimizer
+        """Return the time without gathers and reductions between nodes."""
+        return float(sum(asdict(self).values())) - self.network
 
     @property
     def shortest(self) -> float:
@@ -75,18 +92,11 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Return the parts within a node that take measurable time."""
-        seconds_by_part = {
-            "products": self.products,
-            "attention": self.attention,
-            "selecting keys": self.selection,
-            "recurrences, timed alone": self.recurrences,
-            "optimizer": self.optimizer,
-        }
-        return {name: seconds for name, seconds in seconds_by_part.items() if seconds >= 0.05}
+        return {name: seconds for name, seconds in asdict(self).items() if name != "network" and seconds >= 0.05}
 
 
 def step_time(
-    recipe: Recipe, shape: ModelShape, gpu: Gpu, *, nodes: int, gpus: int, gbps: float, rows: int, length: int
+    recipe: Recipe, shape: ModelShape, gpu: Gpu, *, nodes: int, gpus: int, gbps: float, tokens: float, length: float
 ) -> StepTime:
     """Predict the time of a step.
 
@@ -94,41 +104,92 @@ def step_time(
         nodes: number of trainer nodes.
         gpus: GPUs per node.
         gbps: line rate between nodes per GPU [Gbit/s].
-        rows: sequences per batch.
-        length: tokens per sequence.
+        tokens: tokens of a batch for the ranks that share rows. Of several such groups, the one with the most.
+        length: tokens of a document. If they differ, the sum of their squares divided by their sum.
     """
-    trainer = recipe.trainer
-    full = trainer.parallelism.activation_checkpointing == "full"
-    tokens = rows * length / (nodes * gpus)
+    trainer, layout = recipe.trainer, recipe.trainer.parallelism
+    full = layout.activation_checkpointing == "full"
+    passes = math.ceil(tokens / (trainer.rows_at_once(recipe.seq_len) * recipe.seq_len))
+    tokens /= layout.cp
     peak = gpu.bf16_tflops * 1e12
-    width = shape.experts.width if shape.experts else PRODUCTS[-1][0]
-    rate = _between(PRODUCTS, width) * (_between(IN_FP8, width) if trainer.fp8 else 1.0)
-    operations = OPERATIONS[trainer.parallelism.activation_checkpointing] - (2 if trainer.lora else 0)
-    passes = math.ceil(tokens / trainer.micro_batch_tokens)
+    operations = OPERATIONS[layout.activation_checkpointing]
+    rate = PRODUCTS * (IN_FP8 if trainer.fp8 else 1) * peak
+    slower = LORA if trainer.lora else 1
+    p = count(shape)
+    sent = (3 if full else 2) * 2 * tokens  # bytes, of two each, in the forward passes and the backward pass
+    line = gbps * 1e9 / 8 * NETWORK_SHARE
+    routed = 2 * shape.moe_layers * shape.experts.top_k * _inside(shape) if shape.experts else 0
     return StepTime(
-        products=operations * _multiplied(shape, width, bool(trainer.compile)) * tokens / (rate * peak),
+        products=slower * (operations - (2 if trainer.lora else 0)) * p.active * tokens / rate,
+        elementwise=slower * operations * _values(shape, bool(trainer.compile)) * tokens / (gpu.memory_tb_s * 1e12),
         attention=_attention(shape, length, full) * tokens / peak,
         selection=_selection(shape, length) * (1 if trainer.memory.keep_dsa_indices or not full else 2) * tokens / peak,
         recurrences=_recurrences(shape, full) * tokens / peak,
+        dispatch=_sending(sent * routed, layout.ep, gpus, DISPATCH[layout.ep_backend], line),
+        exchange=_sending(sent * _exchanged(shape, layout), layout.cp, gpus, EXCHANGE, line),
+        weights=passes * _weight_bytes(recipe, shape, nodes * gpus) / (gpu.memory_tb_s * 1e12 * WEIGHTS_SHARE),
+        offload=_offloaded(recipe, shape) * tokens / LINK_BYTES_S,
         optimizer=_optimizer(recipe, nodes, gpus, shape, passes),
-        network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * gbps * 1e9 / 8 * NETWORK_SHARE),
+        network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * line),
     )
 
 
-def _multiplied(shape: ModelShape, width: int, compiled: bool) -> float:
-    """Return the weights that a token meets, scaled by the speed-up of compiled layers. Recurrences have none."""
-    parameters = count(shape)
-    others = parameters.active - parameters.recurrent
-    return parameters.recurrent + others / (_between(COMPILED, width) if compiled else 1.0)
+def _inside(shape: ModelShape) -> int:
+    """Return the size of the vectors that experts take."""
+    return (shape.experts.latent if shape.experts else None) or shape.hidden
 
 
-def _between(points: tuple[tuple[float, float], tuple[float, float]], x: float) -> float:
-    (low, first), (high, last) = points
-    share = min(1.0, max(0.0, (x - low) / (high - low)))
-    return first + share * (last - first)
+def _values(shape: ModelShape, compiled: bool) -> float:
+    """Return the values that operations other than products read and write for a token in a forward pass."""
+    e, mla = shape.experts, shape.mla
+    head = (mla.nope + mla.rope + mla.value) / 2 if mla else shape.head_dim
+    widths = routed = 0.0
+    if e:
+        widths = shape.moe_layers * (e.shared_width + e.top_k * e.width * (BIASED if shape.expert_bias else 1))
+        routed = shape.moe_layers * e.top_k * _inside(shape)
+    widths = (widths + shape.dense_layers * shape.dense_width) * (1 if shape.gated else 2 / 3)
+    hidden = shape.layers * shape.hidden + shape.attention_layers * shape.heads * head
+    return (COMPILED if compiled else 1) * (HIDDEN * hidden + INSIDE * widths) + ROUTED * routed
 
 
-def _attention(shape: ModelShape, length: int, full: bool) -> float:
+def _sending(size: float, ranks: int, gpus: int, rate: float, line: float) -> float:
+    """Predict the seconds that a GPU needs to send `size` bytes to `ranks` GPUs, itself included, in equal shares."""
+    inside = min(ranks, gpus)
+    return size / ranks * ((inside - 1) / rate + (ranks - inside) / line)
+
+
+def _exchanged(shape: ModelShape, layout: Parallelism) -> float:
+    """Return the values per token that ranks with shared rows send in a forward pass, their own share included."""
+    mla, cp = shape.mla, layout.cp
+    if mla and shape.indexer:  # each rank gathers compressed keys, and those of the indexer
+        return cp * (shape.attention_layers * (mla.kv_rank + mla.rope) + shape.indexer.layers * shape.indexer.dim)
+    query, value = (mla.nope + mla.rope, mla.value) if mla else (shape.head_dim, shape.head_dim)
+    heads = shape.heads if mla else shape.kv_heads
+    if layout.cp_style == "allgather":
+        return cp * shape.attention_layers * heads * (query + value)
+    return shape.attention_layers * (shape.heads + max(heads, cp)) * (query + value)
+
+
+def _weight_bytes(recipe: Recipe, shape: ModelShape, gpus: int) -> float:
+    """Return the bytes that a GPU reads and writes in a micro batch for its weights, without products."""
+    layout, p = recipe.trainer.parallelism, count(shape)
+    ranks = gpus // layout.dp_replicate
+    experts, kept = p.experts / layout.ep, p.total / ranks
+    gathered = p.total - p.experts + experts
+    size = GATHERED_BYTES * gathered + KEPT_BYTES * kept
+    if not recipe.trainer.fp8:
+        return size
+    # Experts that travel in FP8 are quantised by the GPUs that keep them.
+    saved = experts - p.experts / ranks if experts_in_fp8(recipe, ranks, shape) else 0
+    return size + QUANTISED_BYTES * (gathered - saved)
+
+
+def _offloaded(recipe: Recipe, shape: ModelShape) -> int:
+    """Return the bytes per token that go to host memory and back: with full checkpointing, the inputs of layers."""
+    return 2 * 2 * shape.layers * shape.hidden if recipe.trainer.memory.activation_offload else 0
+
+
+def _attention(shape: ModelShape, length: float, full: bool) -> float:
     """Return the attention operations per token, divided by the share of the peak that they reach."""
     again = 2 if full else 1
     if shape.indexer and shape.mla:  # absorbed: keys are compressed keys and rotary parts, values the compressed keys
@@ -142,7 +203,7 @@ def _attention(shape: ModelShape, length: int, full: bool) -> float:
     return (shape.attention_layers - shape.window_layers) * once * (again + 2.5) / ATTENTION
 
 
-def _selection(shape: ModelShape, length: int) -> float:
+def _selection(shape: ModelShape, length: float) -> float:
     if shape.indexer is None:
         return 0.0
     return shape.indexer.layers * 2.0 * shape.indexer.heads * shape.indexer.dim * length / 2 / SELECTION
@@ -168,14 +229,14 @@ def moving_state(size: float, gpus: int) -> float:
 
 
 def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int) -> float:
-    copies = recipe.trainer.parallelism.dp_replicate
+    copies, state = recipe.trainer.parallelism.dp_replicate, STATE_BYTES[recipe.trainer.optimizer.type]
     parameters = 0.0 if recipe.trainer.lora else copies * count(shape).total / (nodes * gpus)
+    size = parameters * (UPDATED_BYTES + 2 * state)
     if recipe.trainer.memory.optimizer_state_offload:
-        moved = parameters * STATE_BYTES[recipe.trainer.optimizer.type]
-        return max(parameters * OPTIMIZER_BYTES / GPU_BYTES_S, moving_state(moved, gpus))
+        return max(size / GPU_BYTES_S, moving_state(parameters * state, gpus))
     if not recipe.trainer.memory.optimizer_offload:
-        return parameters * OPTIMIZER_BYTES / GPU_BYTES_S
-    return gpus * parameters * OPTIMIZER_BYTES / HOST_BYTES_S + _gradients_on_host(parameters, gpus, passes)
+        return size / GPU_BYTES_S
+    return max(size / CORES_BYTES_S, gpus * size / HOST_BYTES_S) + _gradients_on_host(parameters, gpus, passes)
 
 
 def _gradients_on_host(parameters: float, gpus: int, passes: int) -> float:

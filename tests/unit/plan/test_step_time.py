@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import step_times
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan.gpus import GPUS
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.step_time import COMPILED, SPREAD, StepTime, step_time
+from primeslurm.plan.memory.step_time import COMPILED, DISPATCH, NETWORK_SHARE, SPREAD, StepTime, step_time
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
 ROOT = Path(__file__).resolve().parents[3]
 CATALOG = json.loads((ROOT / "primeslurm/models/catalog.json").read_text())
 GLM5, QWEN3 = (CATALOG[name]["config"] for name in ("zai-org/GLM-5.1", "Qwen/Qwen3-30B-A3B"))
-LAYERS = {
-    "qwen3_30b_a3b": QWEN3 | {"num_hidden_layers": 8, "vocab_size": 25600},
-    "glm5": GLM5 | {"num_hidden_layers": 2, "first_k_dense_replace": 0, "n_routed_experts": 16, "vocab_size": 4096},
-}
 
 
 def recipe(**trainer: Any) -> Recipe:
@@ -31,61 +29,54 @@ def recipe(**trainer: Any) -> Recipe:
 
 
 def predicted(asked: Recipe, shape: ModelShape, nodes: int = 12, length: int = 131072) -> StepTime:
-    return step_time(asked, shape, GPUS["h200"], nodes=nodes, gpus=8, gbps=400, rows=256, length=length)
+    asked = asked.model_copy(update={"seq_len": 131072})
+    most = math.ceil(256 * asked.trainer.parallelism.cp / (8 * nodes)) * length
+    return step_time(asked, shape, GPUS["h200"], nodes=nodes, gpus=8, gbps=400, tokens=most, length=length)
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "layout", "length"),
-    [
-        ("qwen3_30b_a3b", {}, {}, 16384),
-        ("qwen3_30b_a3b", {"compile": True}, {}, 16384),
-        ("qwen3_30b_a3b", {"compile": True}, {"activation_checkpointing": "selective"}, 16384),
-        ("glm5", {}, {}, 16384),
-        ("glm5", {"compile": True}, {}, 16384),
-        ("glm5", {"fp8": True}, {}, 16384),
-        ("glm5", {"fp8": True, "compile": True}, {}, 16384),
-        ("glm5", {}, {}, 65536),
-        ("glm5", {"fp8": True}, {}, 65536),
-        ("glm5", {}, {}, 131072),
-        ("glm5", {"fp8": True}, {}, 131072),
-    ],
-)
-def test_step_time_matches_measurements(
-    shape: str, options: dict[str, Any], layout: dict[str, Any], length: int
-) -> None:
-    checkpointing = layout.get("activation_checkpointing", "full")
-    layers, gpus, where = {"qwen3_30b_a3b": (8, 2, "h200x2"), "glm5": (2, 1, "h200")}[shape]
-    measured = json.loads((ROOT / f"benchmarks/results/training_speed_{where}.json").read_text())
-    wanted = {"shape": shape, "checkpointing": checkpointing, "fp8": False, "compile": False, "ep": gpus, "seq": length}
-    wanted |= {"layers": layers, "rows": 1} | options
-    alike = [one for one in measured if wanted.items() <= one.items() and not one.get("activation_offload")]
-    asked = recipe(**options, parallelism={"ep": gpus, "activation_checkpointing": checkpointing})
-    model, h200 = shape_of(LAYERS[shape]), GPUS["h200"]
-    found = step_time(asked, model, h200, nodes=1, gpus=gpus, gbps=400, rows=gpus, length=length)
-    assert found.network == 0
-    assert found.shortest == pytest.approx(alike[-1]["ours"]["seconds"], rel=SPREAD)  # the newest measurement
+def test_predicted_steps_match_every_recorded_step() -> None:
+    compared = step_times.compared()
+    rows = [row for row in compared if row["use"] != "older code"]
+    layouts = [row for row in rows if row["ep"] > 1 or row["cp"] > 1]
+    assert len(rows) >= 66 and len(layouts) >= 18
+    for each in (rows, layouts):
+        errors = step_times.summary(each)
+        assert errors["worst"] <= 100 * SPREAD and abs(errors["mean"]) < 2
+        assert 0.35 < errors["too_long"] / errors["steps"] < 0.65
+    recorded = json.loads(step_times.RESULT.read_bytes())["rows"]
+    assert [row["predicted_s"] for row in compared] == [row["predicted_s"] for row in recorded]
 
 
-def test_recurrent_layers_are_as_fast_compiled_as_not() -> None:
-    nemotron = CATALOG["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"]["config"]
-    shape = shape_of(nemotron | {"moe_intermediate_size": COMPILED[0][0]})
-    eager, compiled = (predicted(recipe(compile=value), shape) for value in (False, True))
-    faster, parameters = COMPILED[0][1], count(shape)
-    others = parameters.active - parameters.recurrent
-    assert 0 < parameters.recurrent < parameters.attention
-    saved = eager.products - compiled.products
-    assert saved == pytest.approx(eager.products * others * (1 - 1 / faster) / parameters.active)
-    assert eager.recurrences == compiled.recurrences
+def test_compiled_layers_touch_fewer_values_in_memory() -> None:
+    eager, compiled = (predicted(recipe(compile=value), shape_of(GLM5)) for value in (False, True))
+    assert COMPILED * eager.elementwise < compiled.elementwise < eager.elementwise, "sending tokens is not compiled"
+    assert compiled.products == eager.products
+
+
+def test_tokens_to_experts_and_rows_cross_the_network_beyond_a_node() -> None:
+    shape = shape_of(QWEN3)
+    inside, across = (predicted(recipe(parallelism={"cp": n, "ep": n}), shape) for n in (8, 16))
+    line_s = 400e9 / 8 * NETWORK_SHARE
+    tokens = 256 // 12 * 131072 / 8
+    sent = 2 * 2 * tokens * 2 * 48 * 8 * 2048  # there and back, in both passes, 2 bytes of 8 vectors in 48 layers
+    assert predicted(recipe(parallelism={"cp": 8}), shape).dispatch == 0 == predicted(recipe(), shape).exchange
+    assert inside.dispatch == pytest.approx(sent * 22 / 21 * 7 / 8 / DISPATCH["torch"])
+    assert across.dispatch > sent * 8 / 16 / line_s and across.exchange > 1.5 * inside.exchange
 
 
 def test_parts_of_the_flagship() -> None:
-    asked = recipe(fp8=True, parallelism={"cp": 8, "ep": 8, "activation_checkpointing": "full"})
+    memory = {"optimizer_state_offload": True, "activation_offload": True}
+    layout = {"cp": 8, "ep": 8, "activation_checkpointing": "full"}
+    asked = recipe(fp8=True, memory=memory, parallelism=layout)
+    asked = asked.model_copy(update={"model": asked.model.model_copy(update={"dtype": "bfloat16"})})
     long, typical = (predicted(asked, shape_of(GLM5), length=length) for length in (131072, 32768))
-    assert set(long.parts) == {"products", "attention", "selecting keys", "optimizer"}
+    assert set(asdict(long)) - set(long.parts) == {"recurrences", "network"}
     assert sum(long.parts.values()) == pytest.approx(long.in_node) and long.longest == long.in_node + long.network
-    assert long.products == pytest.approx(4 * typical.products)
+    assert long.products == pytest.approx(4 * typical.products) and long.dispatch == pytest.approx(4 * typical.dispatch)
     assert long.selection == pytest.approx(16 * typical.selection), "it looks at every token before"
-    assert typical.shortest < 300 < long.shortest < long.longest
+    assert typical.longest < 300 < long.shortest < long.longest
+    larger = asked.model_copy(update={"trainer": asked.trainer.model_copy(update={"micro_batch_tokens": 32768})})
+    assert predicted(larger, shape_of(GLM5), nodes=20).shortest * (1 + SPREAD) < 300, "20 of 28 nodes train"
 
 
 def test_larger_micro_batches_gather_less_often() -> None:
