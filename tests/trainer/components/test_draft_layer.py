@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
@@ -23,10 +22,11 @@ from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer, published, tensors
-from tests.trainer.families import BY_NAME, with_layers, write_drafting
+from tests.trainer.families import BY_NAME, reference_of, with_layers, write_drafting
 from tests.trainer.ranks import train, train_on_ranks
 
-FAMILIES = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+QWEN = ("qwen3_5_text-tied", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", *QWEN)
 LAYER = 2
 DRAFT = f"model.layers.{LAYER}."
 COPIES = {
@@ -42,24 +42,30 @@ def draft_recipe(path: Path, draft_layer: dict[str, float] | None, **sections: A
 
 def reference(family: str, path: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of the draft layer for one document [1, length], computed by transformers' layers."""
-    longer, stored = with_layers(BY_NAME[family], LAYER + 1), tensors(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, config=longer, dtype=torch.float32)
-    decoder, width = model.model, model.config.hidden_size
+    case, stored, is_qwen = BY_NAME[family], tensors(path), family in QWEN
+    longer = with_layers(case, LAYER + 1)
+    layers = f"model.{'language_model.' if hasattr(longer, 'vision_config') else ''}layers.{LAYER}."
+    names = {r"^mtp\.layers\.0\.": layers} if is_qwen else None
+    model: Any = reference_of(case).from_pretrained(path, config=longer, dtype=torch.float32, key_mapping=names)
+    decoder = getattr(model.model, "language_model", model.model)
 
-    def norm(name: str) -> Any:
-        layer = nn.RMSNorm(width, eps=model.config.rms_norm_eps)
-        layer.weight.data = stored[f"{DRAFT}{name}.weight"]
+    def norm(name: str, qwen: str) -> Any:
+        layer = type(decoder.norm)(decoder.config.hidden_size, eps=decoder.config.rms_norm_eps)
+        layer.weight.data = stored[f"mtp.{qwen}.weight" if is_qwen else f"{DRAFT}{name}.weight"]
         return layer
 
-    *layers, last = decoder.layers
-    decoder.layers = nn.ModuleList(layers)
+    *others, last = decoder.layers
+    decoder.layers = nn.ModuleList(others)
     hidden = decoder(tokens, use_cache=False).last_hidden_state
     embeddings = decoder.embed_tokens(tokens.roll(-1, 1))
-    embeddings[:, 0] = 0
-    joined = torch.cat([norm("enorm")(embeddings), norm("hnorm")(hidden)], -1) @ stored[f"{DRAFT}eh_proj.weight"].T
+    if not is_qwen:
+        embeddings[:, 0] = 0
+    halves = norm("enorm", "pre_fc_norm_embedding")(embeddings), norm("hnorm", "pre_fc_norm_hidden")(hidden)
+    joined = torch.cat(halves, -1) @ stored["mtp.fc.weight" if is_qwen else f"{DRAFT}eh_proj.weight"].T
     last.self_attn.layer_idx = 0
-    decoder.layers, decoder.norm = nn.ModuleList([last]), norm("shared_head.norm")
-    return model(inputs_embeds=joined, use_cache=False).logits
+    decoder.layers, decoder.norm = nn.ModuleList([last]), norm("shared_head.norm", "norm")
+    decoder.config.layer_types = ["full_attention"]
+    return model.lm_head(decoder(inputs_embeds=joined, use_cache=False).last_hidden_state)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +79,9 @@ def test_logits_equal_the_reference_in_each_document(family: str, world: World, 
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     step.policy.logits(tokens, positions)
-    logits = step.draft_training.hidden(positions) @ tensors(path)["lm_head.weight"].T
+    stored = tensors(path)
+    head = stored["lm_head.weight" if "lm_head.weight" in stored else "model.embed_tokens.weight"]
+    logits = step.draft_training.hidden(positions) @ head.T
     for ours, document in zip(logits.split(lengths, 1), tokens.split(lengths, 1), strict=True):
         expected = reference(family, path, document)
         # The last position has no next token.
