@@ -21,6 +21,7 @@ from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
+from tests.trainer.as_released import stack_experts
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer, published, tensors
 from tests.trainer.families import BY_NAME, reference_of, with_layers, write_drafting
 from tests.trainer.ranks import train, train_on_ranks
@@ -88,8 +89,9 @@ def test_logits_equal_the_reference_in_each_document(family: str, world: World, 
         torch.testing.assert_close(ours[:, :-1], expected[:, :-1], atol=5e-5, rtol=1e-4)
 
 
-def test_policy_is_trained_as_without_draft_layer(world: World, tmp_path: Path) -> None:
-    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text-tied"])
+def test_policy_is_trained_as_without_draft_layer(family: str, world: World, tmp_path: Path) -> None:
+    path = write_drafting(BY_NAME[family], tmp_path / "model")
     runs = {}
     for name, option in (("keep", None), ("train", {"lr": 1e-2})):
         recipe = draft_recipe(path, option, max_steps=6)
@@ -108,10 +110,12 @@ def test_policy_is_trained_as_without_draft_layer(world: World, tmp_path: Path) 
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
     assert with_drafts[-1]["draft_acceptance"] > with_drafts[0]["draft_acceptance"]
     stored = tensors(path)
-    assert set(both) == set(stored) and not any(name.startswith(DRAFT) for name in policy)
-    assert all(torch.equal(both[copy], both[name]) for copy, name in COPIES.items())
-    changed = {name for name, tensor in both.items() if name not in COPIES and not torch.equal(tensor, stored[name])}
-    frozen = {name for name in stored if name.endswith("e_score_correction_bias")} | set(COPIES)
+    assert set(both) == set(stored) and not any(name.startswith((DRAFT, "mtp.")) for name in policy)
+    copies = COPIES.keys() & stored
+    assert len(copies) == (0 if family in QWEN else 2)
+    assert all(torch.equal(both[copy], both[COPIES[copy]]) for copy in copies)
+    changed = {name for name, tensor in both.items() if name not in copies and not torch.equal(tensor, stored[name])}
+    frozen = {name for name in stored if name.endswith("e_score_correction_bias")} | copies
     assert set(stored) - changed <= frozen
 
 
@@ -131,8 +135,10 @@ def test_labels_are_sampled_tokens_with_two_tokens_before_them(
     np.testing.assert_array_equal(torch.cat(labels), expected)
 
 
-def test_resumed_draft_layer_continues_equally_and_is_exported(world: World, tmp_path: Path) -> None:
-    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_moe"])
+def test_resumed_draft_layer_continues_equally_and_is_exported(family: str, world: World, tmp_path: Path) -> None:
+    path = write_drafting(BY_NAME[family], tmp_path / "model")
+    stored = stack_experts(path) if family in QWEN else tensors(path)
     recipe = draft_recipe(path, {"lr": 1e-2}, checkpoint={"interval": 1})
 
     def run(attempt: int) -> tuple[TrainStep, Checkpoints]:
@@ -154,28 +160,37 @@ def test_resumed_draft_layer_continues_equally_and_is_exported(world: World, tmp
     export(recipe, checkpoints.step_dir(tmp_path, 2), tmp_path / "exported")
     Publisher(first.policy, tmp_path, Encoding(torch.float32), 1, world).publish(2)
     exported = tensors(tmp_path / "exported")
-    assert set(exported) == set(tensors(path))
+    assert set(exported) == set(stored)
     for name, tensor in published(tmp_path, 2).items():
         assert torch.equal(exported[name], tensor), name
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_two_ranks_with_expert_parallelism_match_one(world: World, tmp_path: Path) -> None:
-    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
+def test_two_ranks_match_one_with_experts_in_parallel_and_with_a_tied_head(world: World, tmp_path: Path) -> None:
+    families = ("glm4_moe", "qwen3_5_moe", "qwen3_5_text-tied")
+    models = {family: write_drafting(BY_NAME[family], tmp_path / family) for family in families}
 
-    def recipe(size: int) -> Recipe:
+    def recipe(family: str, size: int) -> Recipe:
+        experts = "tied" not in family
         checkpointing = "none" if size == 1 else "full"
-        parallelism = {"ep": size, "activation_checkpointing": checkpointing, "reduce_gradients": "step"}
+        ep = size if experts else 1
+        parallelism = {"ep": ep, "activation_checkpointing": checkpointing, "reduce_gradients": "step"}
         memory = {} if size == 1 else {"lm_head_chunk": 16, "optimizer_state_offload": True}
-        trainer = {"parallelism": parallelism, "memory": memory, "micro_batch_tokens": SEQ_LEN, "router_replay": True}
-        return draft_recipe(path, {"lr": 1e-3}, max_steps=2, trainer=trainer)
+        trainer = {
+            "parallelism": parallelism,
+            "memory": memory,
+            "micro_batch_tokens": SEQ_LEN,
+            "router_replay": experts,
+        }
+        return draft_recipe(models[family], {"lr": 1e-3}, max_steps=2, trainer=trainer)
 
-    (ranks,) = train_on_ranks(2, {tmp_path / "two": recipe(2)})
-    expected = train(recipe(1), tmp_path / "one", world)
-    for step, metrics in enumerate(expected):
-        for name in ("loss", "grad_norm", "draft_loss", "draft_acceptance", "draft_grad_norm"):
-            assert ranks[0][step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
-    two, one = (published(tmp_path / name, 2) for name in ("two", "one"))
-    assert set(two) == set(one)
-    for name, tensor in two.items():
-        torch.testing.assert_close(tensor, one[name], atol=5e-4, rtol=1e-3, msg=name)
+    runs = train_on_ranks(2, {tmp_path / f"{family}-two": recipe(family, 2) for family in families})
+    for family, ranks in zip(families, runs, strict=True):
+        expected = train(recipe(family, 1), tmp_path / f"{family}-one", world)
+        for step, metrics in enumerate(expected):
+            for name in ("loss", "grad_norm", "draft_loss", "draft_acceptance", "draft_grad_norm"):
+                assert ranks[0][step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+        two, one = (published(tmp_path / f"{family}-{size}", 2) for size in ("two", "one"))
+        assert set(two) == set(one)
+        for name, tensor in two.items():
+            torch.testing.assert_close(tensor, one[name], atol=5e-4, rtol=1e-3, msg=name)
