@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DeepseekV3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.layers.fused_moe import config as experts_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -34,9 +36,12 @@ from primeslurm.inference.weight_transfer.experts import held_experts
 from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemTransferEngine
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.models import model_types
+from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.weight_transfer.catalogue import stacked
-from tests.trainer.families import CASES, Case, write, write_drafting
+from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.families import BY_NAME, CASES, Case, write, write_drafting
 
 pytestmark = pytest.mark.engine
 SELECTION: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -206,6 +211,37 @@ def test_update_with_a_draft_layer_equals_a_fresh_start(family: str, tmp_path: P
     third = weights(drafter)
     assert third.keys() == begun_with.keys()
     assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text-tied", "qwen3_5_moe"])
+@torch.no_grad()
+def test_draft_layer_computes_as_in_the_trainer(family: str, world: World, tmp_path: Path) -> None:
+    """Only the attention kernel is not vLLM's: it would need a KV cache."""
+    skip_without_torchvision(family.removesuffix("-tied"))
+    path = write_drafting(BY_NAME[family], tmp_path)
+    recipe = make_recipe(path, trainer={"draft_layer": {}})
+    step = TrainStep(build(recipe, world), recipe, world)
+    training, head = step.draft_training, step.policy.model.lm_head
+    assert training is not None
+    hidden: list[torch.Tensor] = []
+    head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(SEQ_LEN)[None]
+    step.policy.logits(tokens, positions)
+    ours = head(training.hidden(positions))[0, :-1]
+
+    engine = make_drafting_engine(path)
+    drafter: Any = engine.draft_layers
+    (layer,) = (module for module in drafter.modules() if isinstance(module, attention.Attention))
+
+    def attend(*heads: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (-1, layer.head_size)).transpose(0, 1) for each in heads)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+
+    layer.forward = attend
+    with set_current_vllm_config(engine.vllm_config), set_forward_context(None, engine.vllm_config):
+        theirs = drafter.compute_logits(drafter(tokens[0, 1:], positions[0, :-1], hidden[0][0, :-1]))
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
