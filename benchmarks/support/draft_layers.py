@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_checkpoint(path: Path, build: Callable[[int], Any], layers: int, dtype: str, device: str = "cpu") -> None:
-    """Write a model of GLM-4.5's, DeepSeek-V3's or GLM-5's family with one draft layer, or a Qwen3.5 in their format.
+    """Write a model with one draft layer in the format of GLM-4.5, DeepSeek-V3 and GLM-5.
 
     Args:
         build: returns the transformers config with a number of layers.

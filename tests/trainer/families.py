@@ -269,8 +269,7 @@ VISION_CASES = (
 OTHER_VISION_CASE = case("llava", LlavaConfig, text_config=Qwen2Config(**COMMON).to_dict(), vision_config=_CLIP)
 """Its vision encoder is not supported, so it is trained on text."""
 TIED_QWEN = case("qwen3_5_text-tied", Qwen3_5TextConfig, QWEN3_5, TIED)
-"""A small Qwen3.5."""
-
+"""The head of small Qwen3.5 models."""
 
 _ALONE = (OTHER_VISION_CASE, TIED_QWEN)
 BY_NAME = {each.name: each for each in (*CASES, *UNEVEN_CASES, *GENERIC_CASES, *VISION_CASES, *_ALONE)}
@@ -301,10 +300,12 @@ def with_layers(case: Case, layers: int) -> Any:
     text = config.get_text_config()
     text.num_hidden_layers = layers
     setattr(text, "mtp_num_hidden_layers" if case.name.startswith("qwen") else "num_nextn_predict_layers", 1)
-    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
-        if kinds := getattr(text, name, None):
-            more = [*kinds, "full_attention"]
-            setattr(text, name, ["full"] * layers if name == "indexer_types" else more[:layers])
+    if kinds := getattr(text, "layer_types", None):
+        text.layer_types = [*kinds, "full_attention"][:layers]
+    if kinds := getattr(text, "mlp_layer_types", None):
+        text.mlp_layer_types = kinds[:layers]
+    if getattr(text, "indexer_types", None):
+        text.indexer_types = ["full"] * layers
     return config
 
 

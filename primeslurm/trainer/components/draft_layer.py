@@ -1,8 +1,9 @@
 """The draft layer (MTP) of a checkpoint as a model of its own: the family's decoder with one layer and another input.
 
 Formula: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2, as vLLM 0.32 computes it
-(deepseek_mtp.py, glm4_moe_mtp.py, qwen3_5_mtp.py). The input joins the embedding of the next token with the token's hidden state after
-the model's last norm. The output is normalized for the model's own head, which predicts the token after the next one.
+(deepseek_mtp.py, glm4_moe_mtp.py, qwen3_5_mtp.py). The input joins the embedding of the next token with the token's
+hidden state after the model's last norm. The output is normalized for the model's own head, which predicts the token
+after the next one.
 """
 
 from __future__ import annotations
@@ -123,14 +124,17 @@ def _with_prefix(tensors: Tensors, old: str, new: str) -> Tensors:
 def spec(config: Any, seq_len: int, attention: str) -> ModelSpec:
     """Return the spec of a decoder whose only layer is the draft layer of a transformers config.
 
-    Raises ValueError if the config has not exactly one draft layer, or that layer has its own embedding or head.
+    Raises ValueError if the config has not exactly one draft layer, or the layer's embedding or head is not supported.
     """
     if (count := number_of_layers(config)) != 1:
         raise ValueError(f"trainer.draft_layer: the model has {count} draft layers, and only one can be trained")
     longer = copy.deepcopy(config)
     text = longer.get_text_config()
     if getattr(text, "mtp_use_dedicated_embeddings", False):
-        raise ValueError("trainer.draft_layer: vLLM 0.32 ignores the embedding of a draft layer")
+        raise ValueError(
+            "trainer.draft_layer: the model has mtp_use_dedicated_embeddings: true, but vLLM 0.32 uses the model's "
+            "embedding. Remove draft_layer."
+        )
     text.num_hidden_layers += 1
     if layer_types := getattr(text, "layer_types", None):
         text.layer_types = [*layer_types, "full_attention"]
@@ -139,10 +143,10 @@ def spec(config: Any, seq_len: int, attention: str) -> ModelSpec:
     result = model_builder.spec(longer, seq_len, attention)
     if result.model.enable_weight_tying and _format_of(result.state_dict_adapter).copies:
         raise ValueError("trainer.draft_layer: the head is tied to the embedding")
-    result.model.enable_weight_tying = False  # a draft layer has neither
+    result.model.enable_weight_tying = False  # a draft layer has neither embedding nor head
     result.model.layers = result.model.layers[-1:]
     if hasattr(result.model, "vision"):
-        result.model.vision = None
+        result.model.vision = None  # the policy has the encoder
     return result
 
 
