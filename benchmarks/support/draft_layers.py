@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_checkpoint(path: Path, build: Callable[[int], Any], layers: int, dtype: str, device: str = "cpu") -> None:
-    """Write a model of GLM-4.5's, DeepSeek-V3's or GLM-5's family with one draft layer.
+    """Write a model with one draft layer in the format of GLM-4.5, DeepSeek-V3 and GLM-5.
 
     Args:
         build: returns the transformers config with a number of layers.
@@ -16,20 +16,24 @@ def write_checkpoint(path: Path, build: Callable[[int], Any], layers: int, dtype
     """
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    longer = build(layers + 1)
+    auto = AutoModelForImageTextToText if hasattr(longer, "vision_config") else AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device(device):
         # One layer more, which becomes the draft layer: it has the same parts, and a few tensors besides.
-        model = AutoModelForCausalLM.from_config(build(layers + 1), dtype=getattr(torch, dtype))
-        width = model.config.hidden_size
-        joined = torch.randn(width, 2 * width, dtype=model.dtype) * model.config.initializer_range
+        model = auto.from_config(longer, dtype=getattr(torch, dtype))
+        text = longer.get_text_config()
+        width = text.hidden_size
+        joined = torch.randn(width, 2 * width, dtype=model.dtype) * text.initializer_range
         ones = torch.ones(width, dtype=model.dtype)
     model.save_pretrained(path, max_shard_size="1TB")
     config = build(layers)
     config.architectures = [type(model).__name__]
     config.save_pretrained(path)
-    tensors = {"embed_tokens": model.model.embed_tokens.weight.data, "shared_head.head": model.lm_head.weight.data}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tensors = {"embed_tokens": embeddings.weight.data, "shared_head.head": head.weight.data}
     tensors |= {"eh_proj": joined, "enorm": ones, "hnorm": ones, "shared_head.norm": ones}
     named = {f"model.layers.{layers}.{name}.weight": tensor.cpu().clone() for name, tensor in tensors.items()}
     save_file(named, path / "draft-layer.safetensors", metadata={"format": "pt"})

@@ -87,7 +87,14 @@ def flops(shape: ModelShape, work: Work, *, adapters: int | None = None, trains_
 def draft_flops(shape: ModelShape, work: Work) -> Flops:
     """Return the operations of a trained draft layer. Its input has no gradient, and the model's head is frozen."""
     indexer = replace(shape.indexer, layers=1) if shape.indexer else None
-    layer = replace(shape, attention_layers=1, dense_layers=0, expert_layers=shape.expert_layers[-1:], indexer=indexer)
+    layer = replace(
+        shape,
+        attention_layers=1,
+        dense_layers=0 if shape.experts else 1,
+        expert_layers=shape.expert_layers[-1:],
+        delta_nets=None,
+        indexer=indexer,
+    )
     inner = flops(layer, replace(work, trained=0))
     head = 2.0 * shape.hidden * shape.vocab * work.trained
     return replace(inner, frozen=head, leaves=2.0 * 2 * shape.hidden**2 * work.tokens)

@@ -11,7 +11,7 @@ from primeslurm.models.registry import family_of
 from primeslurm.models.shape import DeltaNets, ExpertShape, IndexerShape, Mamba, Mla, ModelShape, Vision
 
 # Families name the number of their draft layers differently.
-_DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
@@ -64,7 +64,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         four_bits=four_bit_format(quantization),
         fp8_powers=quantization.get("scale_fmt") == "ue8m0",
         heads_by_window=_heads_by_window(text),
-        draft_layers=next((int(text[name]) for name in _DRAFT_LAYERS if text.get(name) is not None), None),
+        draft_layers=next((int(text[name]) for name in DRAFT_LAYERS if text.get(name) is not None), None),
     )
 
 

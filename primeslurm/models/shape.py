@@ -149,10 +149,12 @@ class ModelShape:
 
     @property
     def with_draft_layer(self) -> ModelShape:
-        """The shape with one layer of experts more, which a draft layer (MTP) resembles."""
+        """The shape with one layer more, which a draft layer (MTP) resembles: attention, and experts if there are."""
         indexer = replace(self.indexer, layers=self.indexer.layers + 1) if self.indexer else None
-        experts = (*self.expert_layers, self.layers)
-        return replace(self, attention_layers=self.attention_layers + 1, expert_layers=experts, indexer=indexer)
+        longer = replace(self, attention_layers=self.attention_layers + 1, indexer=indexer)
+        if self.experts:
+            return replace(longer, expert_layers=(*self.expert_layers, self.layers))
+        return replace(longer, dense_layers=self.dense_layers + 1)
 
     @property
     def query_heads(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +50,25 @@ MOE: dict[str, str] = {
         for hf, ours in _FFN.items()
     },
 }
+
+
+@dataclass(frozen=True)
+class DraftFormat:
+    """Names of a draft layer (MTP) in checkpoints, and where its formula differs between families.
+
+    In names, `{}` is the number of the draft layer, counted from the model's first layer.
+    """
+
+    decoder_layer: str
+    """Prefix that the adapter of the family's decoder gives to this layer."""
+    layer: str
+    """Prefix of the decoder layer in checkpoints."""
+    outside: Mapping[str, str]
+    """Our names of the other tensors, with their names in checkpoints."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the model, with the names under which the draft layer repeats them."""
+    sees_first_embedding: bool = False
+    """Whether the layer sees an embedding at the first position of a sequence. DeepSeek's sees zeros."""
 
 
 class TableAdapter(MoEStateDictAdapter):
@@ -172,6 +192,8 @@ def stacked_adapter(adapter: Any) -> type[StackedAdapter] | None:
 
 def adapter_for_checkpoint(adapter: Any, names: Iterable[str]) -> Any:
     """Return the adapter for a checkpoint with these tensor names: the given one, or its family's for stacks."""
+    if hasattr(adapter, "for_checkpoint"):
+        return adapter.for_checkpoint(names)
     stacked = stacked_adapter(adapter)
     if stacked is None or isinstance(adapter, stacked) or not any(name.endswith(f".{GATE_UP}") for name in names):
         return adapter

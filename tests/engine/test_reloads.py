@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DeepseekV3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.layers.fused_moe import config as experts_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -34,9 +36,12 @@ from primeslurm.inference.weight_transfer.experts import held_experts
 from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemTransferEngine
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.models import model_types
+from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.weight_transfer.catalogue import stacked
-from tests.trainer.families import CASES, Case, write, write_drafting
+from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.families import BY_NAME, CASES, Case, write, write_drafting
 
 pytestmark = pytest.mark.engine
 SELECTION: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -138,10 +143,14 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.numel()}
 
 
-@pytest.mark.parametrize("family", sorted(model_types().keys() - NOT_COMPARED))
-def test_update_equals_a_fresh_start_for_every_family(family: str, tmp_path: Path) -> None:
+def skip_without_torchvision(family: str) -> None:
     if family in NEED_TORCHVISION:
         pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
+
+
+@pytest.mark.parametrize("family", sorted(model_types().keys() - NOT_COMPARED))
+def test_update_equals_a_fresh_start_for_every_family(family: str, tmp_path: Path) -> None:
+    skip_without_torchvision(family)
     first = checkpoint(family, tmp_path)
     engine = make_engine(tmp_path)
     begun_with = weights(engine.model)
@@ -162,15 +171,20 @@ def make_drafting_engine(model: Path) -> FilesystemTransferEngine:
     config = engine.vllm_config
     with set_current_vllm_config(config):
         drafter: Any = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
-    drafter.model.embed_tokens = engine.model.model.embed_tokens
-    for layer in drafter.model.layers.values():
-        layer.shared_head.head = engine.model.lm_head
+    policy = getattr(engine.model, "language_model", engine.model)
+    drafter.model.embed_tokens = policy.model.embed_tokens
+    if hasattr(drafter, "lm_head"):
+        drafter.lm_head = policy.lm_head
+    else:
+        for layer in drafter.model.layers.values():
+            layer.shared_head.head = policy.lm_head
     engine.draft_layers = drafter
     return engine
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", [name for name, able in model_types().items() if able.draft_layer])
 def test_update_with_a_draft_layer_equals_a_fresh_start(family: str, tmp_path: Path) -> None:
+    skip_without_torchvision(family)
     first = checkpoint(family, tmp_path, write_drafting)
     engine = make_drafting_engine(tmp_path)
     drafter = engine.draft_layers
@@ -178,15 +192,18 @@ def test_update_with_a_draft_layer_equals_a_fresh_start(family: str, tmp_path: P
     begun_with = weights(drafter)
     shifted = {name: tensor + 0.5 for name, tensor in first.items()}
 
-    policy = {name: tensor for name, tensor in shifted.items() if not name.startswith("model.layers.2.")}
+    drafted = "mtp." if family in NEED_TORCHVISION else "model.layers.2."
+    policy = {name: tensor for name, tensor in shifted.items() if not name.startswith(drafted)}
     update(engine, policy, in_stacks=True)
-    shared = ("model.embed_tokens", "model.layers.2.shared_head.head")
+    shared = ("model.embed_tokens", "model.layers.2.shared_head.head", "lm_head")
     kept = {name for name, tensor in weights(drafter).items() if torch.equal(tensor, begun_with[name])}
     assert kept == {name for name in begun_with if not name.startswith(shared)}
 
-    for lacking in ("eh_proj.weight", "mlp.experts.1.up_proj.weight"):
-        with pytest.raises(PolicyError, match="lacks 1 parameters of draft layers"):
-            update(engine, {n: t for n, t in shifted.items() if n != f"model.layers.2.{lacking}"}, in_stacks=False)
+    for lacking in ("eh_proj.weight", "fc.weight", "mlp.experts.1.up_proj.weight"):
+        some = {n: t for n, t in shifted.items() if not (n.startswith(drafted) and n.endswith(lacking))}
+        if len(some) < len(shifted):
+            with pytest.raises(PolicyError, match="lacks 1 parameters of draft layers"):
+                update(engine, some, in_stacks=False)
     update(engine, shifted, in_stacks=True)
     second = weights(drafter)
     assert [name for name, tensor in second.items() if torch.equal(tensor, begun_with[name])] == []
@@ -194,6 +211,37 @@ def test_update_with_a_draft_layer_equals_a_fresh_start(family: str, tmp_path: P
     third = weights(drafter)
     assert third.keys() == begun_with.keys()
     assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text-tied", "qwen3_5_moe"])
+@torch.no_grad()
+def test_draft_layer_computes_as_in_the_trainer(family: str, world: World, tmp_path: Path) -> None:
+    """Only the attention kernel is not vLLM's: it would need a KV cache."""
+    skip_without_torchvision(family.removesuffix("-tied"))
+    path = write_drafting(BY_NAME[family], tmp_path)
+    recipe = make_recipe(path, trainer={"draft_layer": {}})
+    step = TrainStep(build(recipe, world), recipe, world)
+    training, head = step.draft_training, step.policy.model.lm_head
+    assert training is not None
+    hidden: list[torch.Tensor] = []
+    head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(SEQ_LEN)[None]
+    step.policy.logits(tokens, positions)
+    ours = head(training.hidden(positions))[0, :-1]
+
+    engine = make_drafting_engine(path)
+    drafter: Any = engine.draft_layers
+    (layer,) = (module for module in drafter.modules() if isinstance(module, attention.Attention))
+
+    def attend(*heads: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (-1, layer.head_size)).transpose(0, 1) for each in heads)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+
+    layer.forward = attend
+    with set_current_vllm_config(engine.vllm_config), set_forward_context(None, engine.vllm_config):
+        theirs = drafter.compute_logits(drafter(tokens[0, 1:], positions[0, :-1], hidden[0][0, :-1]))
+    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3_5TextConfig
 
-from benchmarks.support.draft_layers import write_checkpoint
 from primeslurm.orchestrator.telemetry.engine_load import parse
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import ROUTED_FROM, GenerateEndpoint
@@ -33,6 +32,7 @@ from tests.support.models import (
     token_id,
 )
 from tests.support.processes import EngineForks, Server
+from tests.trainer.families import Case, case, with_layers, write_drafting
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, *[5, 9, 14, 7] * 5]
@@ -117,60 +117,79 @@ async def test_drafts_of_the_old_policy_are_refused_by_the_new_one(
     assert tokens(answer) == [token_id("a")] * boundary + [token_id("b")] * (3000 - boundary)
 
 
-def glm(layers: int) -> Glm4MoeConfig:
-    """Return the config of a tiny GLM-4.5."""
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 8192}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
-    return Glm4MoeConfig(**sizes, **heads, **experts, num_hidden_layers=layers, initializer_range=0.2)
+SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+REST = {"initializer_range": 0.2, "max_position_embeddings": 8192}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0}
+NETS = {
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_num_value_heads": 4, "linear_value_head_dim": 64},
+    **{"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False},
+}
+GLM = case("glm4_moe", Glm4MoeConfig, SIZES, HEADS, REST, EXPERTS)
+QWEN = case("qwen3_5_text", Qwen3_5TextConfig, SIZES, HEADS, REST, NETS)
 
 
-def make_glm(directory: Path, letter: str = "") -> Path:
+def make_policy(drafting: Case, directory: Path, letter: str = "") -> Path:
     """Write a policy as a trainer does, without draft layer: a random one, or one that always predicts a letter."""
     torch.manual_seed(7)
-    model = Glm4MoeForCausalLM(glm(2)).to(torch.float32)
+    model = AutoModelForCausalLM.from_config(with_layers(drafting, 2), dtype=torch.float32)
     if letter:
         make_constant(model, letter)
     model.save_pretrained(directory)
     return directory
 
 
-def draft_layer(sign: int) -> dict[str, torch.Tensor]:
-    """Return the tensors by which a draft layer passes on the embedding of the last token, or its negative."""
-    zeros = {"self_attn.o_proj": (64, 64), "mlp.shared_experts.down_proj": (64, 32)}
-    zeros |= {f"mlp.experts.{expert}.down_proj": (64, 32) for expert in range(4)}
-    tensors = {f"model.layers.2.{name}.weight": torch.zeros(shape) for name, shape in zeros.items()}
-    return tensors | {"model.layers.2.eh_proj.weight": torch.cat((sign * torch.eye(64), torch.zeros(64, 64)), dim=1)}
+def draft_layer(tensors: dict[str, torch.Tensor], sign: int) -> dict[str, torch.Tensor]:
+    """Return the draft layer among `tensors`, made to pass on the embedding of the last token, or its negative."""
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(("model.layers.2.", "mtp."))}
+    for name, tensor in layer.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            layer[name] = torch.zeros_like(tensor)
+        elif name.endswith(("eh_proj.weight", "fc.weight")):
+            layer[name] = torch.cat((sign * torch.eye(64), torch.zeros(64, 64)), dim=1)
+    return layer
 
 
+@pytest.mark.parametrize("drafting", [GLM, QWEN], ids=lambda drafting: drafting.name)
 async def test_update_replaces_the_draft_layer_only_by_one_of_the_policy(
-    engine_forks: EngineForks, client: ConnectEngine, tmp_path: Path
+    drafting: Case, engine_forks: EngineForks, client: ConnectEngine, tmp_path: Path
 ) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    write_checkpoint(checkpoint, glm, 2, "float32")
+    if drafting is QWEN:
+        pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
+    drafts = {"method": "mtp", "num_tokens": 2}
+    checkpoint = write_drafting(drafting, tmp_path / "checkpoint")
     make_tokenizer(checkpoint)
     trained: dict[str, torch.Tensor] = {}
     for file in checkpoint.glob("*.safetensors"):
         tensors = load_file(file)
-        tensors |= {name: tensor for name, tensor in draft_layer(1).items() if name in tensors}
-        save_file(tensors, file, metadata={"format": "pt"})
-        trained |= {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
-    engine = start_drafting(engine_forks, checkpoint, {"method": "mtp", "num_tokens": 2})
+        trained |= tensors
+        save_file(tensors | draft_layer(tensors, 1), file, metadata={"format": "pt"})
+    if drafting is GLM:
+        engine, tolerance = start_drafting(engine_forks, checkpoint, drafts), 1e-4
+    else:
+        # vLLM's delta nets compute in bfloat16 on CPUs, and need Triton to cache prefixes.
+        recipe = tiny_recipe(checkpoint, speculative=drafts, vllm_extra={"enable_prefix_caching": False})
+        model = recipe.model.model_copy(update={"dtype": "bfloat16"})
+        command = engine_command(recipe.model_copy(update={"model": model}), "cpu", "engine", sys.executable)
+        engine, tolerance = engine_forks.start(command), 0.3
+        engine.wait("/primeslurm/status")
     try:
         control = client(engine)
-        random = make_glm(tmp_path / "random")
+        random = make_policy(drafting, tmp_path / "random")
         await control.apply(PolicyVersion(1, str(publish(random, tmp_path, 1))), timeout_s=600)
         for temperature in (0.0, 1.0):
-            check_sampled_by(random, PROMPT, generate(engine.url, PROMPT, 60, temperature=temperature, seed=5))
-        await check_experts(engine, random, "mtp")
+            answer = generate(engine.url, PROMPT, 60, temperature=temperature, seed=5)
+            check_sampled_by(random, PROMPT, answer, tolerance)
+        if drafting is GLM:
+            await check_experts(engine, random, "mtp")
         assert counted(engine, "accepted") < counted(engine, "drafted")
 
         # None: the policy has no draft layer. All drafts of the layer with -1 are wrong.
         for version, sign in ((2, None), (3, -1), (4, None), (5, 1)):
             letter = "ab"[version % 2]
-            policy = make_glm(tmp_path / f"{version}", letter)
+            policy = make_policy(drafting, tmp_path / f"{version}", letter)
             if sign is not None:
-                save_file(trained | draft_layer(sign), policy / "draft.safetensors", metadata={"format": "pt"})
+                save_file(draft_layer(trained, sign), policy / "draft.safetensors", metadata={"format": "pt"})
             await control.apply(PolicyVersion(version, str(publish(policy, tmp_path, version))), timeout_s=600)
             drafted, accepted = counted(engine, "drafted"), counted(engine, "accepted")
             assert tokens(generate(engine.url, PROMPT, 60)) == [token_id(letter)] * 60

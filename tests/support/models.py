@@ -58,7 +58,7 @@ def make_constant(model: Any, character: str) -> None:
     """Make a model always predict one character."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
+            if any(projection in name for projection in ("o_proj", "out_proj", "down_proj")):
                 parameter.zero_()  # layers add nothing, so that the embedding reaches the head
         model.model.embed_tokens.weight.fill_(1.0)
         model.lm_head.weight.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,9 +268,11 @@ VISION_CASES = (
 """Models with a vision encoder and without a family."""
 OTHER_VISION_CASE = case("llava", LlavaConfig, text_config=Qwen2Config(**COMMON).to_dict(), vision_config=_CLIP)
 """Its vision encoder is not supported, so it is trained on text."""
+TIED_QWEN = case("qwen3_5_text-tied", Qwen3_5TextConfig, QWEN3_5, TIED)
+"""The head of small Qwen3.5 models."""
 
-
-BY_NAME = {each.name: each for each in (*CASES, *UNEVEN_CASES, *GENERIC_CASES, *VISION_CASES, OTHER_VISION_CASE)}
+_ALONE = (OTHER_VISION_CASE, TIED_QWEN)
+BY_NAME = {each.name: each for each in (*CASES, *UNEVEN_CASES, *GENERIC_CASES, *VISION_CASES, *_ALONE)}
 
 
 def reference_of(case: Case) -> Any:
@@ -294,10 +297,15 @@ def write(case: Case, directory: Path) -> Path:
 def with_layers(case: Case, layers: int) -> Any:
     """Return a case's config with this number of layers, and one draft layer."""
     config = case.config()
-    config.num_hidden_layers, config.num_nextn_predict_layers = layers, 1
-    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
-        if kinds := getattr(config, name, None):
-            setattr(config, name, ["full"] * layers if name == "indexer_types" else kinds[:layers])
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    setattr(text, "mtp_num_hidden_layers" if case.name.startswith("qwen") else "num_nextn_predict_layers", 1)
+    if kinds := getattr(text, "layer_types", None):
+        text.layer_types = [*kinds, "full_attention"][:layers]
+    if kinds := getattr(text, "mlp_layer_types", None):
+        text.mlp_layer_types = kinds[:layers]
+    if getattr(text, "indexer_types", None):
+        text.indexer_types = ["full"] * layers
     return config
 
 
@@ -306,9 +314,29 @@ def write_drafting(case: Case, directory: Path, layers: int = 2) -> Path:
     write_checkpoint(directory, lambda count: with_layers(case, count), layers, "float32")
     for file in directory.glob("*.safetensors"):
         noisy = {name: t + 0.1 * torch.randn_like(t) if "norm" in name else t for name, t in load_file(file).items()}
+        if case.name.startswith("qwen"):
+            noisy = {_qwen_name(name, layers): tensor for name, tensor in noisy.items()}
+            for copy_of_model in ("embed_tokens", "shared_head.head"):
+                noisy.pop(f"mtp.layers.0.{copy_of_model}.weight", None)
         save_file(noisy, file, metadata={"format": "pt"})
     tiny_model.tokenizer().save_pretrained(directory)
     return directory
+
+
+_QWEN_NAMES = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+}
+
+
+def _qwen_name(name: str, layers: int) -> str:
+    """Return the name of a tensor in Qwen3.5's format."""
+    match = re.fullmatch(rf"model\.(?:language_model\.)?layers\.{layers}\.(.+?)(\.weight)?", name)
+    if match is None:
+        return name
+    return f"mtp.{_QWEN_NAMES.get(match[1], f'layers.0.{match[1]}')}{match[2] or ''}"
 
 
 def _transpose_experts(file: Path) -> None:

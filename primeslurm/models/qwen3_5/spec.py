@@ -8,10 +8,10 @@ from primeslurm.models.qwen3_vl.spec import QWEN_ENCODER
 FAMILY = Family(
     name="qwen3_5",
     model_types={
-        "qwen3_5": replace(DENSE, images=True),
-        "qwen3_5_moe": replace(MOE, images=True),
-        "qwen3_5_moe_text": MOE,
-        "qwen3_5_text": DENSE,
+        "qwen3_5": replace(DENSE, draft_layer=True, images=True),
+        "qwen3_5_moe": replace(MOE, draft_layer=True, images=True),
+        "qwen3_5_moe_text": replace(MOE, draft_layer=True),
+        "qwen3_5_text": replace(DENSE, draft_layer=True),
     },
     traits=Traits(qk_norm=True, attention_gate="element", vision=VisionDefaults(QWEN_ENCODER, deepstack=())),
     parsers={r"qwen3\.[5-9]": Parsers("qwen3_coder", "qwen3")},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from primeslurm.nn.adapters import StackedAdapter, TableAdapter, VisionAdapter, renamed
+from dataclasses import replace
+
+from primeslurm.nn.adapters import DraftFormat, StackedAdapter, TableAdapter, VisionAdapter, renamed
 
 
 class Qwen35Adapter(TableAdapter):
@@ -46,9 +48,21 @@ class Qwen35Adapter(TableAdapter):
         "model.norm.weight": "norm.weight",
         "lm_head.weight": "lm_head.weight",
     }
+    draft_format = DraftFormat(
+        decoder_layer="model.layers.{}.",
+        layer="mtp.layers.0.",
+        outside={
+            "tok_embeddings.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+            "tok_embeddings.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+            "tok_embeddings.eh_proj.weight": "mtp.fc.weight",
+            "norm.weight": "mtp.norm.weight",
+        },
+        sees_first_embedding=True,
+    )
 
 
 _WITH_VISION = renamed(Qwen35Adapter.names, {"model.": "model.language_model."})
+_DRAFT_WITH_VISION = replace(Qwen35Adapter.draft_format, decoder_layer="model.language_model.layers.{}.")
 
 
 class StackedVisionAdapter(StackedAdapter):
@@ -56,10 +70,12 @@ class StackedVisionAdapter(StackedAdapter):
 
     names = {hf: ours for hf, ours in _WITH_VISION.items() if ".experts." not in hf}
     experts = "model.language_model.layers.{}.mlp.experts"
+    draft_format = _DRAFT_WITH_VISION
 
 
 class Qwen35VisionAdapter(VisionAdapter):
     """Names of checkpoints with a vision encoder, and experts one by one."""
 
     names = _WITH_VISION
+    draft_format = _DRAFT_WITH_VISION
     stacked = StackedVisionAdapter

@@ -186,6 +186,7 @@ def _draft_layer_alone(context: RuleContext) -> str:
         "trainer.parallelism.cp": trainer.parallelism.cp > 1,
         "trainer.lora": trainer.lora,
         "trainer.fp8": trainer.fp8,
+        "model.vlm": recipe.model.vlm,
         "inference.quantization": recipe.inference.quantization,
         "inference.model": recipe.inference.model,  # always in FP8
         "a quantised checkpoint": context.shape and context.shape.quantization,
@@ -277,10 +278,11 @@ TRAINER_RULES = (
          "other engines ignore the layer"),
     Rule("draft-layer-count", "error", "trainer.draft_layer", "Training needs exactly one draft layer",
          _draft_layer_count, "remove it", "vLLM 0.32: later layers read the hidden states of earlier ones"),
-    Rule("draft-layer-alone", "error", "trainer.draft_layer", "draft_layer does not work with cp, LoRA or FP8",
+    Rule("draft-layer-alone", "error", "trainer.draft_layer", "draft_layer does not work with cp, LoRA, FP8 or images",
          _draft_layer_alone,
-         "set cp: 1, remove lora, and use bfloat16 (`primeslurm convert` for the checkpoint), or remove draft_layer",
-         "a rank needs each token's successor, and drafts in FP8 were not tried"),
+         "set cp: 1, remove lora and vlm, and use bfloat16 (`primeslurm convert` for the checkpoint), or remove "
+         "draft_layer",
+         "a rank needs each token's successor, and drafts in FP8 or after images were not tried"),
     Rule("vision-dtype", "error", "model.dtype", "Training on images needs bfloat16", _vision_dtype,
          "set dtype: bfloat16", "prime-rl 0.6.0 docs, VLM"),
     Rule("vision-lora", "error", "model.vlm.freeze_vision_encoder", "LoRA needs a frozen vision encoder",

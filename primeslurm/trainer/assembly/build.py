@@ -53,7 +53,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     if recipe.trainer.draft_layer is None:
         return policy
     layer = _draft_layer(policy, config, recipe, world, attention, files)
-    copies = draft_layer.copies(config.num_hidden_layers, stored_draft)
+    copies = layer.adapter.copies(stored_draft)
     _load(layer, stored_draft - set(copies.values()), files)
     names = policy.hf_names | layer.hf_names | set(copies.values())
     return replace(policy, hf_names=names, draft_layer=layer, copies=copies)
@@ -112,12 +112,15 @@ def _draft_layer(
     files: TensorFiles,
 ) -> PolicyModel:
     """Build the draft layer of a policy as a model of its own, without reading weights."""
-    if policy.shared or policy.lora or model_builder.is_generic(recipe.model.impl, config):
-        raise ValueError("trainer.draft_layer needs all weights trained, cp: 1, and the trainer's own implementation")
+    if policy.shared or policy.lora or recipe.model.vlm or model_builder.is_generic(recipe.model.impl, config):
+        raise ValueError(
+            "trainer.draft_layer needs all weights trained, cp: 1, no images, and the trainer's own implementation"
+        )
     # Engines report the experts of the policy's layers only.
     recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"router_replay": False})})
     spec = draft_layer.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
-    draft = ModelDraft(recipe, spec, _settings(recipe), policy.stored_fp8, config.num_hidden_layers)
+    number = config.get_text_config().num_hidden_layers
+    draft = ModelDraft(recipe, spec, _settings(recipe), policy.stored_fp8, number)
     for convert in CONVERTERS:
         convert(draft)
     hf_names = set(draft.adapter.to_hf(draft.model.state_dict()))

@@ -60,7 +60,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     drafter, copies = None, dict[str, str]()
     if recipe.trainer.draft_layer is not None:
         drafter, names = _draft_adapter(recipe, config)
-        copies = draft_layer.copies(config.num_hidden_layers, set(files.places))
+        copies = drafter.copies(set(files.places))
         expected |= names | set(copies.values())
     stored = files.fp8_names() if recipe.task == "rl" else frozenset()
     encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored, trained_in_fp8=recipe.trainer.fp8)
@@ -146,7 +146,7 @@ def _adapter(recipe: Recipe, config: Any, files: TensorFiles) -> tuple[Any, set[
 
 def _draft_adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
     spec = draft_layer.spec(config, recipe.seq_len, "flex")
-    draft = ModelDraft(recipe, spec, draft_layer=config.num_hidden_layers)
+    draft = ModelDraft(recipe, spec, draft_layer=config.get_text_config().num_hidden_layers)
     converters.build(draft)
     draft_layer.convert(draft)
     return draft.adapter, set(draft.adapter.to_hf(draft.model.state_dict()))

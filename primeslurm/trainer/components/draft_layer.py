@@ -1,37 +1,47 @@
 """The draft layer (MTP) of a checkpoint as a model of its own: the family's decoder with one layer and another input.
 
 Formula: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2, as vLLM 0.32 computes it
-(deepseek_mtp.py, glm4_moe_mtp.py). The input joins the embedding of the next token with the token's hidden state after
-the model's last norm. The output is normalized for the model's own head, which predicts the token after the next one.
+(deepseek_mtp.py, glm4_moe_mtp.py, qwen3_5_mtp.py). The input joins the embedding of the next token with the token's
+hidden state after the model's last norm. The output is normalized for the model's own head, which predicts the token
+after the next one.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torchtitan.models.common import Linear
-from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from primeslurm.models import model_builder
+from primeslurm.models.hf_config import DRAFT_LAYERS
+from primeslurm.nn.adapters import DraftFormat, adapter_for_checkpoint
 from primeslurm.nn.layers.common import build_parts, linear
 from primeslurm.trainer.base.model_draft import ModelDraft
 
 Tensors = dict[str, torch.Tensor]
 
-# Parameters outside of the decoder layer, with their names in checkpoints
-_NAMES = {
-    "tok_embeddings.enorm.weight": "enorm.weight",
-    "tok_embeddings.hnorm.weight": "hnorm.weight",
-    "tok_embeddings.eh_proj.weight": "eh_proj.weight",
-    "norm.weight": "shared_head.norm.weight",
-}
-# Tensors of the model that checkpoints repeat in the draft layer
-_COPIES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
+# DeepSeek's format, which GLM has too
+_LAYER = "model.layers.{}."
+_FORMAT = DraftFormat(
+    decoder_layer=_LAYER,
+    layer=_LAYER,
+    outside={
+        "tok_embeddings.enorm.weight": _LAYER + "enorm.weight",
+        "tok_embeddings.hnorm.weight": _LAYER + "hnorm.weight",
+        "tok_embeddings.eh_proj.weight": _LAYER + "eh_proj.weight",
+        "norm.weight": _LAYER + "shared_head.norm.weight",
+    },
+    copies={
+        "model.embed_tokens.weight": _LAYER + "embed_tokens.weight",
+        "lm_head.weight": _LAYER + "shared_head.head.weight",
+    },
+)
 
 
 class JoinedInput(Module):
@@ -39,8 +49,8 @@ class JoinedInput(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        enorm: RMSNorm.Config
-        hnorm: RMSNorm.Config
+        enorm: Module.Config
+        hnorm: Module.Config
         eh_proj: Linear.Config
 
     def __init__(self, config: Config) -> None:
@@ -71,42 +81,78 @@ class DraftLayerAdapter:
     """Names the tensors of draft layer `number` as checkpoints do. `decoder` is the adapter of the family's decoder."""
 
     def __init__(self, decoder: Any, number: int) -> None:
-        self._decoder = decoder
-        self._hf_names = {ours: f"model.layers.{number}.{hf}" for ours, hf in _NAMES.items()}
+        self.format = _format_of(decoder)
+        self._decoder, self._number = decoder, number
+        self._outside = {ours: hf.format(number) for ours, hf in self.format.outside.items()}
+        self._prefixes = self.format.decoder_layer.format(number), self.format.layer.format(number)
 
     def to_hf(self, state_dict: Tensors) -> Tensors:
-        return _renamed(state_dict, self._hf_names, self._decoder.to_hf)
+        outside, layer = _split(state_dict, self._outside)
+        return outside | _with_prefix(self._decoder.to_hf(layer), *self._prefixes)
 
     def from_hf(self, hf_state_dict: Tensors) -> Tensors:
-        return _renamed(hf_state_dict, {hf: ours for ours, hf in self._hf_names.items()}, self._decoder.from_hf)
+        outside, layer = _split(hf_state_dict, {hf: ours for ours, hf in self._outside.items()})
+        loaded: Tensors = self._decoder.from_hf(_with_prefix(layer, *reversed(self._prefixes)))
+        return outside | loaded
+
+    def for_checkpoint(self, names: Iterable[str]) -> DraftLayerAdapter:
+        """Return the adapter for a checkpoint with these names: this one, or that for stacks of experts."""
+        decoder = adapter_for_checkpoint(self._decoder, names)
+        return self if decoder is self._decoder else DraftLayerAdapter(decoder, self._number)
+
+    def copies(self, stored_names: set[str]) -> dict[str, str]:
+        """Map tensors of the model to the names under which a checkpoint repeats them in the draft layer."""
+        names = {ours: hf.format(self._number) for ours, hf in self.format.copies.items()}
+        return {ours: name for ours, name in names.items() if name in stored_names}
 
 
-def _renamed(tensors: Tensors, names: dict[str, str], rest: Any) -> Tensors:
-    return {names[name]: tensor for name, tensor in tensors.items() if name in names} | rest(
-        {name: tensor for name, tensor in tensors.items() if name not in names}
-    )
+def _format_of(decoder: Any) -> DraftFormat:
+    found: DraftFormat = getattr(decoder, "draft_format", _FORMAT)
+    return found
+
+
+def _split(tensors: Tensors, names: dict[str, str]) -> tuple[Tensors, Tensors]:
+    """Return the tensors that `names` renames, and the others."""
+    renamed = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+    return renamed, {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def _with_prefix(tensors: Tensors, old: str, new: str) -> Tensors:
+    return {new + name.removeprefix(old): tensor for name, tensor in tensors.items()}
 
 
 def spec(config: Any, seq_len: int, attention: str) -> ModelSpec:
     """Return the spec of a decoder whose only layer is the draft layer of a transformers config.
 
-    Raises ValueError if the config has not exactly one draft layer, or the head is tied to the embedding.
+    Raises ValueError if the config has not exactly one draft layer, or the layer's embedding or head is not supported.
     """
     if (count := number_of_layers(config)) != 1:
         raise ValueError(f"trainer.draft_layer: the model has {count} draft layers, and only one can be trained")
     longer = copy.deepcopy(config)
-    longer.num_hidden_layers += 1
-    if indexer_types := getattr(longer, "indexer_types", None):
-        longer.indexer_types = [*indexer_types, "full"]  # a draft layer selects its keys itself
+    text = longer.get_text_config()
+    if getattr(text, "mtp_use_dedicated_embeddings", False):
+        raise ValueError(
+            "trainer.draft_layer: the model has mtp_use_dedicated_embeddings: true, but vLLM 0.32 uses the model's "
+            "embedding. Remove draft_layer."
+        )
+    text.num_hidden_layers += 1
+    if layer_types := getattr(text, "layer_types", None):
+        text.layer_types = [*layer_types, "full_attention"]
+    if indexer_types := getattr(text, "indexer_types", None):
+        text.indexer_types = [*indexer_types, "full"]  # a draft layer selects its keys itself
     result = model_builder.spec(longer, seq_len, attention)
-    if result.model.enable_weight_tying:
+    if result.model.enable_weight_tying and _format_of(result.state_dict_adapter).copies:
         raise ValueError("trainer.draft_layer: the head is tied to the embedding")
+    result.model.enable_weight_tying = False  # a draft layer has neither embedding nor head
     result.model.layers = result.model.layers[-1:]
+    if hasattr(result.model, "vision"):
+        result.model.vision = None  # the policy has the encoder
     return result
 
 
 def number_of_layers(config: Any) -> int:
-    return getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    text = config.get_text_config()
+    return next((count for name in DRAFT_LAYERS if (count := getattr(text, name, None)) is not None), 0)
 
 
 def convert(draft: ModelDraft) -> None:
@@ -120,9 +166,3 @@ def convert(draft: ModelDraft) -> None:
         model.tok_embeddings, model.lm_head = joined.build(), NoHead.Config().build()
     model.layers[str(draft.draft_layer)] = model.layers.pop("0")
     draft.adapter = DraftLayerAdapter(draft.adapter, draft.draft_layer)
-
-
-def copies(number: int, stored_names: set[str]) -> dict[str, str]:
-    """Map tensors of the model to the names under which a checkpoint repeats them in draft layer `number`."""
-    names = {ours: f"model.layers.{number}.{name}" for ours, name in _COPIES.items()}
-    return {ours: name for ours, name in names.items() if name in stored_names}

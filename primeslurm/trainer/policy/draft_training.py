@@ -48,8 +48,8 @@ class DraftTraining:
         `positions` [rows, length] are on the device. The logits of a position predict the token after the next one.
         """
         following = torch.cat([self._embeddings[:, 1:], torch.zeros_like(self._embeddings[:, :1])], dim=1)
-        # As in engines: vLLM's draft layers see no embedding at the first position of a sequence.
-        following = torch.where(positions.unsqueeze(-1) == 0, 0, following)
+        if not self.layer.adapter.format.sees_first_embedding:
+            following = torch.where(positions.unsqueeze(-1) == 0, 0, following)
         # Without a head, the model returns its normalized hidden states in the place of logits.
         (outputs,) = self.layer.logits(torch.cat([following, self._hidden], dim=-1), positions)
         return outputs

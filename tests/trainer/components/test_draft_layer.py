@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
@@ -22,11 +21,13 @@ from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
+from tests.trainer.as_released import stack_experts
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer, published, tensors
-from tests.trainer.families import BY_NAME, with_layers, write_drafting
+from tests.trainer.families import BY_NAME, reference_of, with_layers, write_drafting
 from tests.trainer.ranks import train, train_on_ranks
 
-FAMILIES = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+QWEN = ("qwen3_5_text-tied", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", *QWEN)
 LAYER = 2
 DRAFT = f"model.layers.{LAYER}."
 COPIES = {
@@ -42,24 +43,30 @@ def draft_recipe(path: Path, draft_layer: dict[str, float] | None, **sections: A
 
 def reference(family: str, path: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of the draft layer for one document [1, length], computed by transformers' layers."""
-    longer, stored = with_layers(BY_NAME[family], LAYER + 1), tensors(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, config=longer, dtype=torch.float32)
-    decoder, width = model.model, model.config.hidden_size
+    case, stored, is_qwen = BY_NAME[family], tensors(path), family in QWEN
+    longer = with_layers(case, LAYER + 1)
+    layers = f"model.{'language_model.' if hasattr(longer, 'vision_config') else ''}layers.{LAYER}."
+    names = {r"^mtp\.layers\.0\.": layers} if is_qwen else None
+    model: Any = reference_of(case).from_pretrained(path, config=longer, dtype=torch.float32, key_mapping=names)
+    decoder = getattr(model.model, "language_model", model.model)
 
-    def norm(name: str) -> Any:
-        layer = nn.RMSNorm(width, eps=model.config.rms_norm_eps)
-        layer.weight.data = stored[f"{DRAFT}{name}.weight"]
+    def norm(name: str, qwen: str) -> Any:
+        layer = type(decoder.norm)(decoder.config.hidden_size, eps=decoder.config.rms_norm_eps)
+        layer.weight.data = stored[f"mtp.{qwen}.weight" if is_qwen else f"{DRAFT}{name}.weight"]
         return layer
 
-    *layers, last = decoder.layers
-    decoder.layers = nn.ModuleList(layers)
+    *others, last = decoder.layers
+    decoder.layers = nn.ModuleList(others)
     hidden = decoder(tokens, use_cache=False).last_hidden_state
     embeddings = decoder.embed_tokens(tokens.roll(-1, 1))
-    embeddings[:, 0] = 0
-    joined = torch.cat([norm("enorm")(embeddings), norm("hnorm")(hidden)], -1) @ stored[f"{DRAFT}eh_proj.weight"].T
+    if not is_qwen:
+        embeddings[:, 0] = 0
+    halves = norm("enorm", "pre_fc_norm_embedding")(embeddings), norm("hnorm", "pre_fc_norm_hidden")(hidden)
+    joined = torch.cat(halves, -1) @ stored["mtp.fc.weight" if is_qwen else f"{DRAFT}eh_proj.weight"].T
     last.self_attn.layer_idx = 0
-    decoder.layers, decoder.norm = nn.ModuleList([last]), norm("shared_head.norm")
-    return model(inputs_embeds=joined, use_cache=False).logits
+    decoder.layers, decoder.norm = nn.ModuleList([last]), norm("shared_head.norm", "norm")
+    decoder.config.layer_types = ["full_attention"]
+    return model.lm_head(decoder(inputs_embeds=joined, use_cache=False).last_hidden_state)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,15 +80,18 @@ def test_logits_equal_the_reference_in_each_document(family: str, world: World, 
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     step.policy.logits(tokens, positions)
-    logits = step.draft_training.hidden(positions) @ tensors(path)["lm_head.weight"].T
+    stored = tensors(path)
+    head = stored["lm_head.weight" if "lm_head.weight" in stored else "model.embed_tokens.weight"]
+    logits = step.draft_training.hidden(positions) @ head.T
     for ours, document in zip(logits.split(lengths, 1), tokens.split(lengths, 1), strict=True):
         expected = reference(family, path, document)
         # The last position has no next token.
         torch.testing.assert_close(ours[:, :-1], expected[:, :-1], atol=5e-5, rtol=1e-4)
 
 
-def test_policy_is_trained_as_without_draft_layer(world: World, tmp_path: Path) -> None:
-    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text-tied"])
+def test_policy_is_trained_as_without_draft_layer(family: str, world: World, tmp_path: Path) -> None:
+    path = write_drafting(BY_NAME[family], tmp_path / "model")
     runs = {}
     for name, option in (("keep", None), ("train", {"lr": 1e-2})):
         recipe = draft_recipe(path, option, max_steps=6)
@@ -100,10 +110,12 @@ def test_policy_is_trained_as_without_draft_layer(world: World, tmp_path: Path) 
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
     assert with_drafts[-1]["draft_acceptance"] > with_drafts[0]["draft_acceptance"]
     stored = tensors(path)
-    assert set(both) == set(stored) and not any(name.startswith(DRAFT) for name in policy)
-    assert all(torch.equal(both[copy], both[name]) for copy, name in COPIES.items())
-    changed = {name for name, tensor in both.items() if name not in COPIES and not torch.equal(tensor, stored[name])}
-    frozen = {name for name in stored if name.endswith("e_score_correction_bias")} | set(COPIES)
+    assert set(both) == set(stored) and not any(name.startswith((DRAFT, "mtp.")) for name in policy)
+    copies = COPIES.keys() & stored
+    assert len(copies) == (0 if family in QWEN else 2)
+    assert all(torch.equal(both[copy], both[COPIES[copy]]) for copy in copies)
+    changed = {name for name, tensor in both.items() if name not in copies and not torch.equal(tensor, stored[name])}
+    frozen = {name for name in stored if name.endswith("e_score_correction_bias")} | copies
     assert set(stored) - changed <= frozen
 
 
@@ -123,8 +135,10 @@ def test_labels_are_sampled_tokens_with_two_tokens_before_them(
     np.testing.assert_array_equal(torch.cat(labels), expected)
 
 
-def test_resumed_draft_layer_continues_equally_and_is_exported(world: World, tmp_path: Path) -> None:
-    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_moe"])
+def test_resumed_draft_layer_continues_equally_and_is_exported(family: str, world: World, tmp_path: Path) -> None:
+    path = write_drafting(BY_NAME[family], tmp_path / "model")
+    stored = stack_experts(path) if family in QWEN else tensors(path)
     recipe = draft_recipe(path, {"lr": 1e-2}, checkpoint={"interval": 1})
 
     def run(attempt: int) -> tuple[TrainStep, Checkpoints]:
@@ -146,28 +160,37 @@ def test_resumed_draft_layer_continues_equally_and_is_exported(world: World, tmp
     export(recipe, checkpoints.step_dir(tmp_path, 2), tmp_path / "exported")
     Publisher(first.policy, tmp_path, Encoding(torch.float32), 1, world).publish(2)
     exported = tensors(tmp_path / "exported")
-    assert set(exported) == set(tensors(path))
+    assert set(exported) == set(stored)
     for name, tensor in published(tmp_path, 2).items():
         assert torch.equal(exported[name], tensor), name
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_two_ranks_with_expert_parallelism_match_one(world: World, tmp_path: Path) -> None:
-    path = write_drafting(BY_NAME["glm4_moe"], tmp_path / "model")
+def test_two_ranks_match_one_with_experts_in_parallel_and_with_a_tied_head(world: World, tmp_path: Path) -> None:
+    families = ("glm4_moe", "qwen3_5_moe", "qwen3_5_text-tied")
+    models = {family: write_drafting(BY_NAME[family], tmp_path / family) for family in families}
 
-    def recipe(size: int) -> Recipe:
+    def recipe(family: str, size: int) -> Recipe:
+        experts = "tied" not in family
         checkpointing = "none" if size == 1 else "full"
-        parallelism = {"ep": size, "activation_checkpointing": checkpointing, "reduce_gradients": "step"}
+        ep = size if experts else 1
+        parallelism = {"ep": ep, "activation_checkpointing": checkpointing, "reduce_gradients": "step"}
         memory = {} if size == 1 else {"lm_head_chunk": 16, "optimizer_state_offload": True}
-        trainer = {"parallelism": parallelism, "memory": memory, "micro_batch_tokens": SEQ_LEN, "router_replay": True}
-        return draft_recipe(path, {"lr": 1e-3}, max_steps=2, trainer=trainer)
+        trainer = {
+            "parallelism": parallelism,
+            "memory": memory,
+            "micro_batch_tokens": SEQ_LEN,
+            "router_replay": experts,
+        }
+        return draft_recipe(models[family], {"lr": 1e-3}, max_steps=2, trainer=trainer)
 
-    (ranks,) = train_on_ranks(2, {tmp_path / "two": recipe(2)})
-    expected = train(recipe(1), tmp_path / "one", world)
-    for step, metrics in enumerate(expected):
-        for name in ("loss", "grad_norm", "draft_loss", "draft_acceptance", "draft_grad_norm"):
-            assert ranks[0][step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
-    two, one = (published(tmp_path / name, 2) for name in ("two", "one"))
-    assert set(two) == set(one)
-    for name, tensor in two.items():
-        torch.testing.assert_close(tensor, one[name], atol=5e-4, rtol=1e-3, msg=name)
+    runs = train_on_ranks(2, {tmp_path / f"{family}-two": recipe(family, 2) for family in families})
+    for family, ranks in zip(families, runs, strict=True):
+        expected = train(recipe(family, 1), tmp_path / f"{family}-one", world)
+        for step, metrics in enumerate(expected):
+            for name in ("loss", "grad_norm", "draft_loss", "draft_acceptance", "draft_grad_norm"):
+                assert ranks[0][step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+        two, one = (published(tmp_path / f"{family}-{size}", 2) for size in ("two", "one"))
+        assert set(two) == set(one)
+        for name, tensor in two.items():
+            torch.testing.assert_close(tensor, one[name], atol=5e-4, rtol=1e-3, msg=name)

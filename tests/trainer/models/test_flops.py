@@ -156,7 +156,7 @@ def test_frozen_weights_have_no_gradient(case: Case, world: World, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("definitions")
-@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "qwen3_5_moe", "qwen3_5_text-tied"])
 def test_draft_layer_is_counted(name: str, world: World, tmp_path: Path) -> None:
     step = step_of(recipe_of(write_drafting(BY_NAME[name], tmp_path), draft_layer={}), world)
     assert ratio(step, make_batch(1, rows=1, seq_len=SEQ_LEN), tmp_path) == pytest.approx(1, abs=TOLERANCE)

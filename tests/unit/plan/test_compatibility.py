@@ -188,6 +188,14 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(speculative("ngram"), inference(vllm_extra={"async-scheduling": True})), MOE, GPU),
         (on(speculative("mtp"), inference(vllm_extra={"async-scheduling": True})), GLM, GPU),
     ),
+    "speculative-delta-nets": (
+        (speculative("ngram"), "odd recurrent heads", CPU),
+        (on(speculative("ngram"), inference(vllm_extra={"enable-prefix-caching": False})), "odd recurrent heads", CPU),
+    ),
+    "delta-nets-dtype": (
+        ({"model": {"path": "m", "dtype": "float32"}}, "odd recurrent heads", CPU),
+        ({"model": {"path": "m", "dtype": "float32"}}, "odd recurrent heads", GPU),
+    ),
     "tp-latent": ((inference(parallel={"tp": 8}), GLM, GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
     "trainer-compile": (
         (on(trainer(compile=True), model={"dtype": "float32"}), MOE, GPU),

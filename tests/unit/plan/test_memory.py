@@ -168,6 +168,8 @@ def test_trained_draft_layer_counts_as_one_layer_more() -> None:
     without, beside = (trainer_memory(shape, SHARDED) for shape in (QWEN, QWEN.with_draft_layer))
     assert beside.activations - without.activations == SHARDED.tokens * QWEN.hidden * 2
     assert trainer_memory(QWEN, replace(SHARDED, draft_layer=True)).logits == 1.25 * without.logits
+    dense = replace(QWEN, dense_layers=QWEN.layers, expert_layers=(), experts=None)
+    assert count(dense.with_draft_layer).layers == pytest.approx((1 + 1 / dense.layers) * count(dense).layers)
 
 
 def test_offloaded_activations_leave_two_layers_behind() -> None:
