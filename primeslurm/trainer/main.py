@@ -87,11 +87,12 @@ def _task(
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world, recipe.sends_adapter, whole)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
     if recipe.task == "rl":
-        if link is None:
+        if link is None or orchestrator is None:
             raise ValueError("task rl needs --orchestrator")
         transfer: WeightTransfer
         if recipe.weights.transport != "nccl":
-            transfer = FilesystemTransfer(publisher, run_dir, recipe.model.path, link, world)
+            announcing = TrainerLink(orchestrator, on_wait=liveness().heartbeat)
+            transfer = FilesystemTransfer(publisher, run_dir, recipe.model.path, announcing, world)
         else:
             sender = Sender(policy, encoding, link, world, recipe.weights.timeout_s)
             transfer = CollectiveTransfer(sender, publisher, recipe.max_steps, recipe.model.path, link, world)

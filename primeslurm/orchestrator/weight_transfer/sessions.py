@@ -21,6 +21,7 @@ from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace
 GATHER_S = 3.0  # a session starts when every engine that needs the policy has joined, or this long after the first one
 # A trainer that has not repeated its offer for this long no longer sends, unless it is busy with a session.
 OFFER_TIMEOUT_S = 30.0
+POLL_S = 0.2
 
 
 class NoSenderError(Exception):
@@ -71,13 +72,17 @@ class TransferSessions:
             raise _no_sender(version)
         waiting = _Waiting(version, engine, self._clock(), asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
-        async with self._changed:
-            self._changed.notify_all()
+        await self.look_again()
         try:
             return await waiting.place
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
+
+    async def look_again(self) -> None:
+        """Answer a waiting trainer if there is an answer now, because an engine wants the policy, or no longer does."""
+        async with self._changed:
+            self._changed.notify_all()
 
     def leave(self, session: str, reason: str) -> None:
         """Record that an engine does not take part in its session, and why. Sessions that are over are ignored."""
@@ -107,9 +112,9 @@ class TransferSessions:
                 return Answer("ok")
             if self._clock() > deadline:
                 return Answer("wait")
-            # Engines that join notify this task. Others stop waiting without notice, so `wanting` is polled, too.
+            # Engines that join or are updated notify this task. Others are lost without notice, so it polls, too.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.2), self._changed:
+                async with asyncio.timeout(POLL_S), self._changed:
                     await self._changed.wait()
 
     def _form(self, request: OfferTransfer, wanting: int) -> TransferSession | None:

@@ -53,6 +53,10 @@ async def _no_hook(version: int) -> None:
     return None
 
 
+async def _nothing() -> None:
+    return None
+
+
 class WeightUpdateLoop:
     """Keeps engines at the wanted policy.
 
@@ -64,6 +68,7 @@ class WeightUpdateLoop:
         before_update: Called with a new version before any engine is paused for it, so that rollouts that become too
             old can be dropped while engines still run.
         after_update: Called when every serving engine has acknowledged a new version.
+        after_engine: Called when an update of one engine has ended.
         sends: Returns whether the trainer sends a version now. Called for policies without a directory.
         urls: URLs of engines by name at the start, for `follow`.
     """
@@ -77,6 +82,7 @@ class WeightUpdateLoop:
         poll_s: float = 0.5,
         before_update: Hook = _no_hook,
         after_update: Hook = _no_hook,
+        after_engine: Callable[[], Awaitable[None]] = _nothing,
         sends: Callable[[int], bool] = lambda version: False,
         urls: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -87,6 +93,7 @@ class WeightUpdateLoop:
         self._poll_s = poll_s
         self._before_update = before_update
         self._after_update = after_update
+        self._after_engine = after_engine
         self._sends = sends
         self._urls = dict(urls)
         self._wake = {name: asyncio.Event() for name in engines}
@@ -254,6 +261,7 @@ class WeightUpdateLoop:
                 self._parts[name] = policy.version, dict(parts)
             seconds = round(time.monotonic() - began, 3)
             self._journal.write(EngineUpdated(name, policy.version, step.value, seconds, wait_s, load_s, pause_s))
+        await self._after_engine()
         await self._announce()
 
     async def _missed_update(self, name: str, policy: PolicyVersion, error: EngineDownError) -> None:
@@ -328,5 +336,6 @@ def weight_update_loop(
         before_update=before_update,
         after_update=after_update,
         sends=sessions.sends if sessions else lambda version: False,
+        after_engine=sessions.look_again if sessions else _nothing,
         urls=arguments.engine_urls(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,7 +109,7 @@ class Choice(enum.IntEnum):
     FINISHED = 1
     INTERRUPTED = 2
     FAILED = 3
-    TRANSFER = 4  # Send the current policy to engines that lack it. They cannot generate a batch before.
+    TRANSFER = 4  # Complete the transfer of the current policy to engines. They cannot generate a batch before.
 
 
 class WeightTransfer(Protocol):
@@ -119,14 +120,23 @@ class WeightTransfer(Protocol):
     def resume(self, version: int) -> None:
         """Announce the version of the loaded checkpoint. Version 0 is the model that engines start with."""
 
-    def transfer(self, version: int) -> WeightsPublished:
-        """Update the engines to the version that was just trained. Return the event to record."""
+    def transfer(self, version: int, published: Callable[[WeightsPublished], None]) -> None:
+        """Update the engines to the version that was just trained, and call `published` with the event to record.
+
+        The policy may change after this returns. The rest runs in a thread, at most until the next call.
+        """
+
+    def pending(self) -> bool:
+        """Return whether the last `transfer` is incomplete or has failed. Not a collective."""
+
+    def finish(self) -> None:
+        """Wait until the last `transfer` is complete."""
 
     def repeat(self, version: int) -> None:
-        """Send `version` again, to engines that started in the meantime."""
+        """Complete the transfer of `version`, also to engines that started in the meantime."""
 
     def flush(self, version: int) -> None:
-        """Flush the files of `version` to disk. Must precede the commit of a checkpoint of that step."""
+        """Flush the files of `version`, whose transfer is complete. Must precede the commit of that step."""
 
 
 @dataclass
@@ -227,6 +237,8 @@ class RlTask:
 
         if not interrupted() and (batch := self._prefetched(step)) is not None:
             return batch
+        if self.world.is_main and self.transfer.pending():
+            raise TransferWanted  # the batch may need rollouts of this policy, and a full disk may delay it for hours
         timeout_s = self.recipe.trainer.batch_timeout_s
         return self.link.get_batch(step, self._shard, timeout_s, interrupted)
 
@@ -243,7 +255,8 @@ class RlTask:
         if step < self.recipe.max_steps:
             self._prefetch.begin(step + 1)
         metrics = self.train_step.train(batch, self._timer)
-        self._transfer_policy(step)
+        with self._timer.phase("publish"):
+            self.transfer.transfer(step, self.journal.write)
         # A step is reported before it is saved, so its checkpoint seconds are those of the previous save.
         metrics |= self._timer.take(self.world.size)
         if self.world.is_main:
@@ -260,10 +273,7 @@ class RlTask:
             self.world.tighten(self._limits.collective_s, self.train_step.policy.dims)
 
     def _flush(self, version: int) -> None:
+        with self._timer.phase("publish"):
+            self.transfer.finish()
         with self._timer.phase("checkpoint"):
             self.transfer.flush(version)
-
-    def _transfer_policy(self, version: int) -> None:
-        with self._timer.phase("publish"):
-            published = self.transfer.transfer(version)
-        self.journal.write(published)

@@ -209,12 +209,19 @@ class CollectiveTransfer:
         self._announce(version, "" if version else self.model)
         self._publish_last(version)
 
-    def transfer(self, version: int) -> WeightsPublished:
+    def transfer(self, version: int, published: Callable[[WeightsPublished], None]) -> None:
         self._announce(version, "")
         sender = self.sender
         sender.send(version)
         self._publish_last(version)
-        return WeightsPublished(version, round(sender.seconds, 3), round(sender.connect_seconds, 3), sender.groups)
+        sent_s, connect_s = round(sender.seconds, 3), round(sender.connect_seconds, 3)
+        published(WeightsPublished(version, sent_s, connect_s, sender.groups))
+
+    def pending(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        """Do nothing: nothing runs beside the next step."""
 
     def repeat(self, version: int) -> None:
         self.sender.send(version)

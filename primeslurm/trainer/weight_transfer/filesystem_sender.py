@@ -3,17 +3,25 @@
 All ranks write the tensors that they export (`export.parts`) in parallel, in files of FILE_BYTES, and no rank
 holds the whole model. Rank 0 writes adapters. A delta is written like a whole model: every rank compares the tensors
 that it exports with those that it wrote for the base.
+
+Training waits only for a copy of the policy if every rank's tensors fit into one file: a thread writes them beside
+the next step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial as partial_of
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -29,12 +37,13 @@ from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.trainer.weights.safetensors_header import read_header
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.link.trainer_link import TrainerLink
-from primeslurm.wire.stored import manifest
+from primeslurm.wire.stored import digests
 from primeslurm.wire.stored.manifest import FileRecord
 from primeslurm.wire.weight_transfer import deltas, filesystem, tensor_names
 
 # Target size of a rank's files. It bounds the tensors that a rank holds in host memory.
 FILE_BYTES = 2 * 2**30
+_ALIGNMENT = 16  # of tensors in a copy of the policy [bytes]
 
 
 class Publisher:
@@ -61,6 +70,10 @@ class Publisher:
         self._keep = keep
         self._world = world
         self._layout = "adapter" if only_adapter else "hf"
+        lora = policy.lora
+        self._may_write_beside = not only_adapter and whole is None and not (lora and lora.save_adapter)
+        self._largest = 0  # bytes of the largest copy of a rank; 0: no whole version was published yet
+        self._copy: _PolicyCopy | None = None
         self._snapshots = Snapshots(whole or (lambda version: True))  # used by rank 0, which decides
         self._base: tuple[Path, list[str]] = Path(), []  # directory of the newest whole version, and this rank's files
         self.size: int | None = None
@@ -71,39 +84,62 @@ class Publisher:
 
         After RankError, nothing is published, and earlier versions are intact.
         """
+        return self._write(version, self._world, self._exported)
+
+    def begin(self, version: int, world: World) -> Callable[[], Path]:
+        """Copy the policy to host memory, and return a function that publishes the copy as `publish` does.
+
+        The function is a collective of `world`, for one thread of each rank. It must return before the next `begin`. A
+        policy whose copy may exceed FILE_BYTES on a rank is published before this returns.
+        """
+        if not (self._may_write_beside and 0 < self._largest <= FILE_BYTES):
+            path = self.publish(version)
+            return lambda: path
+        if self._copy is None:
+            self._copy = _PolicyCopy(self._largest, pinned=self._world.device.type == "cuda")
+        copy = self._copy
+        copy.take(self._exported())
+        return lambda: self._write(version, world, copy.read)
+
+    def _write(self, version: int, world: World, tensors: Callable[[], Iterable[dict[str, torch.Tensor]]]) -> Path:
         final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
-        return retry_while_full(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
 
-    def _publish(self, version: int, partial: Path, final: Path) -> Path:
-        self._world.agree(
-            _attempt(lambda: durable.make_anew(partial)) if self._world.is_main else None, f"publishing v{version}"
-        )
+        def write() -> Path:
+            return self._write_once(version, world, tensors(), partial, final)
+
+        return retry_while_full(world, self._run_dir, write, partial)
+
+    def _write_once(
+        self, version: int, world: World, tensors: Iterable[dict[str, torch.Tensor]], partial: Path, final: Path
+    ) -> Path:
+        self._on_main(lambda: durable.make_anew(partial), version, world)
         if self._layout == "adapter":
             self._write_adapter(partial, version)
             complete = partial_of(filesystem.complete, partial, version, self._encoding.dtype_name, layout="adapter")
-            self._on_main(complete, version)
+            self._on_main(complete, version, world)
         else:
-            base = self._world.share(self._snapshots.base_of(version) if self._world.is_main else None)
-            written = self._write_model(partial, version, base)
+            base = world.share(self._snapshots.base_of(version) if world.is_main else None)
+            written = self._write_model(partial, version, world, tensors, base)
             if self._policy.lora is not None and self._policy.lora.save_adapter:
                 self._write_adapter(partial / "adapter", version)
-            self._on_main(lambda: self._complete(partial, version, written, base), version)
+            self._on_main(lambda: self._complete(partial, version, written, base), version, world)
             if base is None:
-                self._base = final, sorted(set(written[self._world.rank].index.values()))
-        self._on_main(lambda: self._rename(partial, final, version), version)
+                self._base = final, sorted(set(written[world.rank].index.values()))
+                self._largest = max(of_rank.size + _ALIGNMENT * len(of_rank.index) for of_rank in written)
+        self._on_main(lambda: self._rename(partial, final, version), version, world)
         return final
 
-    def _on_main(self, action: Callable[[], object], version: int) -> None:
+    def _on_main(self, action: Callable[[], object], version: int, world: World) -> None:
         """Do `action` on rank 0. Every rank raises its error as RankError."""
-        self._world.agree(_attempt(action) if self._world.is_main else None, f"publishing v{version}")
+        world.agree(_attempt(action) if world.is_main else None, f"publishing v{version}")
 
     def _write_adapter(self, directory: Path, version: int) -> None:
         lora = self._policy.lora
         assert lora is not None
         tensors = peft.tensors(self._policy, self._encoding.dtype)
         write = partial_of(peft.write, directory, tensors, lora, self._policy.source)
-        self._on_main(lambda: files.retrying(directory, write), version)
+        self._on_main(lambda: files.retrying(directory, write), version, self._world)
 
     def flush(self, version: int) -> None:
         """Flush a published version to disk. Do nothing if it was not published. Raises RankError."""
@@ -130,18 +166,29 @@ class Publisher:
         # checkpoints must be whole.
         return manifest is not None and manifest.layout == self._layout and not filesystem.damage(directory)
 
-    def _write_model(self, directory: Path, version: int, base: int | None) -> list[_Written]:
+    def _exported(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Gather the policy with the other ranks, and yield the tensors that this rank exports."""
+        for layer in parts(self._policy, self._encoding.gathered, self._world):
+            for part in layer:
+                whole = part.whole()
+                if part.is_exporter:
+                    yield self._encoding.encode(part.name, whole)
+
+    def _write_model(
+        self,
+        directory: Path,
+        version: int,
+        world: World,
+        tensors: Iterable[dict[str, torch.Tensor]],
+        base: int | None,
+    ) -> list[_Written]:
         with self._open_base(base) as base_files:
-            writer = _RankWriter(directory, self._world.rank, base_files)
-            # After a failed write, the rank still takes part in the gathers.
-            for layer in parts(self._policy, self._encoding.gathered, self._world):
-                for part in layer:
-                    whole = part.whole()
-                    if part.is_exporter:
-                        writer.add(self._encoding.encode(part.name, whole))
+            writer = _RankWriter(directory, world.rank, base_files)
+            for exported in tensors:  # to the end also after a failed write, because the other ranks gather, too
+                writer.add(exported)
             writer.flush()
-        self._world.agree(writer.failure, f"publishing v{version}")
-        return self._world.collect(_Written(writer.index, writer.records, writer.size))
+        world.agree(writer.failure, f"publishing v{version}")
+        return world.collect(_Written(writer.index, writer.records, writer.size))
 
     def _open_base(self, base: int | None) -> contextlib.AbstractContextManager[OpenFiles | None]:
         """Open the files that this rank wrote for the base, if there is one. A collective."""
@@ -184,15 +231,21 @@ class Publisher:
 
 @dataclass
 class FilesystemTransfer:
-    """Publishes every version as files. Engines read them whenever they start."""
+    """Publishes every version as files, beside the next step if possible. Engines read them whenever they start."""
 
     publisher: Publisher
     run_dir: Path
     model: str
-    link: TrainerLink
+    link: TrainerLink  # used by no one else, because a thread announces versions
     world: World
     announced: int = 0
     """Newest version that engines may read. It must not change, even if a resumed run repeats its step."""
+
+    def __post_init__(self) -> None:
+        # The thread needs its own process group: its collectives must not mix with those of the training loop.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.world.timeout_s))
+        self._beside = replace(self.world, control=group)
+        self._running: Future[None] | None = None
 
     def resume(self, version: int) -> None:
         """Announce `version`, after publishing it again if its files are missing or damaged."""
@@ -202,20 +255,40 @@ class FilesystemTransfer:
         self._announce(version, str(filesystem.version_dir(self.run_dir, version)) if version else self.model)
         self.publisher.discard_after(self.announced)
 
-    def transfer(self, version: int) -> WeightsPublished:
-        if version > self.announced:
-            self._announce(version, str(self.publisher.publish(version)))
-        return WeightsPublished(version, 0.0, size=self.publisher.size)
+    def transfer(self, version: int, published: Callable[[WeightsPublished], None]) -> None:
+        self.finish()
+        if version <= self.announced:
+            published(WeightsPublished(version, 0.0, size=self.publisher.size))
+            return
+        write = self.publisher.begin(version, self._beside)
+        began = time.monotonic()
+
+        def complete() -> None:
+            self._announce(version, str(write()))
+            seconds = round(time.monotonic() - began, 3)
+            published(WeightsPublished(version, 0.0, size=self.publisher.size, beside_s=seconds))
+
+        self._running = _in_thread(complete)
+
+    def pending(self) -> bool:
+        running = self._running
+        return running is not None and not (running.done() and running.exception() is None)
+
+    def finish(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
 
     def repeat(self, version: int) -> None:
-        """Do nothing: the files already exist."""
+        """Wait for the files. Engines read them without the trainer."""
+        self.finish()
 
     def flush(self, version: int) -> None:
         self.publisher.flush(version)
 
     def _announce(self, version: int, path: str) -> None:
         announced = retry_until_written(lambda: self.link.announce(version, path)) if self.world.is_main else 0
-        self.announced = self.world.decide(announced)
+        self.announced = self._beside.decide(announced)
 
 
 @dataclass(frozen=True)
@@ -225,6 +298,31 @@ class _Written:
     index: dict[str, str]
     records: list[FileRecord]
     size: int
+
+
+class _PolicyCopy:
+    """A copy of a rank's exported tensors in `size` bytes of host memory, which the next version reuses."""
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, tensors: Iterable[dict[str, torch.Tensor]]) -> None:
+        """Begin to copy tensors. Later work on the current stream may overwrite them."""
+        self._tensors, end = {}, 0
+        for name, tensor in (item for exported in tensors for item in exported.items()):
+            place = self._memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._tensors[name] = place.copy_(tensor, non_blocking=True)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._memory.is_pinned():
+            self._copied = torch.cuda.current_stream().record_event()
+
+    def read(self) -> list[dict[str, torch.Tensor]]:
+        """Wait for the copy and return it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [self._tensors]
 
 
 class _RankWriter:
@@ -272,7 +370,7 @@ class _RankWriter:
         name = f"{_prefix(self._rank)}{len(self.records):05d}.safetensors"
         path = self._directory / name
         files.retrying(path, lambda: save_file(self._held, path, metadata={"format": "pt", **self._digests}))
-        self.records += manifest.describe(self._directory, [path])
+        self.records.append(FileRecord(name, files.retrying(path, path.stat).st_size, digests.of(path)))
         self.index |= dict.fromkeys(self._names, name)
         self.size += self._bytes
 
@@ -286,6 +384,22 @@ def _attempt(action: Callable[[], object]) -> OSError | None:
     except SafetensorError as error:
         return OSError(str(error))
     return None
+
+
+def _in_thread(action: Callable[[], None]) -> Future[None]:
+    """Start `action` in a daemon thread: a process that has failed must not wait for it, or for a full disk."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:  # raised by `finish`
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="publish", daemon=True).start()
+    return future
 
 
 def _prefix(rank: int) -> str:

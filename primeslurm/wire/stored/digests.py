@@ -30,8 +30,11 @@ def hasher() -> xxhash.xxh3_128:
 
 def same(path: Path, digest: str) -> bool:
     """Return whether a file has this digest, given in either form. Raise OSError if it cannot be read."""
-    if not digest.startswith(XXH3):
-        return files.digest(path) == digest
+    return (of(path) if digest.startswith(XXH3) else files.digest(path)) == digest
+
+
+def of(path: Path) -> str:
+    """Return the XXH3 digest of a file. Raise OSError if it cannot be read."""
 
     def read(handle: Any) -> str:
         state, buffer = hasher(), bytearray(_READ_BYTES)
@@ -39,4 +42,4 @@ def same(path: Path, digest: str) -> bool:
             state.update(memoryview(buffer)[:count])
         return XXH3 + state.hexdigest()
 
-    return files.reading(path, read) == digest
+    return files.reading(path, read)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,13 @@ from tests.support.forks import Forked
 from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks, trainer_command
 
 
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.05)
+
+
 class FakeOrchestrator:
     """A fake orchestrator on a thread: synthetic batches up to `limit`, then "wait". Records all requests."""
 
@@ -35,6 +44,8 @@ class FakeOrchestrator:
         self.stop_at: int | None = None
         self.requests: list[Request] = []
         self.refuse_save = False
+        self.on_policy = False
+        """Whether a batch needs rollouts of the newest policy."""
         self.transfer_at: int | None = None
         """Step before which engines request the current policy again."""
         self._loop = asyncio.new_event_loop()
@@ -60,7 +71,8 @@ class FakeOrchestrator:
                 return Answer("transfer")
             if request.step == self.stop_at:
                 return Answer("stop")
-            if request.step > self.limit:
+            newest = max((each.version for each in self.of(messages.NewPolicy)), default=0)
+            if request.step > self.limit or (self.on_policy and newest < request.step - 1):
                 await asyncio.sleep(0.2)
                 return Answer("wait")
             return make_batch(request.step, request.shard.dp_rank, request.shard.dp_world).encode()
@@ -74,10 +86,7 @@ class FakeOrchestrator:
         return [request for request in self.requests if isinstance(request, kind)]
 
     def wait_for(self, request: Request) -> None:
-        deadline = time.monotonic() + 300
-        while request not in self.requests:
-            assert time.monotonic() < deadline, f"no {request} among {self.requests}"
-            time.sleep(0.05)
+        until(lambda: request in self.requests, f"{request} among {self.requests}")
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
@@ -101,10 +110,14 @@ class Run:
         self._orchestrator = orchestrator
         self._attempt = 0
 
-    def start(self, size: int = 1) -> list[Forked]:
+    def start(self, size: int = 1, module: str = "primeslurm.trainer") -> list[Forked]:
         self._attempt += 1
-        address = self._orchestrator.address
-        return start_ranks(size, *trainer_command(self._path, self.directory, self._attempt, address))
+        _, *arguments = trainer_command(self._path, self.directory, self._attempt, self._orchestrator.address)
+        return start_ranks(size, module, *arguments)
+
+    def state(self) -> dict[str, Any]:
+        path = self.directory / "attempts" / str(self._attempt) / "state" / "trainer-rank-0.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
 
     def events(self, attempt: int, rank: int = 0) -> list[str]:
         path = self.directory / "attempts" / str(attempt) / "events" / f"trainer-rank-{rank}.jsonl"
@@ -146,8 +159,8 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     expected |= {f"seconds/{name}" for name in ("wait", "forward_backward", "optimizer", "publish", "checkpoint")}
     assert expected <= set(metrics)
     assert run.events(1)[:2] == ["start", "loaded"] and run.events(1)[-1] == "stop"
-    state = json.loads((tmp_path / "attempts/1/state/trainer-rank-0.json").read_text())
-    assert state["step"] == 5 and state["phase"] == "checkpoint"
+    assert all(filesystem.damage(filesystem.version_dir(tmp_path, version)) == [] for version in (2, 4, 5))
+    assert run.state()["step"] == 5 and run.state()["phase"] == "checkpoint"
 
 
 def test_interrupt_while_waiting_saves_and_resumes(
@@ -240,3 +253,49 @@ def test_unwritable_disk_is_reported(moe_model: Path, orchestrator: FakeOrchestr
     log = finish(run.start(), code=1)[0]
     assert "publishing v1 failed: rank 0" in log
     assert orchestrator.of(messages.NewPolicy) == [messages.NewPolicy(0, str(moe_model))]
+
+
+HELD = "tests.trainer.loops.held_writes"
+
+
+def test_policy_is_written_beside_the_next_step(
+    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    trainer = {"optimizer": {"lr": 1e-3}, "batch_timeout_s": 1}  # shorter than the pause of a full disk
+    run = Run(tmp_path, make_recipe(moe_model, max_steps=3, trainer=trainer), orchestrator)
+    gate = tmp_path / "gate"
+    gate.touch()
+    ranks = run.start(2, HELD)
+    until(lambda: (run.state().get("step"), run.state().get("phase")) == (3, "publish"), "end of step 3")
+    assert [r.step for r in orchestrator.of(StepDone)] == [1, 2], "step 3 is trained, and waits for version 2"
+    assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [0, 1]
+    assert filesystem.published(tmp_path) == [1]
+    for rank in ranks:
+        rank.kill()
+    finish(ranks, code=-signal.SIGKILL)
+
+    orchestrator.requests.clear()
+    orchestrator.on_policy = True  # no batch of step 3 before version 2 is announced
+    gate.write_text(str(errno.ENOSPC))
+    ranks = run.start(2, HELD)
+    until(lambda: (tmp_path / "failed").exists(), "failed write")
+    until(lambda: [r.step for r in orchestrator.of(StepDone)] == [1, 2], "report of step 2")
+    gate.unlink()
+    finish(ranks)
+    assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [0, 1, 2, 3]
+    assert run.events(2).count("published") == run.events(2, rank=1).count("published") == 3
+    assert filesystem.published(tmp_path) == [1, 2, 3]
+    assert all(filesystem.damage(filesystem.version_dir(tmp_path, version)) == [] for version in (2, 3))
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_failed_write_beside_a_step_is_reported(
+    on_policy: bool, moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, make_recipe(moe_model, max_steps=3), orchestrator)
+    orchestrator.on_policy = on_policy
+    (tmp_path / "gate").write_text(str(errno.EACCES))
+    log = finish(run.start(module=HELD), code=1)[0]
+    assert "RankError: publishing v2 failed: rank 0: [Errno 13] Permission denied" in log
+    assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [0, 1]
+    assert filesystem.published(tmp_path) == [1]

@@ -151,7 +151,8 @@ async def test_restarted_trainer_keeps_versions_that_engines_may_read(
         by_files = FilesystemTransfer(publisher, tmp_path, str(moe_model), trainer_link.TrainerLink(address), world)
         by_files.resume(committed)
         for version in range(committed + 1, last + 1):
-            by_files.transfer(version)
+            by_files.transfer(version, lambda event: None)
+        by_files.finish()
 
     def written() -> dict[int, int]:
         actual = filesystem.published(tmp_path)

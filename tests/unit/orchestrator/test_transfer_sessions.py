@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from primeslurm.orchestrator.weight_transfer import sessions
 from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, OFFER_TIMEOUT_S, NoSenderError, TransferSessions
 from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace
@@ -91,6 +92,18 @@ async def test_trainer_waits_while_an_engine_needs_the_policy(meeting: Meeting) 
     assert not asking.done()
     meeting.clock.now += 2 * HOLD_S
     assert (await asking).kind == "wait"
+
+
+async def test_trainer_is_answered_when_the_last_engine_is_updated(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "POLL_S", 3600)
+    meeting.wanting = 1
+    asking = asyncio.create_task(meeting.ask())
+    await asyncio.sleep(0)
+    meeting.wanting = 0
+    await meeting.sessions.look_again()
+    assert (await asking).kind == "ok"
 
 
 async def test_engine_does_not_wait_for_a_busy_trainer(meeting: Meeting) -> None:
