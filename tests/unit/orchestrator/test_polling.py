@@ -227,7 +227,12 @@ async def test_parts_of_an_update_are_those_of_the_slowest_engine(
 ) -> None:
     machine = Machine()
     engines = {name: clients(monkeypatch, machine) for name in ("a", "b", "c")}
-    loop = WeightUpdateLoop(engines, Journal(tmp_path, "orchestrator"), 30, poll_s=0.05)
+    left: list[int] = []
+
+    async def after_engine() -> None:
+        left.append(loop.pool.wanting())
+
+    loop = WeightUpdateLoop(engines, Journal(tmp_path, "orchestrator"), 30, poll_s=0.05, after_engine=after_engine)
     assert loop.update_metrics() == {}
     for name, load in (("a", 3.0), ("b", 7.0), ("c", 9.0)):
         engine = engines[name]
@@ -241,6 +246,8 @@ async def test_parts_of_an_update_are_those_of_the_slowest_engine(
     async with running(loop):
         await loop.want(PolicyVersion(2, "/v2"))
         await wait_until_async(lambda: loop.update_metrics().get("policy/update_pause_seconds") == 8.0)
+        await wait_until_async(lambda: loop.pool.wanting() == 0)
+    assert left[-1] == 0, "a trainer that waits for the last engine is told"
     expected = {"wait": 7.0, "load": 7.0, "pause": 8.0}
     assert loop.update_metrics() == {f"policy/update_{name}_seconds": value for name, value in expected.items()}
 
