@@ -252,12 +252,12 @@ def _observe(place: Place, number: int) -> None:
         place.tell("committed", attempt=attempt, step=step, record=_digest(repr(record).encode()))
         return record
 
-    def publish(publisher: Publisher, version: int, original: Any = Publisher.publish) -> Path:
-        path = original(publisher, version)
+    def write(publisher: Publisher, version: int, *given: Any, original: Any = Publisher._write) -> Path:
+        path = original(publisher, version, *given)
         place.tell("published", version=version)
         return Path(path)
 
-    Spool.put, ProgressFile.record, Publisher.publish = put, record, publish  # type: ignore[method-assign, assignment]
+    Spool.put, ProgressFile.record, Publisher._write = put, record, write  # type: ignore[method-assign, assignment]
     checkpoints.commit = commit
 
 
@@ -274,7 +274,7 @@ def _divide(doing: Doing) -> None:
 
         setattr(owner, name, wrapped)
 
-    within(Publisher, "publish", "publish")
+    within(Publisher, "_write", "publish")
     within(Checkpoints, "_begin", "commit")  # the orchestrator's part of it
     within(Checkpoints, "_write", "commit")
 

@@ -14,6 +14,7 @@ from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.weight_transfer import filesystem_sender
 from primeslurm.trainer.weight_transfer.filesystem_sender import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link import trainer_link
@@ -133,6 +134,28 @@ def test_failed_announcement_is_repeated(world: World, tmp_path: Path, monkeypat
     answers.append(trainer_link.LinkError("no such version"))
     with pytest.raises(trainer_link.LinkError, match="no such version"):
         FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("file_bytes", [2**31, 2**15])
+def test_step_may_change_the_policy_while_it_is_written(
+    file_bytes: int, moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policies that fit into one file are copied. Larger ones are written before `begin` returns."""
+    monkeypatch.setattr(filesystem_sender, "FILE_BYTES", file_bytes)
+    policy = build(make_recipe(moe_model), world)
+    publisher = Publisher(policy, tmp_path, Encoding(torch.bfloat16, fp8=True), 9, world)  # of three dtypes
+    expected = tensors(publisher.publish(1))
+    write = publisher.begin(2, world)
+    assert filesystem.published(tmp_path) == ([1] if file_bytes == 2**31 else [1, 2])
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(1)
+    actual = tensors(write())
+    assert filesystem.damage(filesystem.version_dir(tmp_path, 2)) == []
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name].float(), tensor.float()) for name, tensor in expected.items())
+    changed = tensors(publisher.begin(3, world)())
+    assert not any(torch.equal(changed[name].float(), tensor.float()) for name, tensor in expected.items())
 
 
 async def test_restarted_trainer_keeps_versions_that_engines_may_read(
