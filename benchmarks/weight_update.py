@@ -7,6 +7,9 @@ tensors are loaded as they arrive, so transfer is part of load.
 With `--deltas MODEL`, compare whole versions and deltas (`weights.deltas`) after real AdamW steps on a model in
 bfloat16, such as SmolLM2-135M, on text of docs/ (ten minutes). All deltas have version 1 as their base. `cpu` are CPU
 seconds of `publish`, which other work on the machine changes less.
+
+With `--beside MODEL`, compare what training waits for if versions are written before the next step and beside it (half
+a minute): CPU seconds of the training thread, and of the other thread.
 """
 
 from __future__ import annotations
@@ -166,6 +169,27 @@ async def with_deltas(model: Path, directory: Path, world: World) -> list[dict[s
     return rows
 
 
+def beside(model: Path, directory: Path, world: World) -> dict[str, dict[str, float]]:
+    """Publish versions before and beside the next step, in turn. Return median CPU seconds by part."""
+    publisher = Publisher(
+        build(recipe(model, "filesystem", "bfloat16"), world), directory, Encoding(torch.bfloat16), 1, world
+    )
+    publisher.publish(1)
+    publisher.begin(2, world)()  # allocates the copy
+    rows: dict[str, list[float]] = {"before": [], "copy": [], "write": []}
+    for version in range(3, 3 + 2 * UPDATES, 2):
+        start = time.thread_time()
+        publisher.publish(version)
+        published = time.thread_time()
+        write = publisher.begin(version + 1, world)
+        copied = time.thread_time()
+        write()
+        parts = zip(rows, (published - start, copied - published, time.thread_time() - copied), strict=True)
+        for part, seconds in parts:
+            rows[part].append(seconds)
+    return {"median_cpu_seconds": {part: round(statistics.median(values), 3) for part, values in rows.items()}}
+
+
 def changed_elements(directory: Path) -> int:
     """Return the number of elements that a delta stores with their index. 0 for a whole version."""
     count = 0
@@ -190,6 +214,8 @@ def summary_of_deltas(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def measured(options: argparse.Namespace, directory: Path, world: World) -> dict[str, Any]:
+    if options.beside is not None:
+        return beside(options.beside, directory, world)
     if options.deltas is not None:
         return {"updates": summary_of_deltas(await with_deltas(options.deltas, directory, world))}
     model = directory / "model"
@@ -210,16 +236,20 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks weight_update", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}, or {DELTAS_RESULT.name}")
     parser.add_argument("--deltas", type=Path, metavar="MODEL", help="compare whole versions and deltas of this model")
+    parser.add_argument("--beside", type=Path, metavar="MODEL", help="compare writes before and beside the next step")
     options = parser.parse_args(words)
+    if options.write and options.beside:
+        parser.error("argument --beside: its result is not recorded. Leave out --write.")
     os.environ |= rank_environment(0, 1, free_port())
     world = join(Interrupt(), timeout_s=60)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
     load = os.getloadavg()[0]
+    flags = "--beside MODEL" if options.beside else f"{'--deltas MODEL ' if options.deltas else ''}--write"
     with tempfile.TemporaryDirectory() as name:
         values = asyncio.run(measured(options, Path(name), world))
     world.close()
     result = {
-        "command": f"python -m benchmarks weight_update {'--deltas MODEL ' if options.deltas else ''}--write",
+        "command": f"python -m benchmarks weight_update {flags}",
         "machine": f"{os.cpu_count()} CPU cores, shared with other work; nccl is gloo between CPUs",
         "load_1m": round(load, 1),
         **values,
