@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,7 +161,9 @@ def test_recipes_of_the_cookbook(client: Any, backbone: Backbone, tmp_path: Path
     sft.cli_main(config)
     losses = [line["train_mean_nll"] for line in metrics(tmp_path / "sft")]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    names = {each.checkpoint_id for each in tinker.RestClient().list_user_checkpoints().result().checkpoints}
+    # Without arguments, the client would ask the first service of this process.
+    rest = tinker.RestClient(base_url=os.environ["TINKER_BASE_URL"], api_key=os.environ["TINKER_API_KEY"])
+    names = {each.checkpoint_id for each in rest.list_user_checkpoints().result().checkpoints}
     assert names == {f"{kind}/{name}" for kind in ("weights", "sampler_weights") for name in ("000002", "final")}
     # From the SFT checkpoint, with the renderer that its run recorded.
     loaded = common | {"renderer_name": None, "load_checkpoint_path": last(tmp_path / "sft")}
