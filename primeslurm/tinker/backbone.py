@@ -267,11 +267,12 @@ class Backbone:
 
     def export(self, adapter: Adapter, directory: Path) -> None:
         """Write an adapter in PEFT format. On return it is on disk."""
-        self.use(adapter.rank, adapter.parameters)
-        tensors = peft.tensors(self.policy, torch.float32, adapter.rank)
+        own = {name: parameter.detach() for name, parameter in adapter.parameters.items()}
+        tensors = peft.tensors(self.policy, torch.float32, own)
         durable.make_directory(directory.parent)
         durable.make_anew(directory)
-        peft.write(directory, tensors, adapter.rank, ALPHA, Path(self.limits.model))
+        rank = next(iter(own.values())).shape[-1]
+        peft.write(directory, tensors, rank, ALPHA, Path(self.limits.model))
         durable.sync_tree(directory)
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:

@@ -7,7 +7,7 @@ and B [out, rank * experts]: one of gate and up together at `<experts>.base_laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,12 +25,12 @@ _STACKS = f"experts.{GATE_UP}", f"experts.{DOWN}"
 Factors = tuple[torch.Tensor, torch.Tensor]
 
 
-def tensors(policy: PolicyModel, dtype: torch.dtype, rank: int | None = None) -> dict[str, torch.Tensor]:
-    """Return the policy's adapters by PEFT name, on the CPU of every rank. A collective.
-
-    `rank` leaves out the padding of adapters that have a smaller rank than the model's.
-    """
-    return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy, rank)}
+def tensors(
+    policy: PolicyModel, dtype: torch.dtype, own: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return adapters by PEFT name, on the CPU of every rank: those of the policy, or `own`. A collective."""
+    state = policy.model.state_dict() if own is None else {**adapters.base_weights(policy.model), **own}
+    return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy, state)}
 
 
 def write(directory: Path, named: dict[str, torch.Tensor], rank: int, alpha: float, base: Path) -> None:
@@ -58,10 +58,7 @@ def write(directory: Path, named: dict[str, torch.Tensor], rank: int, alpha: flo
     files.write_json(directory / "adapter_config.json", config)
 
 
-def _named(policy: PolicyModel, rank: int | None) -> Iterator[tuple[str, torch.Tensor]]:
-    state = policy.model.state_dict()
-    if rank is not None:
-        state = {name: each[..., :rank] if adapters.is_adapter(name) else each for name, each in state.items()}
+def _named(policy: PolicyModel, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     stacks = stacked_adapter(policy.adapter)
     for name in state:
         if name + adapters.A not in state:
