@@ -31,7 +31,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.optimizers.container import Optimizers
-from primeslurm.trainer.weights import model_directory
+from primeslurm.trainer.weights import model_directory, peft
 
 # Tinker's scale of adapters: a weight changes by ALPHA / rank times B A^T.
 ALPHA = 32.0
@@ -264,6 +264,16 @@ class Backbone:
         finally:
             last.remove()
         return torch.cat(logits)[:, 0].float()
+
+    def export(self, adapter: Adapter, directory: Path) -> None:
+        """Write an adapter in PEFT format. On return it is on disk."""
+        own = {name: parameter.detach() for name, parameter in adapter.parameters.items()}
+        tensors = peft.tensors(self.policy, torch.float32, own)
+        durable.make_directory(directory.parent)
+        durable.make_anew(directory)
+        rank = next(iter(own.values())).shape[-1]
+        peft.write(directory, tensors, rank, ALPHA, Path(self.limits.model))
+        durable.sync_tree(directory)
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.policy.device)

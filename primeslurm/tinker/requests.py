@@ -24,6 +24,8 @@ LOSS_INPUTS = {
 # Tinker's default clip thresholds of the ratio.
 CLIP = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
 Config = Mapping[str, float | str]
+# One hour to ten years. None: a checkpoint never expires.
+Ttl = Annotated[int, Field(ge=3600, le=315_360_000)] | None
 
 
 class RequestError(Exception):
@@ -55,6 +57,13 @@ class ModelLimits:
     """Largest rank of an adapter."""
 
 
+class CreateSession(BaseModel):
+    """Begins a client's session."""
+
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+
+
 class LoraConfig(BaseModel):
     """Shape and initialization of an adapter."""
 
@@ -78,6 +87,7 @@ class CreateModel(BaseModel):
     base_model: str
     lora_config: LoraConfig
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    user_metadata: dict[str, Any] | None = None
 
 
 class AdamParams(BaseModel):
@@ -100,7 +110,7 @@ class OptimStep(BaseModel):
 
 
 class SaveWeights(BaseModel):
-    """Saves an adapter: with its optimizer under a name, or for sampling under a name or for one sampling session."""
+    """Saves an adapter: with its optimizer, for sampling or for download under a name, or for one sampling session."""
 
     model_id: str
     seq_id: PositiveInt
@@ -108,6 +118,9 @@ class SaveWeights(BaseModel):
     overwrite: bool = False
     sampling_session_seq_id: NonNegativeInt | None = None
     kind: Literal["snapshot"] = "snapshot"
+    ttl_seconds: Ttl = None
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: None = None  # not supported: a client that asks for it must not get a plain file
 
 
 class LoadWeights(BaseModel):
@@ -120,6 +133,14 @@ class LoadWeights(BaseModel):
     session_id: str | None = None
     model_seq_id: NonNegativeInt | None = None
     optimizer_config: OptimizerConfig | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class CopyWeights(BaseModel):
+    """Copies a checkpoint. The copy belongs to a training run of its own. Clients name a project; there are none."""
+
+    source_path: str
+    ttl_seconds: Ttl = None
 
 
 class SamplingSession(BaseModel):
@@ -177,7 +198,14 @@ class SampleRequest(BaseModel):
     topk_sample_logprobs: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: bool | None = None
+
+    @field_validator("record_stability_info")
+    @classmethod
+    def _no_stability(cls, wanted: bool | None) -> bool | None:
+        if wanted:
+            raise ValueError("loss stable_reinforce, which needs it, is not supported; use importance_sampling")
+        return wanted
 
 
 def check_base_model(name: str, limits: ModelLimits) -> None:

@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from primeslurm.tinker.checkpoints import add_checkpoint_routes
 from primeslurm.tinker.requests import RequestError
 from primeslurm.tinker.service import Answer, BodyField, Service
 
+log = logging.getLogger(__name__)
 # A client waits this long for a result before it asks again [s]. Clients give up after 45 s.
 POLL_S = 30.0
 # Seconds between two searches for unresponsive sessions.
 EXPIRY_S = 60.0
 
 
-def application(service: Service, keys: Collection[str], poll_s: float = POLL_S) -> FastAPI:
-    """Return the application. All routes but the health check need one of `keys`."""
+def application(service: Service, users: Mapping[str, str], poll_s: float = POLL_S) -> FastAPI:
+    """Return the application. `users` are the users of the API keys. The health check and downloads need no key."""
 
-    async def authenticate(x_api_key: str = Header("")) -> None:
-        if not any(secrets.compare_digest(x_api_key.encode(), key.encode()) for key in keys):
-            why = "is no key of this service; set TINKER_API_KEY to the key that `primeslurm tinker serve` printed"
-            raise RequestError("X-API-Key", "", why, 401)
+    async def authenticate(request: Request, x_api_key: str = Header("")) -> None:
+        for key, user in users.items():
+            if secrets.compare_digest(x_api_key.encode(), key.encode()):
+                request.state.user = user
+                return
+        why = "is no key of this service; set TINKER_API_KEY to the key that `primeslurm tinker serve` printed"
+        raise RequestError("X-API-Key", "", why, 401)
 
     async def expire_sessions() -> None:
         while True:
-            await service.expire_sessions()
+            try:
+                await service.expire_sessions()
+            except (OSError, sqlite3.Error):  # the disk may be full for a while
+                log.exception("unresponsive sessions are not ended yet")
             await asyncio.sleep(EXPIRY_S)
 
     @contextlib.asynccontextmanager
@@ -43,12 +53,15 @@ def application(service: Service, keys: Collection[str], poll_s: float = POLL_S)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     _answer_errors(app, service)
 
-    @app.get("/api/v1/healthz")
+    public = APIRouter(prefix="/api/v1")
+
+    @public.get("/healthz")
     async def health() -> Answer:
         return {"status": "ok"}
 
     api = APIRouter(prefix="/api/v1", dependencies=[Depends(authenticate)])
     _add_client_routes(api, service)
+    add_checkpoint_routes(api, public, service)
     methods: dict[str, Callable[..., Awaitable[Answer]]] = {
         "create_session": service.create_session,
         "session_heartbeat": service.heartbeat,
@@ -57,6 +70,7 @@ def application(service: Service, keys: Collection[str], poll_s: float = POLL_S)
         "forward_backward": service.forward_backward,
         "optim_step": service.optim_step,
         "save_weights": service.save_weights,
+        "save_weights_external": service.save_weights_external,
         "save_weights_for_sampler": service.save_weights_for_sampler,
         "load_weights": service.load_weights,
         "create_sampling_session": service.create_sampling_session,
@@ -87,6 +101,7 @@ def application(service: Service, keys: Collection[str], poll_s: float = POLL_S)
             return Response(result, media_type="application/x-protobuf")
         return JSONResponse(result)
 
+    app.include_router(public)
     app.include_router(api)
     return app
 
@@ -120,6 +135,12 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
         if isinstance(error.body, dict):
             service.refuse(error.body.get("model_id"), error.body.get("seq_id"), RequestError("request", "", text))
         return JSONResponse({"detail": text}, 400)
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(sqlite3.Error)
+    async def not_written(_: Request, error: Exception) -> JSONResponse:  # clients ask again for five minutes
+        log.error("a request failed: %s", error)
+        return JSONResponse({"detail": f"the service cannot use its data directory: {error}"}, 503)
 
     @app.exception_handler(HTTPException)
     async def missing(request: Request, error: HTTPException) -> JSONResponse:

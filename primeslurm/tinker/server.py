@@ -6,13 +6,14 @@ import contextlib
 import ipaddress
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.tinker.store import TinkerStore
+from primeslurm.tinker.store import FIRST_USER, TinkerStore
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class TinkerServer:
     """A service with an open port, whose model is not loaded yet."""
 
     url: str
-    key: str
+    keys: dict[str, str]
+    """API key of each user."""
     store: TinkerStore
     listener: socket.socket
 
@@ -39,7 +41,12 @@ class TinkerServer:
         except (OSError, ValueError) as error:
             raise UsageError([Violation("--model", model, str(error))]) from None
         service = Service(self.store, backbone, TrainerSampler(backbone))
-        config = uvicorn.Config(application(service, self.store.keys), log_level="warning", lifespan="on", ws="none")
+        config = uvicorn.Config(
+            application(service, {key: user for user, key in self.keys.items()}),
+            log_level="warning",
+            lifespan="on",
+            ws="none",
+        )
         config.timeout_graceful_shutdown = 1  # clients that wait for a result ask again
         try:
             with contextlib.suppress(KeyboardInterrupt):
@@ -51,8 +58,11 @@ class TinkerServer:
             world.close()
 
 
-def prepare(host: str, port: int, data: Path) -> TinkerServer:
-    """Open the data directory and the port. Raises UsageError if one of them cannot be used."""
+def prepare(host: str, port: int, data: Path, users: Sequence[str] = ()) -> TinkerServer:
+    """Open the data directory and the port. Raises UsageError if one of them cannot be used.
+
+    Only FIRST_USER and `users` can connect.
+    """
     store = TinkerStore(data)
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -63,4 +73,5 @@ def prepare(host: str, port: int, data: Path) -> TinkerServer:
     if ipaddress.ip_address(address).is_unspecified:  # all addresses of this machine; clients need one
         host = socket.gethostname()
     name = f"[{host}]" if ":" in host else host
-    return TinkerServer(f"http://{name}:{number}", store.keys[0], store, listener)
+    keys = {user: store.key(user) for user in (FIRST_USER, *users)}
+    return TinkerServer(f"http://{name}:{number}", keys, store, listener)

@@ -9,6 +9,7 @@ would never send the others.
 from __future__ import annotations
 
 import secrets
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,14 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import Body, Request
+from safetensors import SafetensorError
 
 from primeslurm.tinker import requests
 from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit
 from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail
 from primeslurm.tinker.requests import (
     CreateModel,
+    CreateSession,
     LoadWeights,
     LoraConfig,
     OptimStep,
@@ -32,13 +35,11 @@ from primeslurm.tinker.requests import (
     SaveWeights,
 )
 from primeslurm.tinker.sampler import TrainerSampler
-from primeslurm.tinker.store import SAMPLER, SCHEME, TRAINING, SavedAdapter, TinkerStore
+from primeslurm.tinker.store import EPHEMERAL, EXTERNAL, SAMPLER, SCHEME, TRAINING, SavedAdapter, TinkerStore
 from primeslurm.tinker.wire import PassRequest, pass_output, sample_output
 
 # A session without a heartbeat for this long has ended [s]. Clients send one every 10 s.
 UNRESPONSIVE_S = 900.0
-# Checkpoints that only one sampling session uses. They are removed with their session.
-_EPHEMERAL = f"{SCHEME}sampling/"
 
 Answer = dict[str, object]
 BodyField = Annotated[str, Body(embed=True)]
@@ -75,7 +76,7 @@ class Service:
         sampler: TrainerSampler,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
+        self.store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
         self.limits = backbone.limits
         self._worker = ThreadPoolExecutor(1, "tinker-model")
         self.requests = Requests(self._worker, sharing=self)
@@ -84,16 +85,16 @@ class Service:
         """Checkpoint of each sampling session. None: the base model."""
         self._heartbeats: dict[str, float] = {}
         """Time of the last heartbeat of each live session."""
-        store.remove_checkpoints(_EPHEMERAL)
+        store.remove_checkpoints(EPHEMERAL)
 
     def close(self) -> None:
         """End the service, after the batch or token that is being computed."""
         self._heartbeats.clear()
         self._worker.shutdown(cancel_futures=True)
-        self._store.close()
+        self.store.close()
 
-    async def create_session(self) -> Answer:
-        session = self._store.add_session()
+    async def create_session(self, http: Request, request: CreateSession) -> Answer:
+        session = self.store.add_session(http.state.user, request.user_metadata, request.display_name)
         self._heartbeats[session] = self._clock()
         note = "This service trains no adapter of the output layer: train_unembed has no effect."
         return {"session_id": session, "info_message": note}
@@ -104,27 +105,36 @@ class Service:
         return {}
 
     async def expire_sessions(self) -> None:
-        """End the unresponsive sessions."""
+        """End the unresponsive sessions, and remove expired checkpoints."""
         for session, last in list(self._heartbeats.items()):
             if self._clock() - last > UNRESPONSIVE_S:
                 await self.end_session(session, f"no heartbeat for {UNRESPONSIVE_S:.0f} s")
+        self.remove_expired()
+
+    def remove_expired(self) -> None:
+        """Remove expired checkpoints that no sampling session uses, after the loads that were accepted before."""
+        self._worker.submit(lambda: self.store.remove_expired(set(self._samplers.values())))
+
+    def samplers(self, session: str) -> list[str]:
+        """Return the sampling sessions of a live session."""
+        return [name for name in self._samplers if name.startswith(f"{session}:")]
 
     async def end_session(self, session: str, reason: str) -> Answer:
         """Drop everything that a session has in memory. Its named checkpoints stay."""
-        self._store.end_session(session, reason)
+        self.store.end_session(session, reason)
         self._heartbeats.pop(session, None)
         prefix = f"{session}:"
         self._runs = {name: run for name, run in self._runs.items() if not name.startswith(prefix)}
         self._samplers = {name: path for name, path in self._samplers.items() if not name.startswith(prefix)}
         self.requests.forget(session)
         # After the actions of the session, which may add files.
-        self._worker.submit(self._store.remove_checkpoints, _EPHEMERAL + prefix)
+        self._worker.submit(self.store.remove_checkpoints, EPHEMERAL + prefix)
         return {}
 
     async def create_model(self, request: CreateModel) -> Answer:
         requests.check_base_model(request.base_model, self.limits)
         requests.check_lora(request.lora_config, self.limits)
-        return self._add_run(request.session_id, request.model_seq_id, request.lora_config, None)
+        return self._add_run(request, request.session_id, request.model_seq_id, request.lora_config)
 
     async def get_info(self, model_id: BodyField) -> Answer:
         run, name = self._run(model_id), self.limits.model
@@ -182,36 +192,50 @@ class Service:
         return self._submit(run, request.seq_id, step)
 
     async def save_weights(self, request: SaveWeights) -> Answer:
-        return self._save_named(request, TRAINING, optimizer=True)
+        return self._save_named(request, TRAINING)
+
+    async def save_weights_external(self, request: SaveWeights) -> Answer:
+        return self._save_named(request, EXTERNAL)
 
     async def save_weights_for_sampler(self, request: SaveWeights) -> Answer:
         if request.sampling_session_seq_id is None:
-            return self._save_named(request, SAMPLER, optimizer=False)
+            return self._save_named(request, SAMPLER)
         run = self._run(request.model_id)
         session = f"{run.session}:sample:{request.sampling_session_seq_id}"
-        self._samplers[session] = path = _EPHEMERAL + session
+        self._samplers[session] = path = EPHEMERAL + session
 
         def save() -> Result:
-            self._save(run, path, optimizer=False, overwrite=True)
+            self._save(run, path, SAMPLER, request.model_copy(update={"overwrite": True}))
             return {"sampling_session_id": session}
 
         return self._submit(run, request.seq_id, save)
 
-    def _save_named(self, request: SaveWeights, kind: str, optimizer: bool) -> Answer:
+    def _save_named(self, request: SaveWeights, kind: str) -> Answer:
         run = self._run(request.model_id)
         path = f"{SCHEME}{run.id}/{kind}/{request.path}"
 
         def save() -> Result:
             requests.check_name(request.path)
-            return self._save(run, path, optimizer, request.overwrite)
+            return self._save(run, path, kind, request)
 
         return self._submit(run, request.seq_id, save)
 
-    def _save(self, run: TrainingRun, path: str, optimizer: bool, overwrite: bool) -> Result:
-        if not overwrite and self._store.has_checkpoint(path):
-            raise RequestError("path", path, "there is already a checkpoint of this name")
-        _adapter(run).save(self._store.file(path), optimizer)
-        self._store.add_checkpoint(path, run.id)
+    def _save(self, run: TrainingRun, path: str, kind: str, request: SaveWeights) -> Result:
+        exists, adapter, file = self.store.has_checkpoint(path), _adapter(run), self.store.file(path)
+        if exists and not request.overwrite:
+            why = "there is already a checkpoint of this name, or a deleted one that a sampling session still uses"
+            raise RequestError("path", path, why)
+        try:
+            if kind == EXTERNAL:
+                self._backbone.export(adapter, file)
+            else:
+                adapter.save(file, optimizer=kind == TRAINING)
+            self.store.add_checkpoint(path, run.id, request.ttl_seconds, request.user_metadata)
+        except (OSError, SafetensorError, sqlite3.Error) as error:
+            if not exists:
+                self.store.remove_files(path)
+            why = f"cannot be saved: {error}. Free space in the service's data directory, then save again"
+            raise RequestError("path", path, why) from None
         return {"path": path}
 
     async def load_weights(self, request: LoadWeights) -> Answer:
@@ -220,18 +244,18 @@ class Service:
             return self._submit(run, request.seq_id, partial(self._load, run, request))
         if request.session_id is None or request.model_seq_id is None:
             raise RequestError("session_id", "", "is missing: name session_id and model_seq_id, or model_id and seq_id")
-        lora = self._checkpoint(request.path).lora
-        return self._add_run(request.session_id, request.model_seq_id, lora, request)
+        lora = self._checkpoint(request.path, request.session_id).lora
+        return self._add_run(request, request.session_id, request.model_seq_id, lora)
 
-    def _checkpoint(self, path: str) -> SavedAdapter:
-        """Return a checkpoint. Raise RequestError if there is none, or if this service's model cannot use it."""
-        checkpoint = self._store.checkpoint(path)
+    def _checkpoint(self, path: str, session: str, expired: bool = False) -> SavedAdapter:
+        """Return a checkpoint. Raise RequestError if the session's user has none that this service's model can use."""
+        checkpoint = self.store.checkpoint(path, self.store.check_session(session), expired)
         requests.check_base_model(checkpoint.model, self.limits)
         requests.check_lora(checkpoint.lora, self.limits)
         return checkpoint
 
-    def _load(self, run: TrainingRun, request: LoadWeights) -> Result:
-        checkpoint = self._checkpoint(request.path)
+    def _load(self, run: TrainingRun, request: LoadWeights, expired: bool = False) -> Result:
+        checkpoint = self._checkpoint(request.path, run.session, expired)
         saved, expected = (lora.model_dump(exclude={"seed"}) for lora in (checkpoint.lora, run.lora))
         if saved != expected:
             raise RequestError("path", request.path, f"its adapter is {saved}, but the training run has {expected}")
@@ -243,7 +267,7 @@ class Service:
         self._check_session(request.session_id)
         requests.check_base_model(request.base_model or self.limits.model, self.limits)
         if request.model_path is not None:
-            self._checkpoint(request.model_path)
+            self._checkpoint(request.model_path, request.session_id)
         session = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         self._samplers[session] = request.model_path
         return {"sampling_session_id": session}
@@ -258,7 +282,9 @@ class Service:
         scored = (request.prompt_logprobs_last_n or len(prompt)) if request.prompt_logprobs else 0
 
         def sample() -> Result:
-            weights = self._store.checkpoint(path).file if path else None
+            if path and not self.store.has_checkpoint(path):
+                raise RequestError("path", path, "there is no such checkpoint")
+            weights = self.store.file(path) if path else None
             check = partial(self._check_live, request.sampling_session_id.partition(":")[0])
             return sample_output(*self._sampler.sample(weights, prompt, params, request.num_samples, scored, check))
 
@@ -272,19 +298,21 @@ class Service:
         if isinstance(number, int) and isinstance(model_id, str) and model_id in self._runs:
             self._submit(self._runs[model_id], number, partial(fail, error))
 
-    def _add_run(self, session: str, number: int, lora: LoraConfig, load: LoadWeights | None) -> Answer:
+    def _add_run(self, request: CreateModel | LoadWeights, session: str, number: int, lora: LoraConfig) -> Answer:
         self._check_session(session)
         model_id = f"{session}:train:{number}"
         if model_id not in self._runs:  # else the client sends the request again
             seed = secrets.randbits(32) if lora.seed is None else lora.seed
             run = TrainingRun(model_id, session, lora.model_copy(update={"seed": seed}))
-            self._store.add_run(model_id, session, self.limits.model, run.lora)
+            self.store.add_run(model_id, session, self.limits.model, run.lora, request.user_metadata)
             self._runs[model_id] = run
         run = self._runs[model_id]
 
         def create() -> Result:
             run.adapter = self._backbone.adapter(run.lora)
-            return self._load(run, load) if load else {"model_id": model_id}
+            if isinstance(request, LoadWeights):
+                return self._load(run, request, expired=True)  # it had not when the request was accepted
+            return {"model_id": model_id}
 
         self.requests.submit(f"{model_id}:0", create)
         return {"request_id": f"{model_id}:0", "model_id": model_id}
@@ -299,7 +327,7 @@ class Service:
         if model_id in self._runs:
             return self._runs[model_id]
         why = "is unknown"
-        if self._store.has_run(model_id):
+        if self.store.has_run(model_id):
             why = "has ended with its session or the service; create a training client from one of its checkpoints"
         raise RequestError("model_id", model_id, why, 404)
 
@@ -315,7 +343,7 @@ class Service:
             raise RequestError("session_id", session, "has ended")
 
     def _check_session(self, session: str) -> None:
-        self._store.check_session(session)
+        self.store.check_session(session)
         self._heartbeats.setdefault(session, self._clock())  # it may be from before a restart
 
 

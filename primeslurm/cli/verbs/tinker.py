@@ -24,7 +24,7 @@ def serve_command(
         ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: any free one.", metavar="PORT")] = 8410,
-    data: Annotated[Path, typer.Option(help="Directory for the API key and checkpoints.", metavar="DIR")] = Path(
+    data: Annotated[Path, typer.Option(help="Directory for API keys and checkpoints.", metavar="DIR")] = Path(
         "tinker-data"
     ),
     max_rank: Annotated[
@@ -35,20 +35,28 @@ def serve_command(
             metavar="N",
         ),
     ] = 32,
+    user: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also print an API key for this user (repeatable). Users see only their own runs and checkpoints.",
+            metavar="NAME",
+        ),
+    ] = None,
 ) -> None:
     """Train LoRA adapters of one model, and sample from them, for clients of the Tinker API.
 
     The service runs on one GPU, or on the CPU if there is none, without Slurm. It prints the address and the key that
     clients need. Sampling uses the trainer's model without a KV cache, so it is exact, and slow for long sequences.
-    Ctrl-C or SIGTERM ends the service with exit code 0; checkpoints and the key stay in the data directory.
+    Ctrl-C or SIGTERM ends the service with exit code 0; checkpoints and keys stay in the data directory.
 
     Examples:
         primeslurm tinker serve --model /models/SmolLM2-135M-Instruct
         primeslurm tinker serve --model /models/Qwen3-8B --host gpu1 --port 9000 --data /shared/tinker
     """
-    server = tinker_server(host, port, data)
+    server = tinker_server(host, port, data, user or ())
     typer.echo(f"export TINKER_BASE_URL={server.url}")
-    typer.echo(f"export TINKER_API_KEY={server.key}")
+    for name, key in server.keys.items():
+        typer.echo(f"export TINKER_API_KEY={key}" + (f"  # {name}" if user else ""))
     note(f"Loading {model}. Clients that connect now wait. Ctrl-C ends the service.")
     server.serve(model, max_rank)
 

@@ -138,7 +138,7 @@ class Publisher:
         lora = self._policy.lora
         assert lora is not None
         tensors = peft.tensors(self._policy, self._encoding.dtype)
-        write = partial_of(peft.write, directory, tensors, lora, self._policy.source)
+        write = partial_of(peft.write, directory, tensors, lora.rank, lora.alpha, self._policy.source)
         self._on_main(lambda: files.retrying(directory, write), version, self._world)
 
     def flush(self, version: int) -> None:

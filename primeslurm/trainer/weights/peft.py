@@ -7,7 +7,7 @@ and B [out, rank * experts]: one of gate and up together at `<experts>.base_laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from primeslurm.base import files
 from primeslurm.nn.adapters import DOWN, GATE_UP, stacked_adapter
-from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.components import lora as adapters
 from primeslurm.trainer.policy.policy_model import PolicyModel
 
@@ -26,12 +25,15 @@ _STACKS = f"experts.{GATE_UP}", f"experts.{DOWN}"
 Factors = tuple[torch.Tensor, torch.Tensor]
 
 
-def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the policy's adapters by PEFT name, on the CPU of every rank. A collective."""
-    return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy)}
+def tensors(
+    policy: PolicyModel, dtype: torch.dtype, own: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return adapters by PEFT name, on the CPU of every rank: those of the policy, or `own`. A collective."""
+    state = policy.model.state_dict() if own is None else {**adapters.base_weights(policy.model), **own}
+    return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy, state)}
 
 
-def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Path) -> None:
+def write(directory: Path, named: dict[str, torch.Tensor], rank: int, alpha: float, base: Path) -> None:
     files.make_directory(directory)
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = {name.split(".")[-3] for name in named}
@@ -39,8 +41,8 @@ def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Pat
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(modules - {"experts", "base_layer"}),
@@ -50,14 +52,13 @@ def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Pat
         gate_up, _ = _STACKS
         config |= {
             "target_parameters": _STACKS,
-            "rank_pattern": {gate_up: 2 * lora.rank},
-            "alpha_pattern": {gate_up: 2 * lora.alpha},
+            "rank_pattern": {gate_up: 2 * rank},
+            "alpha_pattern": {gate_up: 2 * alpha},
         }
     files.write_json(directory / "adapter_config.json", config)
 
 
-def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    state = policy.model.state_dict()
+def _named(policy: PolicyModel, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     stacks = stacked_adapter(policy.adapter)
     for name in state:
         if name + adapters.A not in state:

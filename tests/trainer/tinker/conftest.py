@@ -15,7 +15,7 @@ from primeslurm.tinker.requests import Datum
 from primeslurm.tinker.routes import application
 from primeslurm.tinker.sampler import TrainerSampler
 from primeslurm.tinker.service import Service
-from primeslurm.tinker.store import TinkerStore
+from primeslurm.tinker.store import FIRST_USER, TinkerStore
 from primeslurm.tinker.wire import MESSAGES
 from primeslurm.trainer.distributed.world import World
 
@@ -42,7 +42,8 @@ def serve(backbone: Backbone, tmp_path: Path) -> Iterator[Callable[..., Api]]:
             running.pop().close()
         store = TinkerStore(tmp_path / "data")
         running.append(Service(store, backbone, TrainerSampler(backbone), **options))
-        return Api(running[0], TestClient(application(running[0], store.keys, poll_s=0.2)), store.keys[0])
+        users = {store.key(user): user for user in (FIRST_USER, "other")}
+        return Api(running[0], TestClient(application(running[0], users, poll_s=0.2)), store.key(FIRST_USER))
 
     yield start
     for service in running:
@@ -57,6 +58,14 @@ class Api:
 
     def post(self, route: str, status: int = 200, **body: Any) -> Any:
         return self._answer(self.http.post(f"/api/v1/{route}", json=body, headers={"X-API-Key": self.key}), status)
+
+    def get(self, route: str, status: int = 200) -> Any:
+        return self._answer(self.http.get(f"/api/v1/{route}", headers={"X-API-Key": self.key}), status)
+
+    def delete(self, route: str, status: int = 204) -> Any:
+        answer = self.http.delete(f"/api/v1/{route}", headers={"X-API-Key": self.key})
+        assert answer.status_code == status, answer.text
+        return answer.json() if answer.content else None
 
     def send_pass(self, run: str, seq: int, data: list[Datum], status: int = 200, **fields: Any) -> Any:
         message = encode(run, seq, data, **fields)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import sqlite3
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from primeslurm.tinker import store as store_module
 from primeslurm.tinker.backbone import Pass
 from primeslurm.tinker.requests import Datum, RequestError
 from primeslurm.tinker.service import UNRESPONSIVE_S
+from primeslurm.tinker.store import TinkerStore
 from tests.trainer.tinker.conftest import Api, make_data
 
 Serve = Callable[..., Api]
@@ -149,14 +156,21 @@ def test_wrong_pass_is_refused(api: Api, data: list[Datum], fields: dict[str, An
         ("asample", {"sampling_params": {"stop": ["a", ""]}}, 400, "stop: Value error, an empty string"),
         ("asample", {"topk_prompt_logprobs": 3}, 400, "topk_prompt_logprobs: Input should be 0"),
         ("retrieve_future", {"request_id": "none"}, 410, "request_id = none: is unknown"),
-        ("save_weights_external", {}, 404, "POST /api/v1/save_weights_external: this service has no such route"),
+        (
+            "save_weights_external",
+            {"age_encryption_recipients": ["age1"]},
+            400,
+            "age_encryption_recipients: Input should",
+        ),
+        ("save_weights", {"ttl_seconds": 60}, 400, "ttl_seconds: Input should be greater than or equal to 3600"),
+        ("create_custom_loss", {}, 404, "POST /api/v1/create_custom_loss: this service has no such route"),
     ],
 )
 def test_wrong_request_is_refused(api: Api, route: str, body: dict[str, Any], status: int, words: str) -> None:
     session = api.session()
     run = api.create_run(session)
     sampler = api.post("create_sampling_session", session_id=session, sampling_session_seq_id=0)["sampling_session_id"]
-    of_run = route in ("optim_step", "save_weights", "load_weights")
+    of_run = route in ("optim_step", "save_weights", "save_weights_external", "load_weights")
     valid = {
         "session_id": session,
         "seq_id": 1,
@@ -196,6 +210,8 @@ def test_restart_keeps_key_sessions_and_checkpoints(serve: Serve) -> None:
 
     restarted = serve()
     assert restarted.key == api.key
+    answer = restarted.post("retrieve_future", 410, request_id=f"{run}:8")
+    assert "the service restarted" in answer["detail"]
     answer = restarted.send_pass(run, 9, make_data(1, 5), 404)
     assert "create a training client from one of its checkpoints" in answer["detail"]
     sent = restarted.post("load_weights", session_id=session, model_seq_id=1, path=path, optimizer=True)
@@ -299,6 +315,7 @@ def test_session_without_heartbeat_ends(serve: Serve) -> None:
     api = serve(clock=lambda: now)
     lost, alive = api.session(), api.session()
     run, other = api.create_run(lost), api.create_run(alive)
+    adapter = weakref.ref(api.service._runs[run].adapter)
     save = {"model_id": run, "seq_id": 1}
     sampler = api.result(api.post("save_weights_for_sampler", **save, sampling_session_seq_id=0))["sampling_session_id"]
     now = UNRESPONSIVE_S - 1
@@ -306,8 +323,105 @@ def test_session_without_heartbeat_ends(serve: Serve) -> None:
     api.post("get_info", model_id=run)
     now = UNRESPONSIVE_S + 1
     asyncio.run(api.service.expire_sessions())
+    assert adapter() is None, "its memory is free"
     assert "has ended with its session" in api.post("get_info", 404, model_id=run)["detail"]
     sample = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}, "seq_id": 0}
     api.post("asample", 404, sampling_session_id=sampler, **sample)
     assert "no heartbeat" in api.post("session_heartbeat", 410, session_id=lost)["detail"]
     assert len(train(api, other, 1, 1)) == 1
+
+
+def test_disk_full_while_saving_leaves_nothing(api: Api) -> None:
+    run = api.create_run(api.session())
+    saved = {name: {"path": "one"} for name in ("save_weights", "save_weights_external", "save_weights_for_sampler")}
+    saved["save_weights_for_sampler"] = {"sampling_session_seq_id": 0}  # type: ignore[dict-item]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number, (route, fields) in enumerate(saved.items()):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        try:
+            error = api.result(api.post(route, model_id=run, seq_id=2 * number + 1, **fields))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "cannot be saved" in error["error"] and "Free space" in error["error"]
+        assert not list(api.service.store._directory.rglob("*one*")) + list(api.service.store._directory.rglob("*.tmp"))
+        assert "error" not in api.result(api.post(route, model_id=run, seq_id=2 * number + 2, **fields))
+        api.service.store.remove_checkpoints("tinker://")
+
+
+def test_users_list_copy_and_delete_their_checkpoints(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(time=lambda: now))
+    session = api.post("create_session", display_name="mine", user_metadata={"a": "b"})["session_id"]
+    run = api.create_run(session)
+    for number, fields in enumerate(({"path": "kept"}, {"path": "short", "ttl_seconds": 3600}), 1):
+        api.result(api.post("save_weights", model_id=run, seq_id=number, **fields))
+    weights = f"training_runs/{run}/checkpoints/weights"
+    assert api.get(f"training_runs/{run}")["last_checkpoint"]["checkpoint_id"] == "weights/short"
+    assert api.get("training_runs?limit=1")["cursor"] == {"limit": 1, "offset": 0, "total_count": 1}
+    assert api.get(f"sessions/{session}") | {"sampler_ids": []} == {
+        "training_run_ids": [run],
+        "sampler_ids": [],
+        "user_metadata": {"a": "b"},
+        "display_name": "mine",
+    }
+    body = {"source_path": f"tinker://{run}/weights/short"}
+    api.http.headers["X-Idempotency-Key"] = "same"  # the client sends the request twice
+    (copied,) = {api.post("copy_weights", **body)["tinker_path"] for _ in range(2)}
+    other = Api(api.service, api.http, api.service.store.key("other"))
+    assert other.get("checkpoints")["checkpoints"] == other.get("sessions")["sessions"] == []
+    foreign = {"session_id": other.session(), "model_seq_id": 0, "optimizer": True, "path": copied}
+    assert "there is no such checkpoint" in other.post("load_weights", 404, **foreign)["detail"]
+    assert "no such checkpoint" in other.delete(f"{weights}/kept", 404)["detail"]
+
+    now += 3601
+    api.service.remove_expired()
+    paths = [each["tinker_path"] for each in api.get("checkpoints")["checkpoints"]]
+    assert paths == [copied, f"tinker://{run}/weights/kept"]
+    assert api.post("weights_info", tinker_path=copied)["lora_rank"] == 8
+    loaded = api.post("load_weights", session_id=session, model_seq_id=1, path=copied, optimizer=True)
+    api.delete(f"{weights.replace(run, copied.split('/')[2])}/short")
+    assert "error" not in api.result(loaded), "it was accepted before the deletion"
+    api.service._worker.submit(int).result(10)
+    assert not api.service.store.file(copied).exists() and api.service.store.file(paths[1]).exists()
+    for url in ("downloads/x/y?expires=9999999999&signature=no", f"{weights}/kept/external_weights_urls"):
+        api.get(url, 403 if "signature" in url else 400)
+
+
+def test_deleted_checkpoint_stays_until_its_sampling_sessions_end(api: Api) -> None:
+    session = api.session()
+    run = api.create_run(session)
+    path = api.result(api.post("save_weights_for_sampler", model_id=run, seq_id=1, path="used"))["path"]
+    fields = {"session_id": session, "model_path": path}
+    sampler = api.post("create_sampling_session", sampling_session_seq_id=0, **fields)["sampling_session_id"]
+    api.delete(f"training_runs/{run}/checkpoints/sampler_weights/used")
+    assert api.get(f"training_runs/{run}/checkpoints")["checkpoints"] == []
+    api.post("create_sampling_session", 404, sampling_session_seq_id=1, **fields)
+    sample = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 0}
+    future = api.service.requests.future(api.post("asample", sampling_session_id=sampler, **sample)["request_id"])
+    assert isinstance(future.result(10), bytes)
+    again = api.result(api.post("save_weights_for_sampler", model_id=run, seq_id=2, path="used"))
+    assert "a deleted one that a sampling session still uses" in again["error"]
+    api.post(f"sessions/{session}/finish")
+    asyncio.run(api.service.expire_sessions())
+    api.service._worker.submit(int).result(10)
+    assert not api.service.store.file(path).exists()
+
+
+def test_expiry_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, end_session = 0.0, TinkerStore.end_session
+    api = serve(clock=lambda: now)
+    session = api.session()
+    now, failed = UNRESPONSIVE_S + 1, threading.Event()
+
+    def end(*values: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise sqlite3.OperationalError("database or disk is full")
+        end_session(*values)
+
+    monkeypatch.setattr(TinkerStore, "end_session", end)
+    monkeypatch.setattr("primeslurm.tinker.routes.EXPIRY_S", 0.01)
+    with api.http:
+        while session in api.service._heartbeats:
+            api.http.get("/api/v1/healthz")
+    assert failed.is_set()
