@@ -36,8 +36,9 @@ START_PER_ENGINE = 12
 FLOOR_PER_ENGINE = 2
 # Until the first rollout ends, each five minutes allow as many more, because rollouts then differ in age.
 FIRST_S = 300.0
-# The limit grows by 20 % in ten seconds, because the engines show the effect of a larger limit only after seconds.
-GROWTH, GROWTH_S = 1.2, 10.0
+# The limit grows by 20 % in ten seconds, because engines show the effect of a larger limit only after seconds, or
+# fourfold while it is below an eighth of what the cache holds.
+GROWTH, FAR_GROWTH, FAR, GROWTH_S = 1.2, 4.0, 8.0, 10.0
 # Below this use, the limit holds back no rollout, so there is no reason to raise it.
 USED_SHARE = 0.8
 
@@ -153,22 +154,23 @@ class RolloutModel:
         return max(seconds / 2, sum(age * number for age, number in ages) / inflight)
 
     @property
-    def lifetime(self) -> float:
-        """Return the mean duration of a rollout [s]."""
+    def lifetime(self) -> float:  # mean duration of a rollout [s]
         return self._sums["rollout_s"] / max(1e-9, self._sums["ended"] + self._done)
 
     @property
-    def first_limit(self) -> float:
-        """Return the limit per engine before any rollout has ended."""
+    def first_limit(self) -> float:  # per engine, before any rollout has ended
         return math.inf if self._ended else START_PER_ENGINE * max(1.0, self._elapsed / FIRST_S)
+
+    @property
+    def settled(self) -> float:  # 1: the rollouts in flight are of all ages
+        return min(1.0, self._ended / max(1.0, SETTLED * self._inflight))
 
     @property
     def bounds(self) -> tuple[float, float]:
         """Return how many rollouts per engine fill the cache by their running requests, and by all they hold."""
         sums = self._sums
         mean = max(1e-9, sums["kv_s"] / max(1e-9, sums["running_s"]))
-        settled = min(1.0, self._ended / max(1.0, SETTLED * self._inflight))
-        size = mean * settled + max(mean, self._soon) * (1 - settled)
+        size = mean * self.settled + max(mean, self._soon) * (1 - self.settled)
         usable = max(0.0, 1 - HEADROOM * math.sqrt(size))
         per_request = 1 + sums["tool_s"] / max(1e-9, sums["request_s"])
         between_turns_s = sums["tool_s"] / sums["answered"] if sums["answered"] >= 1 else 0.0
@@ -214,7 +216,8 @@ class ReplicaLimit:
             "prefill": look.without_queue(look.prefill_waiting, PREFILL_QUEUED) / self._engines,
         }
         lowest = min(bounds, key=lambda name: bounds[name])
-        bound, grown = bounds[lowest], self._per_engine * GROWTH ** min(1.0, look.seconds / GROWTH_S)
+        growth = FAR_GROWTH if FAR * self._per_engine < min(kv, cache) and model.settled == 1 else GROWTH
+        bound, grown = bounds[lowest], self._per_engine * growth ** min(1.0, look.seconds / GROWTH_S)
         if bound < self._per_engine:
             self._per_engine, self.limited_by = max(bound, FLOOR_PER_ENGINE), lowest
         elif self.speed < 1 or look.inflight < USED_SHARE * self.slots or not look.generated:

@@ -209,11 +209,8 @@ def _delta_nets_on_cpus(context: RuleContext) -> bool:
 
 
 def _speculative_delta_nets(context: RuleContext) -> str:
-    for _, settings in _drafters(context) if _delta_nets_on_cpus(context) else ():
-        extra = {name.replace("-", "_"): value for name, value in settings.vllm_extra.items()}
-        if extra.get("enable_prefix_caching", True):
-            return "to cache prefixes, vLLM copies the state of delta nets with Triton, which needs GPUs"
-    return ""
+    drafts = _delta_nets_on_cpus(context) and any(_drafters(context))
+    return when(drafts, "to cache prefixes, vLLM copies the state of delta nets with Triton, which needs GPUs")
 
 
 _EP = "inference.expert_parallel"
@@ -313,8 +310,8 @@ ENGINE_RULES = (
     Rule("speculative-async", "error", "inference.vllm_extra", "ngram does not work with async_scheduling",
          _speculative_async, "remove async_scheduling", "vLLM 0.32 config/vllm.py"),
     Rule("speculative-delta-nets", "error", "inference.speculative",
-         "On CPUs, models with delta nets draft only without prefix caching", _speculative_delta_nets,
-         "set inference.vllm_extra: {enable_prefix_caching: false}", "vLLM 0.32 v1/worker/mamba_utils.py"),
+         "On CPUs, engines with a prefix cache cannot draft for models with delta nets", _speculative_delta_nets,
+         "remove inference.speculative", "vLLM 0.32 v1/worker/mamba_utils.py"),
     Rule("delta-nets-dtype", "error", "model.dtype", "On CPUs, engines compute delta nets only in bfloat16",
          lambda c: when(_delta_nets_on_cpus(c) and c.recipe.model.dtype != "bfloat16",
                         f"model.dtype is {c.recipe.model.dtype}"),

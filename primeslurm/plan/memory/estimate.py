@@ -239,7 +239,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
         step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, tokens=most * length, length=length)
         for length in (recipe.seq_len, max(1, recipe.seq_len // TYPICAL))
     ]
-    return [*quantities, *(_step(time, how) for time, how in zip(times, _LENGTHS, strict=True))]
+    return [*quantities, *(_step(time, how) for time, how in zip(times, (LONGEST_STEP, TYPICAL_STEP), strict=True))]
 
 
 def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quantity:
@@ -253,7 +253,7 @@ def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quanti
 
 SAMPLED = "rollouts"
 LONGEST_STEP = "trainer step, sequences of seq_len"
-_LENGTHS = (LONGEST_STEP, "trainer step, of a quarter of that")
+TYPICAL_STEP = "trainer step, of a quarter of that"
 
 
 def _step(time: StepTime, name: str) -> Quantity:
@@ -271,7 +271,7 @@ def _rollouts(
     """Return the rate at which engines sample rollouts of a typical length, and what the bottleneck is."""
     request = next((each for each in requests if each.role in ("decode", "inference")), None)
     gpu = gpu_of(request.kind) if request and site.device == "cuda" else None
-    step = next((quantity for quantity in quantities if quantity.name == _LENGTHS[1]), None)
+    step = next((quantity for quantity in quantities if quantity.name == TYPICAL_STEP), None)
     if request is None or gpu is None or step is None or recipe.inference.model:
         return []
     role = ENGINE_ROLES[request.role]

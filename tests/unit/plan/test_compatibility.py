@@ -190,7 +190,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     ),
     "speculative-delta-nets": (
         (speculative("ngram"), "odd recurrent heads", CPU),
-        (on(speculative("ngram"), inference(vllm_extra={"enable-prefix-caching": False})), "odd recurrent heads", CPU),
+        (speculative("ngram"), "odd recurrent heads", GPU),
     ),
     "delta-nets-dtype": (
         ({"model": {"path": "m", "dtype": "float32"}}, "odd recurrent heads", CPU),

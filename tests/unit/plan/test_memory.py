@@ -495,18 +495,16 @@ def test_local_copies_on_disk_must_fit_it() -> None:
     assert not [text for text in found(in_memory, "Qwen/Qwen3-30B-A3B", disk_gib=1) if "checkpoint.local" in text]
 
 
-def test_stall_timeout_must_exceed_a_step_of_the_longest_rollouts() -> None:
-    """256 rows of 32k tokens take 2 min or more on 8 GPUs."""
+@pytest.mark.parametrize(("limit", "level"), [(10, "error"), (60, "warning"), (7200, "")])
+def test_stall_timeout_must_exceed_a_step(limit: int, level: str) -> None:
+    """256 rows of 32k tokens take 2 min or more on 8 GPUs, and rows of 8k tokens a quarter of a minute."""
     changes = {"seq_len": 32768, "model": {"path": "Qwen/Qwen3-30B-A3B", "dtype": "bfloat16"}}
-    changes |= {"orchestrator": {"batch_size": 256}, "trainer": {"parallelism": {"ep": 8}}}
+    changes |= {"orchestrator": {"batch_size": 256, "stall_timeout_s": limit}, "trainer": {"parallelism": {"ep": 8}}}
     h200 = site(nodes={"default": {"gres": "gpu:h200"}})
-    for limit, refused in ((60, True), (7200, False)):
-        data = recipe_data(**merge(changes, {"orchestrator": {"stall_timeout_s": limit}}))
-        findings = [f for f in reviewed(Recipe.model_validate(data), h200)[0] if "stall_timeout_s" in f.field]
-        assert [(f.level, f.value) for f in findings] == [("error", str(limit))] * refused
-        assert all(
-            "a step of 256 rollouts of seq_len takes" in f.text and "set it to at least" in f.fix for f in findings
-        )
+    findings, _ = reviewed(Recipe.model_validate(recipe_data(**changes)), h200)
+    stalls = [finding for finding in findings if "stall_timeout_s" in finding.field]
+    assert [(finding.level, finding.value) for finding in stalls] == [(level, str(limit))] * bool(level)
+    assert all("a step of 256 rollouts of" in f.text and "set it to at least" in f.fix for f in stalls)
 
 
 @pytest.mark.parametrize(("lead", "nodes", "warned"), [(120, 1, True), (300, 1, False), (120, 2, False)])
