@@ -133,9 +133,12 @@ class Preflight:
             "the clock": self._clock,
         }
         environments: list[PreflightCheck] = []
-        environment_check = threading.Thread(
-            target=lambda: environments.extend(_guarded("the environments", self._environments)), daemon=True
-        )
+
+        def check_environments() -> None:
+            environments.extend(_guarded("the environments", self._environments))
+            self.environments_fail = "; ".join(check.text for check in environments if check.level == "failed")
+
+        environment_check = threading.Thread(target=check_environments, daemon=True)
         environment_check.start()  # imports take seconds, so they run beside the other checks
         for doing, step in steps.items():
             self._doing = doing
@@ -246,7 +249,6 @@ class Preflight:
         if inputs is None:
             return []
         labels, problems = inputs.load_environments(self._plan.task, self._tmp)
-        self.environments_fail = "; ".join(problems)
         fix = "`primeslurm check` says the same where the nodes' Python is"
         return [PreflightCheck("environments", "failed", text, fix) for text in problems] or [
             PreflightCheck("environments", "ok", f"loaded: {', '.join(labels)}")

@@ -66,7 +66,8 @@ async def ask_model(endpoint: str, secret: str, body: dict[str, Any]) -> ModelRe
             response = await client.post(f"{endpoint}/chat/completions", json=body)
             return ModelReply(response.status_code, response.text)
     # A task of its own, because the server cancels the task of an unfinished request when the rollout ends.
-    answer = await asyncio.create_task(server.handle_request(_LocalRequest(secret, body), _DIALECT))
+    # The handler of the HTTP route, because it also lets the server free the answers that it keeps for retries.
+    answer = await asyncio.create_task(server._handler_for(_DIALECT)(_LocalRequest(secret, body)))
     return ModelReply(answer.status, answer.body.decode())
 
 
@@ -76,7 +77,7 @@ _DIALECT = ChatDialect()
 
 
 class _LocalRequest(dict[Any, Any]):
-    """The parts of aiohttp's request that `InterceptionServer.handle_request` uses."""
+    """The parts of aiohttp's request that the handlers of `InterceptionServer` use."""
 
     path = _DIALECT.routes[0]
 

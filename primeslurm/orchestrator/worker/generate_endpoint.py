@@ -195,7 +195,8 @@ class GenerateEndpoint:
             completion: Completion = await retrying(self._try, path, request, headers, routed_from, extra)
             return completion
         except _RETRIED as error:
-            text = str(error) if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
+            text = str(error) or f"no complete answer (request_timeout_s is {self._timeout_s})"
+            text = text if isinstance(error, UnavailableError) else f"{type(error).__name__}: {text}"
             raise NoAnswerError(f"{NO_ANSWER}: {self._where()}{path}: {text}") from error
 
     async def close(self) -> None:
@@ -258,7 +259,7 @@ class GenerateEndpoint:
 
 # Dynamo's frontend answers 404 while it has no worker.
 _NO_ENGINE = (*BUSY, httpx.codes.NOT_FOUND)
-_RETRIED = (aiohttp.ClientError, MovedError, UnavailableError)
+_RETRIED = (aiohttp.ClientError, TimeoutError, MovedError, UnavailableError)
 
 
 def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Completion:

@@ -28,12 +28,17 @@ class RouterSession:
     """Any number of concurrent requests to one router, with the run's secret and one connection each."""
 
     def __init__(self, timeout_s: float, largest: int = LARGEST_ANSWER) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=timeout_s)
+        # A limit of the whole request. `sock_read` bounds neither sending nor an answer with a damaged later chunk.
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_S)
         self._largest = largest
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, content: bytes, headers: Mapping[str, str]) -> RouterAnswer:
-        """Post a body. Raise aiohttp.ClientError if there is no answer, or if it is compressed or too long."""
+        """Post a body.
+
+        Raise aiohttp.ClientError if there is no answer, or if it is compressed or too long, and TimeoutError if it is
+        not complete in time.
+        """
         if self._session is None:  # it belongs to the event loop in which it is created
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),

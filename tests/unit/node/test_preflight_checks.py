@@ -328,6 +328,23 @@ def test_environments_are_loaded_where_workers_may_run(
     assert verdict(here) == (PreflightState.UNFIT, why) and here.environments_fail == why
 
 
+def test_environments_that_cannot_be_checked_fail_like_those_that_do_not_load(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("primeslurm.node.preflight.recipe_inputs.probe_environments", fails)
+    worker = plan.nodes[0].processes[0].model_copy(update={"role": "environment"})
+    nodes = (plan.nodes[0].model_copy(update={"processes": (worker,)}),)
+    write_json(Path(plan.run_dir) / "recipe.resolved.json", {"model": {"path": str(model_dir(tmp_path))}})
+    check = preflight(plan.model_copy(update={"nodes": nodes}), 0, tmp_path, clock_wait_s=0.2)
+    check.start()
+    wait_until(lambda: not check.checks_environments)
+    why = "the environments: OSError: [Errno 28] No space left on device"
+    assert check.verdict == (PreflightState.UNFIT, why) and check.environments_fail == why
+
+
 def test_a_check_that_takes_too_long_fails_the_node(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,27 @@ async def test_permanently_damaged_answers_raise_no_answer_error() -> None:
         await endpoint.close()
 
 
+@pytest.mark.parametrize("fault", ["a router that reads nothing", "a damaged chunk after the first"])
+async def test_request_without_complete_answer_ends(fault: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if fault == "a damaged chunk after the first":
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
+            await asyncio.sleep(0.1)  # aiohttp notices damage that comes with the headers
+            writer.write(b"ZZZ\r\n")
+        await asyncio.sleep(60)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    endpoint = GenerateEndpoint(lambda: url, 64, 0.6)
+    # Larger than the sockets' buffers, so a router that reads nothing stops the sending.
+    body = BODY | ({"filling": "x" * (32 << 20)} if fault == "a router that reads nothing" else {})
+    with pytest.raises(NoAnswerError, match=r"TimeoutError: no complete answer .*0\.6"):
+        await endpoint.generate(body, {})
+    await endpoint.close()
+    server.close()
+
+
 def bad(count: int = 1, *tasks: int) -> AnswerCounts:
     return AnswerCounts(0, count, [f"t{task}" for task in tasks], "NaN")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import verifiers.v1 as vf
 from transformers import PreTrainedTokenizerFast
+from verifiers.v1.interception import InterceptionServer, server
 
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import chat
@@ -132,6 +135,17 @@ async def test_harness_records_the_same_trace_with_and_without_http(
     clients: list[str] = []
     make = chat.internal_client
     monkeypatch.setattr(chat, "internal_client", lambda *words, **more: clients.append("") or make(*words, **more))
+    # Each look at this clock comes after the answers before it have expired.
+    clock = itertools.count(0, server.IDEMPOTENCY_CACHE_TTL_SECONDS)
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+    kept: list[int] = []
+    unregister = InterceptionServer.unregister
+
+    def note_kept(self: InterceptionServer, secret: str, state_secret: str) -> None:
+        kept.append(len(self.sessions[secret].idempotent_requests))
+        unregister(self, secret, state_secret)
+
+    monkeypatch.setattr(InterceptionServer, "unregister", note_kept)
     found = []
     for servers, over_http in ((chat.servers_in_process, 0), (WeakSet(), 2)):
         monkeypatch.setattr(chat, "servers_in_process", servers)
@@ -139,6 +153,7 @@ async def test_harness_records_the_same_trace_with_and_without_http(
             engine.version = 3
             found += await rollouts(engine, small_recipe(tokenizer, seq_len=seq_len), with_words(TwoTurns))
         assert len(clients) == over_http
+    assert kept == [0, 0], "expired answers are freed"
     local, http = found
     assert local.token_ids.tolist() == http.token_ids.tolist() and local.versions.tolist() == http.versions.tolist()
     (local_trace,), (http_trace,) = (_without_ids_and_times(episode) for episode in episodes)
