@@ -9,7 +9,7 @@ not see each other, so that a NaN stays with its client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from primeslurm.trainer.weights import model_directory, peft
 ALPHA = 32.0
 # Tokens that one forward pass computes, including padding. A longer sequence is computed alone.
 BATCH_TOKENS = 8192
+# Adapters of a shared pass times their largest padded rank. This bounds the memory of the stacks, which are float32.
+STACKED_RANKS = 512
 # The rank of stacks is a multiple of this: grouped products on GPUs need it, and so do recipes.
 _RANK_STEP = 8
 _OPTIMIZER = "optimizer."
@@ -190,9 +192,14 @@ class Backbone:
                         logprobs[owner] += _by_datum(part.detach().cpu().numpy(), data)
                 if loss.requires_grad:
                     loss.backward()
-            for index, each in enumerate(passes):
-                if each.backward:
-                    _add_gradients(each.adapter, stacks, index)
+            backward = [(index, each.adapter) for index, each in enumerate(passes) if each.backward]
+            # Copies can run out of memory. All are made before any gradient changes. Adding in place needs no memory.
+            gradients = [pair for index, adapter in backward for pair in _gradients(adapter, stacks, index)]
+            for parameter, gradient in gradients:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)
         finally:
             self.use([])  # frees the stacks
         return list(zip(logprobs, totals, strict=True))
@@ -206,7 +213,7 @@ class Backbone:
         for name, shape in self._shapes.items():
             holders = {i: each[name].detach() for i, each in enumerate(adapters) if name in each}
             if holders:
-                rank = -(-max(tensor.shape[-1] for tensor in holders.values()) // _RANK_STEP) * _RANK_STEP
+                rank = _padded_rank(tensor.shape[-1] for tensor in holders.values())
                 stack = torch.zeros(*shape[:-1], len(adapters), shape[-1], rank, device=self.policy.device)
                 for index, tensor in holders.items():
                     _own(stack, index, tensor).copy_(tensor).mul_(_scale(name, tensor))
@@ -283,8 +290,10 @@ class Backbone:
         return {name: self._tensor(np.concatenate(arrays)) for name, arrays in values.items()}
 
 
-def fit(lengths: Sequence[Sequence[int]]) -> bool:
-    """Return whether passes over sequences of these lengths fit one batch."""
+def fit(lengths: Sequence[Sequence[int]], ranks: Sequence[int]) -> bool:
+    """Return whether passes over sequences of these lengths, with adapters of these ranks, fit one batch."""
+    if len(ranks) * _padded_rank(ranks) > STACKED_RANKS:
+        return False
     longest = max((length for each in lengths for length in each), default=0)
     return longest * sum(len(_pack(each, longest)) for each in lengths) <= BATCH_TOKENS
 
@@ -311,6 +320,11 @@ def _pack(lengths: Sequence[int], room: int) -> list[slice]:
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(lengths)], strict=True)]
 
 
+def _padded_rank(ranks: Iterable[int]) -> int:
+    """Return the rank of a stack of adapters."""
+    return -(-max(ranks) // _RANK_STEP) * _RANK_STEP
+
+
 def _own(stack: torch.Tensor, index: int, parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter's part of a stack [..., adapters, size, rank]."""
     return stack.select(-3, index)[..., : parameter.shape[-1]]
@@ -330,12 +344,16 @@ def _scale(name: str, parameter: torch.Tensor) -> float:
     return ALPHA / parameter.shape[-1] if name.endswith(lora.B) else 1.0
 
 
-def _add_gradients(adapter: Adapter, stacks: Mapping[str, torch.Tensor], index: int) -> None:
+def _gradients(
+    adapter: Adapter, stacks: Mapping[str, torch.Tensor], index: int
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield the adapter's parameters, and what this pass adds to their gradients."""
     for name, parameter in adapter.parameters.items():
         gradient = stacks[name].grad
         assert gradient is not None
-        own = _own(gradient, index, parameter) * _scale(name, parameter)
-        parameter.grad = own if parameter.grad is None else parameter.grad + own
+        part = _own(gradient, index, parameter).mul_(_scale(name, parameter))
+        # A first gradient is a copy, because a view would keep the stack in memory.
+        yield parameter, part.clone() if parameter.grad is None else part
 
 
 def _in_mlp(name: str) -> bool:

@@ -148,7 +148,7 @@ class Service:
 
     def fits(self, works: Sequence[RunPass]) -> bool:
         """Return whether passes can share a batch. Longer ones are computed one by one."""
-        return fit([each.request.lengths for each in works])
+        return fit([each.request.lengths for each in works], [each.run.lora.rank for each in works])
 
     def execute(self, works: Sequence[RunPass]) -> list[Action]:
         """Compute passes of several runs together. Return actions that encode the results, or raise the errors."""

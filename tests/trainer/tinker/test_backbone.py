@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss
-from primeslurm.tinker.backbone import ALPHA, Adapter, Backbone, Pass
+from primeslurm.tinker.backbone import ALPHA, Adapter, Backbone, Pass, _scale, fit
 from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import AdamParams, Config, Datum, LoraConfig, RequestError
 from primeslurm.trainer.assembly.build import build
@@ -135,6 +135,34 @@ def test_gradients_of_several_passes_add_up(backbone: Backbone) -> None:
     score(backbone, together, data, "cross_entropy", {}, backward=True)
     for name, parameter in apart.parameters.items():
         torch.testing.assert_close(parameter.grad, together.parameters[name].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_failure_while_gradients_are_added_changes_none(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = [backbone.adapter(LoraConfig(rank=4, seed=number)) for number in range(2)]
+    parameters = [parameter for each in adapters for parameter in each.parameters.values()]
+
+    def out_of_memory(name: str, parameter: torch.Tensor) -> float:
+        if parameter is parameters[-1]:
+            raise torch.OutOfMemoryError
+        return _scale(name, parameter)
+
+    for step in range(2):  # the second pass adds to gradients
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        passes = [make_pass(each, number, step) for number, each in enumerate(adapters)]
+        with monkeypatch.context() as patch:
+            patch.setattr("primeslurm.tinker.backbone._scale", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                backbone.score(passes)
+        for parameter, gradient in zip(parameters, before, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+        backbone.score(passes)
+
+
+def test_passes_fit_by_tokens_and_ranks() -> None:
+    assert fit([[4096], [4096]], [8, 8]) and not fit([[4096], [4097]], [8, 8])
+    assert fit([[8]] * 64, [1] * 64) and not fit([[8]] * 65, [1] * 65)
+    assert fit([[8]] * 2, [256, 1]) and not fit([[8]] * 3, [256, 1, 1])
+    assert not fit([[8]] * 2, [257, 1])
 
 
 @pytest.mark.parametrize("trains", ["attn", "mlp"])

@@ -65,9 +65,13 @@ def expected_norm(api: Api, session: str) -> float:
     return norm
 
 
-@pytest.mark.parametrize("memory", [99, 3], ids=["enough_memory", "out_of_memory"])
+@pytest.mark.parametrize(
+    ("memory", "ranks", "expected"),
+    [(99, 512, [6]), (3, 512, [6, 2, 2, 2]), (99, 16, [4, 2])],
+    ids=["enough_memory", "out_of_memory", "large_rank"],
+)
 def test_waiting_passes_of_several_runs_are_computed_together(
-    api: Api, monkeypatch: pytest.MonkeyPatch, memory: int
+    api: Api, monkeypatch: pytest.MonkeyPatch, memory: int, ranks: int, expected: list[int]
 ) -> None:
     session, go, batches = api.session(), threading.Event(), list[int]()
     backbone = api.service._backbone
@@ -80,6 +84,7 @@ def test_waiting_passes_of_several_runs_are_computed_together(
         return logprobs(rows)
 
     monkeypatch.setattr(backbone, "logprobs", recorded)
+    monkeypatch.setattr("primeslurm.tinker.backbone.STACKED_RANKS", ranks)
     *runs, broken = [api.create_run(session, number, rank=4 + 4 * (number % 3)) for number in range(4)]
     api.service._worker.submit(go.wait, 10)
     sent = [api.send_pass(run, 1, make_data(number, 5, 9)) for number, run in enumerate(runs)]
@@ -89,7 +94,7 @@ def test_waiting_passes_of_several_runs_are_computed_together(
     losses = [api.result(each).metrics[0].value for each in sent]
     norms = [api.result(each)["metrics"]["grad_norm"] for each in updates]
     assert "loss_fn = dro" in api.result(wrong)["error"]
-    assert batches == ([6] if memory == 99 else [6, 2, 2, 2])
+    assert batches == expected
     for number, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
         run = api.create_run(session, 10 + number, rank=4 + 4 * number, seed=number)
         assert api.result(api.send_pass(run, 1, make_data(number, 5, 9))).metrics[0].value == pytest.approx(loss)
