@@ -91,14 +91,14 @@ SHAPES = {
     # transformers' defaults are GLM-4.5-Air's, DeepSeek-V3's, gpt-oss-120b's, MiniMax-M2's and GLM-5's. All layers have
     # experts, as all but 1 to 3 layers of the whole models do.
     "glm4_5_air": Shape(Glm4MoeConfig, {"first_k_dense_replace": 0, "head_dim": 128}, None),
-    # Fields of released configs that vLLM needs and transformers does not know: of DeepSeek-V3 two, of MiniMax-M2 one.
+    # Of DeepSeek-V3 and MiniMax-M2 with fields of released configs that vLLM needs and transformers does not know.
     "deepseek_v3": Shape(
         DeepseekV3Config,
         {"first_k_dense_replace": 0, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         None,
     ),
     "gpt_oss_120b": Shape(GptOssConfig, {}, None),
-    "minimax_m2": Shape(MiniMaxM2Config, {"rotary_dim": 64}, None),
+    "minimax_m2": Shape(MiniMaxM2Config, {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True}, None),
     "glm5": Shape(GlmMoeDsaConfig, {"first_k_dense_replace": 0}, None),
     # Qwen3.5-35B-A3B: three of four layers are gated delta nets.
     "qwen3_5": Shape(
