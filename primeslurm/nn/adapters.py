@@ -68,7 +68,7 @@ class DraftFormat:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors of the model, with the names under which the draft layer repeats them."""
     sees_first_embedding: bool = False
-    """Whether the layer sees an embedding at the first position of a sequence. DeepSeek's sees zeros."""
+    """The layer sees an embedding at the first position of a sequence. DeepSeek's sees zeros."""
 
 
 class TableAdapter(MoEStateDictAdapter):

@@ -291,7 +291,7 @@ class Backbone:
 
 
 def fit(lengths: Sequence[Sequence[int]], ranks: Sequence[int]) -> bool:
-    """Return whether passes over sequences of these lengths, with adapters of these ranks, fit one batch."""
+    """Return whether one batch has room for passes with the given lengths of sequences and ranks of adapters."""
     if len(ranks) * _padded_rank(ranks) > STACKED_RANKS:
         return False
     longest = max((length for each in lengths for length in each), default=0)

@@ -34,7 +34,7 @@ CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 def add_checkpoint_routes(api: APIRouter, public: APIRouter, service: Service) -> None:
-    """Add the routes. Users see only what is theirs. The routes of `public` need no API key."""
+    """Add the routes. Users see only their own checkpoints. The routes of `public` need no API key."""
     store = service.store
 
     async def owned(run: str, kind: str, name: str, user: User) -> str:

@@ -175,7 +175,7 @@ class Service:
         except Exception as error:
             if len(passes) == 1:
                 return [error]
-        # One pass failed, and must not stop the others. The error is gone here, and with it the memory that it held.
+        # One pass failed, and must not stop the others. The memory that the error held is free here.
         return [self._score([each])[0] for each in passes]
 
     async def optim_step(self, request: OptimStep) -> Answer:

@@ -19,7 +19,7 @@ from primeslurm.tinker.requests import LoraConfig, RequestError
 FILE = "tinker.sqlite"
 SCHEME = "tinker://"
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
-# Clients' names of these kinds.
+# Names that clients give to kinds of checkpoints
 KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 # Checkpoints that only one sampling session uses. They are removed with their session, and are in no list.
 EPHEMERAL = f"{SCHEME}sampling/"
@@ -181,7 +181,7 @@ class TinkerStore:
         self._db.execute(query, (path, run, now, None if ttl is None else now + ttl, _json(metadata)))
 
     def has_checkpoint(self, path: str) -> bool:
-        """Whether there is a checkpoint, even if it has expired and is only kept for its users."""
+        """Return whether there is a checkpoint, even if it has expired and is only kept for its users."""
         return self._db.execute("SELECT 1 FROM checkpoints WHERE path = ?", (path,)).fetchone() is not None
 
     def checkpoint(self, path: str, user: str, expired: bool = False) -> SavedAdapter:

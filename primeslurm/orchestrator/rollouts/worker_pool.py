@@ -70,7 +70,7 @@ class RolloutEnded(NamedTuple):
 
 
 class JobLost(NamedTuple):
-    """The worker of a job is gone, so the job will not end."""
+    """The worker of a job has ended, so the job will not end."""
 
     job: str
 

@@ -72,7 +72,7 @@ class DamagedAnswers:
         self._judged_at: dict[str, float] = {}
 
     def add(self, reports: Mapping[str, AnswerCounts], engines: Collection[str]) -> list[BadEngine]:
-        """Add a worker's report. Return the engines that are bad now. Their answers so far no longer count."""
+        """Add a worker's report. Return the engines that are bad now. Their answers so far are not counted."""
         now = self._clock()
         reports = {name: each for name, each in reports.items() if now - self._judged_at.get(name, -inf) > SETTLE_S}
         for name, answers in reports.items():

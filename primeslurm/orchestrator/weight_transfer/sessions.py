@@ -80,7 +80,7 @@ class TransferSessions:
                 self._waiting.remove(waiting)
 
     async def look_again(self) -> None:
-        """Answer a waiting trainer if there is an answer now, because an engine wants the policy, or no longer does."""
+        """Answer a waiting trainer if there is an answer now. Call this after a change of the engines' wishes."""
         async with self._changed:
             self._changed.notify_all()
 

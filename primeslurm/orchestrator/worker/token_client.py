@@ -232,7 +232,7 @@ def _empty_list() -> list[Any]:
     return []
 
 
-# Python parses the signature of a built-in type anew each time, and pydantic asks for it for each new message.
+# pydantic reads the signature of a built-in type for each new message, and Python parses it each time.
 _empty_list.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
 
 

@@ -2,7 +2,7 @@
 
 A step is the sum of its parts, each of them operations or bytes divided by a rate. Constants marked "fitted" were
 fitted together to the recorded steps on one and two GPUs, so that none of them means much alone.
-`benchmarks/step_times.py` compares all recorded steps; docs/explanation/planning.md says what was never measured.
+`benchmarks/step_times.py` compares all recorded steps; docs/explanation/planning.md lists missing measurements.
 """
 
 from __future__ import annotations

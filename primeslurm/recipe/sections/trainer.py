@@ -251,8 +251,8 @@ class Trainer(Section):
 
     def joined_rows(self, seq_len: int) -> int:
         """Return the number of rows of `seq_len` tokens that are joined to one row, which is a micro batch."""
-        # One long row has less padding than stacked rows, and a small model's micro batch takes the same time whatever
-        # is in it. Layers are then compiled for any length. Other layers may compute more in longer rows. Rows that
+        # One long row has less padding than stacked rows, and a small model's micro batch takes the same time with any
+        # content. Layers are then compiled for any length. Other layers may compute more in longer rows. Rows that
         # several ranks share are long already.
         return self.rows_at_once(seq_len) if self.compile and self.parallelism.cp == 1 else 1
 

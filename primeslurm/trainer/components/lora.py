@@ -44,7 +44,7 @@ class RowOwners:
     """Index of each row's adapter [rows], ascending. None: there is only one adapter."""
     adapters: int = 1
     even: bool = True
-    """Whether all adapters have the same number of rows."""
+    """True if all adapters have the same number of rows."""
 
 
 @dataclass(frozen=True)

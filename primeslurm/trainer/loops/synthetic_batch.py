@@ -16,7 +16,7 @@ DOCUMENTS = 4  # per row
 
 def synthetic_batch(recipe: Recipe, policy: PolicyModel) -> Batch:
     """Return one micro batch of whole rows for this rank, the same on every rank but for the rank's numbers."""
-    # As many rows as a batch can have if each rollout fills one. Compiled layers treat another number as a new shape.
+    # A batch cannot have more rows than rollouts. Compiled layers treat another number as a new shape.
     length, rollouts = recipe.seq_len, -(-recipe.orchestrator.batch_size // policy.dp_world)
     count, joined = min(recipe.trainer.rows_at_once(length), rollouts), recipe.trainer.joined_rows(length) > 1
     if joined:

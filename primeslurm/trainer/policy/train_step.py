@@ -139,7 +139,7 @@ class TrainStep:
 
     @property
     def compiles(self) -> bool:
-        """Whether the first step takes long, because layers or kernels are compiled for it."""
+        """True if layers or kernels are compiled for the first step, which then takes long."""
         return self.policy.compiled or self._world.device.type == "cuda"
 
     def warm_up(self, batch: Batch) -> None:
