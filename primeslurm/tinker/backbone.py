@@ -276,11 +276,18 @@ class Backbone:
         """Write an adapter in PEFT format. On return it is on disk."""
         own = {name: parameter.detach() for name, parameter in adapter.parameters.items()}
         tensors = peft.tensors(self.policy, torch.float32, own)
+        partial = directory.with_name(f"{directory.name}.tmp")
         durable.make_directory(directory.parent)
-        durable.make_anew(directory)
-        rank = next(iter(own.values())).shape[-1]
-        peft.write(directory, tensors, rank, ALPHA, Path(self.limits.model))
-        durable.sync_tree(directory)
+        try:
+            durable.make_anew(partial)
+            rank = next(iter(own.values())).shape[-1]
+            peft.write(partial, tensors, rank, ALPHA, Path(self.limits.model))
+            durable.sync_tree(partial)
+        except BaseException:
+            files.remove_tree(partial)
+            raise
+        files.remove_tree(directory)  # an earlier adapter of this name, which remained until now
+        durable.rename(partial, directory)
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.policy.device)

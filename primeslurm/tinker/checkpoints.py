@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import json
@@ -90,11 +89,19 @@ def add_checkpoint_routes(api: APIRouter, public: APIRouter, service: Service) -
         session = hashlib.sha256(f"{user} {key}".encode()).hexdigest()[:16]
         run, (_, kind, name) = f"{session}:train:0", request.source_path.removeprefix(SCHEME).split("/")
         path = f"{SCHEME}{run}/{kind}/{name}"
+
+        def copy_files() -> None:
+            try:
+                for file in store.files(request.source_path):
+                    target = store.file(path) / file.name if files.is_dir(source.file) else store.file(path)
+                    durable.make_directory(target.parent)
+                    durable.write(target, files.read_bytes(file))
+            except OSError:
+                store.remove_files(path)
+                raise
+
         if not store.has_checkpoint(path):
-            for file in store.files(request.source_path):
-                target = store.file(path) / file.name if files.is_dir(source.file) else store.file(path)
-                await asyncio.to_thread(durable.make_directory, target.parent)
-                await asyncio.to_thread(durable.write, target, files.read_bytes(file))
+            await service.on_worker(copy_files)  # where checkpoints are written and removed
             if not store.has_run(run):
                 store.add_session(user, name=f"copy of {request.source_path}", session=session)
                 store.end_session(session, "it holds only a copy")

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from primeslurm.tinker.checkpoints import add_checkpoint_routes
 from primeslurm.tinker.requests import RequestError
-from primeslurm.tinker.service import Answer, BodyField, Service
+from primeslurm.tinker.service import USER, Answer, BodyField, Service
 
 log = logging.getLogger(__name__)
 # A client waits this long for a result before it asks again [s]. Clients give up after 45 s.
@@ -32,6 +32,7 @@ def application(service: Service, users: Mapping[str, str], poll_s: float = POLL
         for key, user in users.items():
             if secrets.compare_digest(x_api_key.encode(), key.encode()):
                 request.state.user = user
+                USER.set(user)
                 return
         why = "is no key of this service; set TINKER_API_KEY to the key that `primeslurm tinker serve` printed"
         raise RequestError("X-API-Key", "", why, 401)
@@ -82,10 +83,12 @@ def application(service: Service, users: Mapping[str, str], poll_s: float = POLL
 
     @api.post("/sessions/{session}/finish")
     async def finish(session: str) -> Answer:
+        service.check_owner(session)
         return await service.end_session(session, "finished by its client")
 
     @api.post("/retrieve_future")
     async def retrieve_future(request_id: BodyField) -> Response:
+        service.check_owner(request_id)
         future = service.requests.future(request_id)
         try:
             done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=poll_s)

@@ -8,11 +8,13 @@ would never send the others.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -40,6 +42,9 @@ from primeslurm.tinker.wire import PassRequest, pass_output, sample_output
 
 # A session without a heartbeat for this long has ended [s]. Clients send one every 10 s.
 UNRESPONSIVE_S = 900.0
+
+USER: ContextVar[str] = ContextVar("user")
+"""User whose HTTP request is answered."""
 
 Answer = dict[str, object]
 BodyField = Annotated[str, Body(embed=True)]
@@ -85,6 +90,8 @@ class Service:
         """Checkpoint of each sampling session. None: the base model."""
         self._heartbeats: dict[str, float] = {}
         """Time of the last heartbeat of each live session."""
+        self._owners: dict[str, str] = {}
+        """User of each session that was named in a request."""
         store.remove_checkpoints(EPHEMERAL)
 
     def close(self) -> None:
@@ -114,6 +121,18 @@ class Service:
     def remove_expired(self) -> None:
         """Remove expired checkpoints that no sampling session uses, after the loads that were accepted before."""
         self._worker.submit(lambda: self.store.remove_expired(set(self._samplers.values())))
+
+    async def on_worker(self, action: Callable[[], None]) -> None:
+        """Do `action` after the model work that was accepted before."""
+        await asyncio.wrap_future(self._worker.submit(action))
+
+    def check_owner(self, name: str) -> None:
+        """Raise RequestError if a session belongs to another user. `name`: of the session or of what it created."""
+        session = name.partition(":")[0]
+        if session not in self._owners and (owner := self.store.owner(session)) is not None:
+            self._owners[session] = owner
+        if self._owners.get(session) not in (None, USER.get(None)):
+            raise RequestError("session_id", session, "is unknown", 404)  # as if there were none
 
     def samplers(self, session: str) -> list[str]:
         """Return the sampling sessions of a live session."""
@@ -244,12 +263,15 @@ class Service:
             return self._submit(run, request.seq_id, partial(self._load, run, request))
         if request.session_id is None or request.model_seq_id is None:
             raise RequestError("session_id", "", "is missing: name session_id and model_seq_id, or model_id and seq_id")
+        self._check_session(request.session_id)
         lora = self._checkpoint(request.path, request.session_id).lora
         return self._add_run(request, request.session_id, request.model_seq_id, lora)
 
     def _checkpoint(self, path: str, session: str, expired: bool = False) -> SavedAdapter:
         """Return a checkpoint. Raise RequestError if the session's user has none that this service's model can use."""
         checkpoint = self.store.checkpoint(path, self.store.check_session(session), expired)
+        if f"/{EXTERNAL}/" in path:
+            raise RequestError("path", path, "is in PEFT format, to be downloaded. Name a checkpoint of another kind")
         requests.check_base_model(checkpoint.model, self.limits)
         requests.check_lora(checkpoint.lora, self.limits)
         return checkpoint
@@ -324,6 +346,7 @@ class Service:
         return {"request_id": request_id, "model_id": run.id}
 
     def _run(self, model_id: str) -> TrainingRun:
+        self.check_owner(model_id)
         if model_id in self._runs:
             return self._runs[model_id]
         why = "is unknown"
@@ -332,6 +355,7 @@ class Service:
         raise RequestError("model_id", model_id, why, 404)
 
     def _sampler_path(self, session: str) -> str | None:
+        self.check_owner(session)
         if session not in self._samplers:
             why = "is unknown, or has ended with its session or the service"
             raise RequestError("sampling_session_id", session, why, 404)
@@ -343,6 +367,7 @@ class Service:
             raise RequestError("session_id", session, "has ended")
 
     def _check_session(self, session: str) -> None:
+        self.check_owner(session)
         self.store.check_session(session)
         self._heartbeats.setdefault(session, self._clock())  # it may be from before a restart
 

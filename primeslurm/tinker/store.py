@@ -119,6 +119,11 @@ class TinkerStore:
     def end_session(self, session: str, reason: str) -> None:
         self._db.execute("UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL", (reason, session))
 
+    def owner(self, session: str) -> str | None:
+        """Return the user of a session, even if it has ended. None: it is unknown."""
+        row = self._db.execute("SELECT user FROM sessions WHERE id = ?", (session,)).fetchone()
+        return row[0] if row else None
+
     def check_session(self, session: str) -> str:
         """Return the user of a session. Raises RequestError if it is unknown or has ended."""
         row = self._db.execute("SELECT ended, user FROM sessions WHERE id = ?", (session,)).fetchone()
@@ -242,8 +247,8 @@ class TinkerStore:
             self._remove(path)
 
     def _remove(self, path: str) -> None:
+        self.remove_files(path)  # first: if it fails, the record remains, and a later call removes both
         self._db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
-        self.remove_files(path)
 
     def remove_files(self, path: str) -> None:
         """Remove the files of a checkpoint that is not recorded."""

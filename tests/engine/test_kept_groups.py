@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion, Step
+from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
@@ -79,7 +80,9 @@ async def test_group_is_kept_until_an_engine_is_killed(
     async def update(version: int, groups: int) -> list[Step | BaseException]:
         train(policy, targets[version], world)
         applying = asyncio.create_task(exchange.apply(version))
-        published = await asyncio.to_thread(transfer.transfer, version)
+        events: list[WeightsPublished] = []
+        await asyncio.to_thread(transfer.transfer, version, events.append)
+        (published,) = events
         assert (published.version, published.groups) == (version, groups)
         return await applying
 

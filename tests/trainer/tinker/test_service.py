@@ -344,12 +344,21 @@ def test_disk_full_while_saving_leaves_nothing(api: Api) -> None:
     for number, (route, fields) in enumerate(saved.items()):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
         try:
-            error = api.result(api.post(route, model_id=run, seq_id=2 * number + 1, **fields))
+            error = api.result(api.post(route, model_id=run, seq_id=3 * number + 1, **fields))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "cannot be saved" in error["error"] and "Free space" in error["error"]
         assert not list(api.service.store._directory.rglob("*one*")) + list(api.service.store._directory.rglob("*.tmp"))
-        assert "error" not in api.result(api.post(route, model_id=run, seq_id=2 * number + 2, **fields))
+        saved_as = api.result(api.post(route, model_id=run, seq_id=3 * number + 2, **fields))
+        path = saved_as.get("path") or f"{store_module.EPHEMERAL}{saved_as['sampling_session_id']}"
+        before = [file.read_bytes() for file in api.service.store.files(path)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        try:
+            again = api.result(api.post(route, model_id=run, seq_id=3 * number + 3, overwrite=True, **fields))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "cannot be saved" in again["error"]
+        assert [file.read_bytes() for file in api.service.store.files(path)] == before, "the earlier one remains"
         api.service.store.remove_checkpoints("tinker://")
 
 
@@ -377,6 +386,15 @@ def test_users_list_copy_and_delete_their_checkpoints(api: Api, monkeypatch: pyt
     foreign = {"session_id": other.session(), "model_seq_id": 0, "optimizer": True, "path": copied}
     assert "there is no such checkpoint" in other.post("load_weights", 404, **foreign)["detail"]
     assert "no such checkpoint" in other.delete(f"{weights}/kept", 404)["detail"]
+    # The path of a checkpoint shows the session, which is no secret.
+    mine = {"session_id": session, "model_path": f"tinker://{run}/weights/kept", "sampling_session_seq_id": 5}
+    other.post("create_sampling_session", 404, **mine)
+    other.post("load_weights", 404, session_id=session, model_seq_id=7, path=copied, optimizer=True)
+    other.post("save_weights", 404, model_id=run, seq_id=3, path="theirs")
+    other.post("retrieve_future", 404, request_id=f"{run}:1")
+    other.post("session_heartbeat", 404, session_id=session)
+    other.post(f"sessions/{session}/finish", 404)
+    api.post("session_heartbeat", session_id=session)
 
     now += 3601
     api.service.remove_expired()
