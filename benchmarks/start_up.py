@@ -36,7 +36,7 @@ BASE = [sys.executable, "-c", "import typer, pydantic, yaml, jinja2"]
 COMMANDS = {"--help": ["--help"], "check": ["check", *RECIPE], "render": ["render", *RECIPE], "plan": ["plan", *RECIPE]}
 GOALS = {"--help": 2.0, "check": 3.0, "render": 3.0}
 ENGINES = ("engine-", "prefill-", "decode-")
-# vLLM's messages, and what has just ended then
+# vLLM's messages, and the part of the start that each one ends
 ENGINE_MESSAGES = {
     "Resolved architecture": "model class inspected",
     "Initializing a V1 LLM engine": "engine core imported",
@@ -165,7 +165,7 @@ def engine_marks(attempt: Attempt, started: Mark) -> Iterator[Mark]:
 
 def table(of: list[Mark]) -> str:
     """Return a Markdown table: time since the first mark, and since the mark before of the same process [s]."""
-    lines = ["| s | process | what has ended | s since its mark before |", "| --- | --- | --- | --- |"]
+    lines = ["| s | process | end of a part | s since its mark before |", "| --- | --- | --- | --- |"]
     before: dict[str, float] = {}
     for at, process, text in of:
         begin = of[0].time

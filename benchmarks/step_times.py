@@ -71,7 +71,7 @@ def _cases() -> Iterator[dict[str, Any]]:
 
 
 def _completed(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the options that did not exist when it was written."""
+    """Return a record with values for options that are newer than it."""
     from benchmarks.training_speed import arguments
 
     return vars(arguments(["--shape", record["shape"]])) | record

@@ -91,7 +91,7 @@ SHAPES = {
     # transformers' defaults are GLM-4.5-Air's, DeepSeek-V3's, gpt-oss-120b's, MiniMax-M2's and GLM-5's. All layers have
     # experts, as all but 1 to 3 layers of the whole models do.
     "glm4_5_air": Shape(Glm4MoeConfig, {"first_k_dense_replace": 0, "head_dim": 128}, None),
-    # Of DeepSeek-V3 and MiniMax-M2 with fields of released configs that vLLM needs and transformers does not know.
+    # DeepSeek-V3 and MiniMax-M2 have fields of released configs that vLLM needs and transformers does not know.
     "deepseek_v3": Shape(
         DeepseekV3Config,
         {"first_k_dense_replace": 0, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},

@@ -153,7 +153,7 @@ def _add_downloads(api: APIRouter, public: APIRouter, service: Service, owned: C
             raise RequestError("signature", "", "is wrong or has expired; ask for new download URLs", 403)
         found = [each for each in service.store.files(SCHEME + path) if each.name == file and files.exists(each)]
         if not found:
-            raise RequestError("file", file, "is gone, because its checkpoint was deleted or has expired", 404)
+            raise RequestError("file", file, "is missing, because its checkpoint was deleted or has expired", 404)
         return FileResponse(found[0])
 
 

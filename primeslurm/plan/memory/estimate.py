@@ -285,10 +285,8 @@ def _rollouts(
     rate = engines * at_once / decode_seconds(shape, layout, gpu, at_once, context)
     share = rate * step.value / (recipe.orchestrator.batch_size * length)
     limit = f"they are the bottleneck if they sample more than {share:.0%} of a rollout's tokens"
-    how = (
-        f"{engines} engines with {at_once:.0f} rollouts of {units.tokens(length)} tokens each, never measured for this "
-    )
-    how += f"model; {limit if share < 1 else 'the trainer is the bottleneck'}"
+    how = f"{engines} engines with {at_once:.0f} rollouts of {units.tokens(length)} tokens each, never measured for "
+    how += f"this model; {limit if share < 1 else 'the trainer is the bottleneck'}"
     return [Quantity(name=SAMPLED, value=round(rate, -2), unit="tokens/s", how=how)]
 
 

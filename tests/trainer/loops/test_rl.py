@@ -45,7 +45,7 @@ class FakeOrchestrator:
         self.requests: list[Request] = []
         self.refuse_save = False
         self.on_policy = False
-        """Whether a batch needs rollouts of the newest policy."""
+        """True if a batch needs rollouts of the newest policy."""
         self.transfer_at: int | None = None
         """Step before which engines request the current policy again."""
         self._loop = asyncio.new_event_loop()

@@ -247,7 +247,7 @@ async def test_parts_of_an_update_are_those_of_the_slowest_engine(
         await loop.want(PolicyVersion(2, "/v2"))
         await wait_until_async(lambda: loop.update_metrics().get("policy/update_pause_seconds") == 8.0)
         await wait_until_async(lambda: loop.pool.wanting() == 0)
-    assert left[-1] == 0, "a trainer that waits for the last engine is told"
+    assert left[-1] == 0, "a trainer that waits for the last engine gets its answer"
     expected = {"wait": 7.0, "load": 7.0, "pause": 8.0}
     assert loop.update_metrics() == {f"policy/update_{name}_seconds": value for name, value in expected.items()}
 
