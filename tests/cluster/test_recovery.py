@@ -25,7 +25,7 @@ from primeslurm.plan.model import HetGroup, JobOptions, Node, Plan, Process, Rep
 from primeslurm.plan.supervision import Health
 from primeslurm.recipe.site import Site
 from primeslurm.records.attempt import JobRecord
-from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, NodesAssigned, PreflightDone
+from primeslurm.records.events.nodes import AddressesPublished, LaunchedAgain, NodeLost, NodesAssigned, PreflightDone
 from primeslurm.records.fleet import AgentReport
 from primeslurm.records.record import Event
 from primeslurm.run.bad_nodes import BadNodeLedger, excluded
@@ -136,6 +136,21 @@ class Job:
     def node_of(self, index: int) -> str:
         return self.attempt.assignment().agents[index].name
 
+    def wait_for_move(self, index: int, node: str) -> None:
+        """Wait until the head has replaced a node and published addresses and states that follow from it.
+
+        The head writes the assignment first. Until it writes `fleet.json` again, the lost processes are HEALTHY there.
+        """
+        self.wait(lambda: self.node_of(index) == node)
+        generation = self.attempt.assignment().generation
+
+        def published() -> bool:
+            times = [event.time for event in self.events(AddressesPublished) if event.generation >= generation]
+            fleet = self.attempt.fleet()
+            return bool(times) and fleet is not None and fleet.time >= times[0]
+
+        self.wait(published)
+
     def heartbeat(self, index: int) -> AgentReport:
         report = self.attempt.heartbeat(index, self.attempt.assignment())
         assert report is not None
@@ -195,12 +210,13 @@ def test_run_survives_two_lost_nodes(cluster: Cluster, start: Callable[..., Job]
 
     first, spare = job.node_of(1), next(iter(job.events(NodesAssigned)[0].spares))
     kill_node(cluster, first)
-    job.wait(lambda: job.node_of(1) == spare)
+    job.wait_for_move(1, spare)
     job.wait_for(*everything)
     address = job.plan.addresses[spare]
     assert read_json(job.attempt.addresses_file)["hosts"]["engine-r0-0"] == address
-    log = (job.attempt.path / "logs/router/router-0.log").read_text().splitlines()
-    assert f" {address}:" in log[-1], "the router was not told where its engine is now"
+    log = job.attempt.path / "logs/router/router-0.log"
+    job.wait(lambda: f" {address}:" in log.read_text().splitlines()[-1])  # the router was told where its engine is
+    job.wait_for(*everything)
 
     second = job.node_of(2)
     kill_node(cluster, second)
