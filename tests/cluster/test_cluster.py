@@ -121,7 +121,7 @@ def test_failed_daemon_start_reports_its_log(cluster: Cluster, tmp_path: Path, m
     with pytest.raises(ClusterError, match=r"slurmctld.*\n(.*\n)*.*Address already in use"):
         up(ClusterSpec("other", directory, tmp_path / "runs", nodes=1))
     assert not directory.exists()
-    assert processes_naming(directory) == []
+    wait_until(lambda: not processes_naming(directory))  # slurmctld's child ends after it
     assert cluster.status().up
 
 
@@ -133,17 +133,17 @@ def test_two_clusters_are_independent(cluster: Cluster, tmp_path: Path) -> None:
     second, _ = up(spec)
     assert second.place != cluster.place
     assert set(second.client.partitions()) == {"gpu", "urgent", "cpu"}
-    escape = "setsid sleep 1000 & trap '' TERM; while true; do sleep 1; done"
+    escape = "setsid sleep 1000 & trap '' TERM; sleep 2000"
     environment = {"SLURM_CONF": str(spec.slurm_conf), "PATH": "/usr/bin:/bin"}
     argv = ["sbatch", "--nodes=2", "--output=/dev/null", f"--wrap=srun bash -c '{escape.replace(chr(39), chr(34))}'"]
     subprocess.run(argv, env=environment, check=True)
-    wait_until(lambda: len(job_processes(spec.slurm_conf)) >= 6)
+    wait_until(lambda: sum(r"b'sleep\x001000" in line for line in processes_naming(spec.slurm_conf)) == 2)
     jobs = [Path("/proc", str(process.pid)) for process in job_processes(spec.slurm_conf)]
     personalities = {int((job / "personality").read_text(), 16) for job in jobs}
     Cluster.load(directory).down()
     assert personalities == {NO_RANDOM_ADDRESSES if spec.merge_pages else 0}
     assert not directory.exists()
     assert list(tmp_path.iterdir()) == []
-    assert processes_naming(directory) == []
+    wait_until(lambda: not processes_naming(directory))
     assert cluster.status().up
     assert not SlurmClient(str(spec.slurm_conf)).ping()

@@ -28,10 +28,10 @@ from primeslurm.testbed.embedded_slurm.daemons import OsProcess, end, job_proces
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _STATE = "cluster.json"
 _LOCK = Path("/run/primeslurm-cluster-up.lock")
-_START_TIMEOUT_S = 60.0
-_IDLE_TIMEOUT_S = 120.0
+# Long, because a machine that is busy with other clusters may be slow. An ended daemon is noticed at once.
+_START_TIMEOUT_S = 300.0
 # A daemon writes its pid file right after it has detached, and removes the file if it fails later.
-_PID_FILE_TIMEOUT_S = 10.0
+_PID_FILE_TIMEOUT_S = 60.0
 # Slurm's KillWait of 30 s, in which trainers write a last checkpoint, plus a margin.
 _CANCEL_WAIT_S = 33.0
 
@@ -212,7 +212,7 @@ class Cluster:
             self._start(name, argv, directory / "pid" / name, directory / "log" / f"{name}.log")
 
     def _wait_for_nodes(self) -> None:
-        self._wait(self._all_idle, _IDLE_TIMEOUT_S, "not all nodes became idle")
+        self._wait(self._all_idle, _START_TIMEOUT_S, "not all nodes became idle")
 
     def _all_idle(self) -> bool:
         with contextlib.suppress(ClusterError):
@@ -305,7 +305,7 @@ def _start_lock() -> Iterator[None]:
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise ClusterError("another cluster has been starting for a minute") from error
+                    raise ClusterError(f"another cluster has been starting for {_START_TIMEOUT_S:.0f} s") from error
                 time.sleep(0.1)
         yield
 
