@@ -63,7 +63,7 @@ class HealthProbe:
             ready = status == 200
             healthy = ready if path == "/health" else ready and self._ask("/health") == 200
             if not self._stop.is_set():
-                self.ready, self.healthy = ready, healthy
+                self.healthy, self.ready = healthy, ready  # in this order: a ready server has been asked
             self._stop.wait(max(0.0, PERIOD_S - (time.monotonic() - started)))
 
     def _ask(self, path: str) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from primeslurm.base.files import read_json
+from primeslurm.base.files import read_json, write_atomic
 from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
 from primeslurm.node.head.exporter import TARGETS_FILE, TOKEN_FILE
 from primeslurm.node.head.head import Head, HeadTimings
@@ -39,6 +39,7 @@ from tests.support.plans import SERVER, plan_of, process, python
 from tests.support.waiting import wait_until
 
 E = TypeVar("E", bound=Event)
+T = TypeVar("T")
 IGNORES_TERM = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
 # A trainer that checkpoints on SIGUSR1 and exits as trainers do.
 TRAINER = python(
@@ -79,8 +80,8 @@ class Running:
         heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
 
-    def wait(self, condition: Callable[[], object]) -> None:
-        wait_until(condition, poll_s=0.05)
+    def wait(self, condition: Callable[[], T | None]) -> T:
+        return wait_until(condition, poll_s=0.05)
 
     def wait_state(self, name: str, state: str) -> ProcessReport:
         self.wait(lambda: self.report(name).state == state)
@@ -212,16 +213,17 @@ def test_shared_memory_of_a_killed_engine_is_freed(start: Callable[..., Running]
         "if os.fork(): time.sleep(600)\n"  # The engine. Its worker maps the memory.
         "file = open(f'{sys.argv[1]}-{os.getpid()}', 'w+b'); file.truncate(4096)\n"
         "mapped = mmap.mmap(file.fileno(), 0)\n"
-        "open(sys.argv[2], 'a').close(); time.sleep(600)",
+        "open(f'{sys.argv[2]}-{os.getpid()}', 'w').close(); time.sleep(600)",
         str(name),
         str(tmp_path / "mapped"),
     )
     running = start([process("engine-0", 0, worker)])
-    running.wait((tmp_path / "mapped").exists)
+    running.wait(lambda: list(tmp_path.glob("mapped-*")))
     [first] = name.parent.glob(name.name + "-*")
     os.kill(int(str(running.wait_state("engine-0", "ready").pid)), signal.SIGKILL)
     running.wait(lambda: not first.exists())
-    running.wait(lambda: list(name.parent.glob(name.name + "-*")))
+    running.wait(lambda: len(list(tmp_path.glob("mapped-*"))) == 2)
+    assert len(list(name.parent.glob(name.name + "-*"))) == 1
     running.agents[0].end(Ending(Outcome.CANCELLED, "test", "test"))
     running.join()
     assert list(name.parent.glob(name.name + "-*")) == []
@@ -264,6 +266,7 @@ def start_training(start: Callable[..., Running], steps: int) -> Running:
     running.wait_state("orchestrator", "ready")
     running.wait_state("trainer-rank-0", "ready")
     running.wait((running.attempt.path / "listens").exists)
+    running.wait(lambda: running.head._all_run("trainer") and running.head._all_run("orchestrator"))  # the head knows
     trained(running, steps)
     return running
 
@@ -302,7 +305,7 @@ def test_a_cancel_saves_what_was_trained(
 ) -> None:
     running = start_training(start, steps)
     pids = [running.report(name).pid for name in ("trainer-rank-0", "orchestrator")]
-    running.attempt.cancel_file.write_text(words)
+    write_atomic(running.attempt.cancel_file, words)
     assert running.ended() == Ending(Outcome.CANCELLED, "cancelled by the user")
     assert (running.attempt.path / "checkpointed").exists() is checkpoints
     assert not any(map(alive, pids))
@@ -600,7 +603,7 @@ def test_a_trainer_continues_without_a_lost_engine(start: Callable[..., Running]
 def test_the_end_does_not_wait_for_a_silent_node(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timings = HeadTimings(gather_heartbeats=0.3)
+    timings = HeadTimings(gather_heartbeats=0.3, gather_s=3600.0)
     running = start((process("a", 0),), (process("b", 1),), head=timings, node_silent_s=600)
     running.wait(lambda: running.head.fleet.assembled)
     monkeypatch.setattr(running.agents[1], "_heartbeat", lambda *_, **__: None)

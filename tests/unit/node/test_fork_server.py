@@ -19,6 +19,7 @@ from primeslurm.node.agent.child_process import ProcessGroup
 from primeslurm.node.agent.fork_client import ForkServer, ForkServers
 from primeslurm.plan.model import Process
 from primeslurm.records import heartbeats
+from primeslurm.testbed.embedded_slurm.daemons import OsProcess
 from primeslurm.wire.transport import secret
 from tests.support.plans import process
 from tests.support.waiting import wait_until
@@ -123,10 +124,9 @@ def test_a_forked_process_handles_the_signals_that_its_server_ignores(server: Fo
 
 def test_a_forked_process_ends_with_its_server(server: ForkServer, tmp_path: Path) -> None:
     child = forked(server, tmp_path, "wait")
-    process = psutil.Process(child.pid)
-    psutil.Process(process.ppid()).kill()
+    psutil.Process(psutil.Process(child.pid).ppid()).kill()
     assert ended(child) == -signal.SIGKILL
-    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: OsProcess.of("child", child.pid) is None)
     with pytest.raises(OSError, match=r"Broken pipe|ended|reset"):
         forked(server, tmp_path, "wait")
 
@@ -153,18 +153,20 @@ def test_processes_wait_for_the_imports_of_their_server(tmp_path: Path) -> None:
     servers.close()
 
 
-@pytest.mark.parametrize("module", ["no.such.module", "this"])
+@pytest.mark.parametrize("module", ["no.such.module", "endless"])
 def test_processes_import_by_themselves_if_the_server_fails(module: str, tmp_path: Path, monkeypatch: Any) -> None:
     servers, modules = ForkServers(tmp_path, tmp_path), (PROGRAM, module)
-    if module == "this":  # the import takes far too long
+    (tmp_path / "endless.py").write_text("import time; time.sleep(3600)\n")
+    env = ENV | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    if module == "endless":
         monkeypatch.setattr(fork_client, "IMPORT_S", 0.0)
-        assert not servers.importing(modules, sys.executable, ENV)
+        assert not servers.importing(modules, sys.executable, env)
     else:
-        assert servers.importing(modules, sys.executable, ENV)
-        wait_until(lambda: not servers.importing(modules, sys.executable, ENV))
+        assert servers.importing(modules, sys.executable, env)
+        wait_until(lambda: not servers.importing(modules, sys.executable, env))
         assert "no.such.module" in (tmp_path / f"{PROGRAM}.log").read_text()
     assert servers.of(modules) is None
-    assert not servers.importing(modules, sys.executable, ENV)
+    assert not servers.importing(modules, sys.executable, env)
 
 
 def test_a_missing_interpreter_is_no_server(tmp_path: Path) -> None:

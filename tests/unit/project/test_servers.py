@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.support.servers import Server
+from primeslurm.testbed.embedded_slurm.daemons import OsProcess
 from tests.support.cli import ROOT
 from tests.support.waiting import wait_until
 
@@ -21,7 +22,7 @@ LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, 
 
 def gone(pid: int) -> bool:
     """Return whether a process has ended. It may remain a zombie."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return OsProcess.of("", pid) is None
 
 
 @pytest.fixture
