@@ -16,7 +16,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.ports import HOST
+from benchmarks.support.ports import HOST, free_port
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker.generate_endpoint import Completion
@@ -156,10 +156,7 @@ def trainer(place: Place) -> None:
 
     training_loop.TOKENS_PER_S_AND_RANK = 1e9
     link = TrainerLink(place.wire)
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
-    training_loop.EmulatedTrainer(place.recipe, place.run_dir, 1, link, Ranks("127.0.0.1", port, 0), 1).run()
+    training_loop.EmulatedTrainer(place.recipe, place.run_dir, 1, link, Ranks(HOST, free_port(), 0), 1).run()
 
 
 def orchestrator(place: Place, routers: list[str], names: list[str], lag: Any) -> None:

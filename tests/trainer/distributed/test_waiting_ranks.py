@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.node.head.unresponsive_ranks import unresponsive_ranks
 from primeslurm.records import heartbeats
 from primeslurm.records.fleet import HeartbeatReport
@@ -21,9 +21,7 @@ PATIENCE_S = 900.0
 
 @pytest.fixture
 def ranks() -> Iterator[list[tuple[subprocess.Popen[str], HeartbeatPage]]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    started = []
+    started, port = [], free_port()
     for rank in range(2):
         page = HeartbeatPage(f"rank-{rank}")
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

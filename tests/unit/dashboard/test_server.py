@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.api.dashboard import dashboard
 from primeslurm.api.jobs import looking_query
 from primeslurm.base.errors import ClusterError, UsageError
@@ -30,7 +31,7 @@ from tests.support.recorded_runs import recorded_run
 def test_the_address_has_the_token_and_the_tunnel_leads_to_it(runs: Path) -> None:
     one, other = dashboard(runs), dashboard(runs)
     try:
-        assert server.PORT <= one.port < other.port < server.PORT + server.TRIES
+        assert {one.port, other.port} <= set(range(server.PORT, server.PORT + server.TRIES)) and one.port != other.port
         assert one.url == f"http://127.0.0.1:{one.port}/?token={one.token}"
         assert len(one.token) >= 32 and one.token != other.token
         assert one.tunnel.startswith(f"ssh -N -L {one.port}:127.0.0.1:{one.port} ")
@@ -76,19 +77,13 @@ def test_a_port_in_use_and_a_host_of_another_machine_are_refused(runs: Path) -> 
 
 @pytest.fixture
 def command(runs: Path) -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-m", "primeslurm", "dashboard", str(runs), "--port", str(_free_port())]
+    argv = [sys.executable, "-m", "primeslurm", "dashboard", str(runs), "--port", str(free_port())]
     env = {**os.environ, "PYTHONPATH": ROOT}
     with subprocess.Popen(
         argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         yield process
         process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_the_command_serves_until_it_is_interrupted(command: subprocess.Popen[str]) -> None:

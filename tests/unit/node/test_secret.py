@@ -28,8 +28,8 @@ from primeslurm.slurm.render import render
 from primeslurm.wire.transport import curve, secret
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of
-from tests.support.waiting import wait_until
 from tests.support.recipes import site, write_recipe
+from tests.support.waiting import wait_until
 
 
 def made(tmp_path: Path) -> tuple[Plan, str]:

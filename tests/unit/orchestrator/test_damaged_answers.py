@@ -158,7 +158,7 @@ async def test_busy_router_is_retried(status: int) -> None:
 
 async def test_permanently_damaged_answers_raise_no_answer_error() -> None:
     async with Server(NONSENSE["NaN"]).serving() as url:
-        endpoint = GenerateEndpoint(lambda: url, 64, 0.6)
+        endpoint = GenerateEndpoint(lambda: url, 64, 5)
         with pytest.raises(NoAnswerError, match=r"10\.0\.0\.7:8000 gave a damaged answer"):
             await endpoint.generate(BODY, {})
         await endpoint.close()

@@ -206,5 +206,6 @@ def test_eval_task_needs_no_trainer_and_survives_a_restart(engine: FakeEngine, t
         run.finished()
     (record,) = evaluations(run.run_dir)
     assert (record.step, record.oldest_version, record.newest_version) == (0, 0, 0)
-    assert 0 <= len(engine.requests) - requests_before - (EXAMPLES * SAMPLES - there) <= 1
+    again, left = len(engine.requests) - requests_before, EXAMPLES * SAMPLES - there
+    assert left - 1 <= again <= left + 1, "each missing sample runs once; the worker may have continued one"
     assert run.state()["evaluation"]["last"]["step"] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import E2BConfig, ModalConfig, PrimeConfig, provision_runtime
 
+from benchmarks.support.ports import free_port
 from primeslurm.api.checks import environments as api_environments
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
@@ -145,8 +145,7 @@ def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrimeS
 
 def recipe(model: str, **runtime: Any) -> Recipe:
     """A recipe whose sandbox reaches the model through a port of this host."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     tunnel = {"type": "custom", "url": f"http://127.0.0.1:{port}", "port": port}
     args = {"path": str(test_harbor.EXAMPLES), "env": {"interception": {"type": "server", "tunnel": tunnel}}}
     return test_harbor.recipe(model, "shell", args=args, runtime={"type": "prime", "image": "python:3.12", **runtime})

@@ -29,15 +29,19 @@ from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
 from primeslurm.wire.transport import secret
 from tests.support.strangers import attempted, needs_second_user, stranger
 from tests.support.verifiers_restored import restored
+from tests.support.waiting import wait_until_async
 
 SECRET = "5ec2e7" * 4
 TIMEOUT_S = 120
 FORK_BOMB = """
 import contextlib, os, time
+first = os.getpid()
 for _ in range(10):
     with contextlib.suppress(OSError):
         os.fork()
-time.sleep(0.5)
+if os.getpid() != first:
+    os.closerange(0, 9)  # the caller waits until nobody can write there
+    time.sleep(3600)
 """
 SMALL = {"memory_gb": 0.1, "disk_gb": 0.02, "processes": 40}
 
@@ -146,7 +150,7 @@ async def test_fork_bomb_is_contained(run_dir: Path) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             with contextlib.suppress(SandboxError):
                 await python(runtime, FORK_BOMB)
-        assert len(pids_of(runtime)) <= SMALL["processes"]
+        await wait_until_async(lambda: len(pids_of(runtime)) <= SMALL["processes"])
         assert await still_works(other)
 
 
@@ -194,7 +198,7 @@ async def test_watcher_enforces_limits_without_control_groups(run_dir: Path, mon
 
 
 async def test_network_reaches_only_the_endpoints_of_the_rollout(run_dir: Path) -> None:
-    connect = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3); print('open')"
+    connect = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 60); print('open')"
     with socket.create_server(("127.0.0.1", 0)) as allowed, socket.create_server(("0.0.0.0", 0)) as other:
         port, other_port = allowed.getsockname()[1], other.getsockname()[1]
         address = address_of_host()
@@ -264,7 +268,8 @@ async def test_other_users_cannot_use_or_block_a_server_inside(run_dir: Path, mo
 async def test_programs_end_with_their_sandbox(run_dir: Path) -> None:
     async with sandbox(run_dir) as runtime:
         # This program leaves its process group, session and parent, and ignores signals.
-        await sh(runtime, "setsid nohup sh -c 'trap \"\" TERM HUP INT; sleep 1000' >/dev/null 2>&1 & sleep 0.3")
+        stays = "setsid nohup sh -c 'trap \"\" TERM HUP INT; echo >/tmp/stays; sleep 1000' >/dev/null 2>&1"
+        await sh(runtime, f"{stays} & until [ -e /tmp/stays ]; do sleep 0.05; done")
         pids = pids_of(runtime)
         assert len(pids) > 2
         group = runtime._sandbox.group  # type: ignore[union-attr]
@@ -348,7 +353,8 @@ async def test_killed_worker_leaves_no_process_file_or_control_group(run_dir: Pa
         from tests.unit.orchestrator.test_sandbox import sandbox, pids_of
         async def main():
             async with sandbox(pathlib.Path({str(run_dir)!r})) as runtime:
-                await runtime.run(["sh", "-c", "setsid sleep 1000 & sleep 0.2"], {{}})
+                left = "setsid sh -c 'echo >/tmp/left; sleep 1000' & until [ -e /tmp/left ]; do sleep 0.05; done"
+                await runtime.run(["sh", "-c", left], {{}})
                 group = runtime._sandbox.group
                 print(*pids_of(runtime), "|", *(group.directories.values() if group else ()), flush=True)
                 await asyncio.sleep(1000)

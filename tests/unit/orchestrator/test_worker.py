@@ -171,7 +171,7 @@ def _without_ids_and_times(episode: vf.Episode) -> list[dict[str, Any]]:
 async def test_answer_without_routed_experts_is_refused(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
-        endpoint = GenerateEndpoint(lambda: engine.url, 64, timeout_s=1, routed=True)
+        endpoint = GenerateEndpoint(lambda: engine.url, 64, timeout_s=5, routed=True)
         with pytest.raises(NoAnswerError, match="--enable-return-routed-experts"):
             await endpoint.generate({"token_ids": endpoint_prompt(tokenizer), "sampling_params": {}}, {})
         await endpoint.close()
