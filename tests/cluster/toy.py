@@ -17,12 +17,17 @@ from submitit.helpers import DelayedSubmission
 
 class ToyAgent:
     """Waits in the first attempt, in which task 0 sends itself SIGUSR2 if `requeue_itself`. Ends at once in later
-    attempts.
+    attempts. If `held`, task 0 first waits for `let_go`.
     """
 
-    def __init__(self, directory: Path, *, requeue_itself: bool) -> None:
+    def __init__(self, directory: Path, *, requeue_itself: bool, held: bool = False) -> None:
         self.directory = directory
         self.requeue_itself = requeue_itself
+        self.held = held
+
+    @staticmethod
+    def let_go(directory: Path) -> None:
+        (directory / "go").touch()
 
     def __call__(self) -> int:
         """Run on every node, and return the task's rank."""
@@ -33,6 +38,8 @@ class ToyAgent:
         self._note("start")  # signals may arrive from now on
         if first:
             if self.requeue_itself and environment.global_rank == 0:
+                while self.held and not (self.directory / "go").exists():
+                    time.sleep(0.1)
                 self._wait_for_all_starts(environment.num_tasks)
                 os.kill(os.getpid(), signal.SIGUSR2)
             self._wait_for_signals()

@@ -249,17 +249,17 @@ def test_long_work_of_an_ended_session_stops(api: Api, monkeypatch: pytest.Monke
     def next_logits(rows: torch.Tensor) -> torch.Tensor:
         steps.append(rows)
         computing.set()
-        assert ended.wait(10)
+        assert ended.wait(600)
         return torch.zeros(len(rows), 128)
 
     monkeypatch.setattr(api.service._backbone, "next_logits", next_logits)
     sample = {"sampling_session_id": sampler, "sampling_params": {"stop": []}, "prompt": {"chunks": [{"tokens": [5]}]}}
     sent = [api.post("asample", seq_id=number, **sample) for number in (0, 1)]
     running = api.service.requests.future(sent[0]["request_id"])
-    assert computing.wait(10)
+    assert computing.wait(600)
     api.post(f"sessions/{session}/finish")
     ended.set()
-    assert "has ended" in running.result(10)["error"]  # type: ignore[call-overload]
+    assert "has ended" in running.result(600)["error"]  # type: ignore[call-overload]
     api.service.close()
     assert len(steps) == 1
     assert "its session ended" in api.post("retrieve_future", 410, request_id=sent[1]["request_id"])["detail"]
@@ -404,7 +404,7 @@ def test_users_list_copy_and_delete_their_checkpoints(api: Api, monkeypatch: pyt
     loaded = api.post("load_weights", session_id=session, model_seq_id=1, path=copied, optimizer=True)
     api.delete(f"{weights.replace(run, copied.split('/')[2])}/short")
     assert "error" not in api.result(loaded), "it was accepted before the deletion"
-    api.service._worker.submit(int).result(10)
+    api.service._worker.submit(int).result(600)
     assert not api.service.store.file(copied).exists() and api.service.store.file(paths[1]).exists()
     for url in ("downloads/x/y?expires=9999999999&signature=no", f"{weights}/kept/external_weights_urls"):
         api.get(url, 403 if "signature" in url else 400)
@@ -421,12 +421,12 @@ def test_deleted_checkpoint_stays_until_its_sampling_sessions_end(api: Api) -> N
     api.post("create_sampling_session", 404, sampling_session_seq_id=1, **fields)
     sample = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 0}
     future = api.service.requests.future(api.post("asample", sampling_session_id=sampler, **sample)["request_id"])
-    assert isinstance(future.result(10), bytes)
+    assert isinstance(future.result(600), bytes)
     again = api.result(api.post("save_weights_for_sampler", model_id=run, seq_id=2, path="used"))
     assert "a deleted one that a sampling session still uses" in again["error"]
     api.post(f"sessions/{session}/finish")
     asyncio.run(api.service.expire_sessions())
-    api.service._worker.submit(int).result(10)
+    api.service._worker.submit(int).result(600)
     assert not api.service.store.file(path).exists()
 
 

@@ -20,6 +20,7 @@ from primeslurm.wire.weight_transfer.collective import Channel, Group, Store, Tr
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
 CPU = torch.device("cpu")
+LATE_S = 300.0
 EXPERT = "layers.0.mlp.experts.{}.up_proj.weight"
 
 
@@ -55,7 +56,7 @@ def address() -> Iterator[str]:
 
 
 def send(session: TransferSession, rank: int, address: str) -> None:
-    channel = Channel(session, rank, Store(address, 10), CPU, 10)
+    channel = Channel(session, rank, Store(address, LATE_S), CPU, LATE_S)
     mine = {item.name: item.tensor for item in share(rank, session.senders)}
     try:
         for layer in catalogue(session.senders):
@@ -73,8 +74,8 @@ def send(session: TransferSession, rank: int, address: str) -> None:
 
 
 def take(session: TransferSession, rank: int, address: str, experts: Experts) -> dict[str, torch.Tensor]:
-    store = Store(address, 10)
-    channel = Channel(session, rank, store, CPU, 10, experts)
+    store = Store(address, LATE_S)
+    channel = Channel(session, rank, store, CPU, LATE_S, experts)
     received = list(receive(channel, store.catalogue(), session.senders, experts, CPU))
     actual = {name: tensor.clone() for item in received for name, tensor in item.each()}
     channel.close()
@@ -88,7 +89,7 @@ def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
 
 def test_each_receiver_gets_the_tensors_it_needs(address: str) -> None:
     session = TransferSession("each", senders=2, size=4)
-    Store(address, 10).put_catalogue(catalogue(2))
+    Store(address, LATE_S).put_catalogue(catalogue(2))
     one, other = frozenset({0, 3}), None
     *_, some, all_ = together(
         lambda: send(session, 0, address),
@@ -108,16 +109,16 @@ def test_each_receiver_gets_the_tensors_it_needs(address: str) -> None:
 
 def test_failed_rank_fails_the_others(address: str) -> None:
     session = TransferSession("fails", senders=1, size=3)
-    Store(address, 10).put_catalogue(catalogue(1))
+    Store(address, LATE_S).put_catalogue(catalogue(1))
 
     def leave() -> None:
-        Channel(session, 2, Store(address, 10), CPU, 10).fail("rank 2: out of memory")
+        Channel(session, 2, Store(address, LATE_S), CPU, LATE_S).fail("rank 2: out of memory")
 
     begun = time.monotonic()
     sending, *_ = together(lambda: send(session, 0, address), lambda: take(session, 1, address, None), leave)
     with pytest.raises(TransferError, match=r"out of memory|reset|closed"):
         sending.result()
-    assert time.monotonic() - begun < 10, "nobody waited for the time-out"
+    assert time.monotonic() - begun < LATE_S, "nobody waited for the time-out"
 
 
 def meet(
@@ -126,7 +127,7 @@ def meet(
     """Send a tensor from rank 0 to all others. Return the groups to keep, and whether each rank made a new one."""
 
     def one(rank: int) -> tuple[Group, bool]:
-        channel = Channel(session, rank, Store(address, 10), CPU, 10, kept=kept[rank])
+        channel = Channel(session, rank, Store(address, LATE_S), CPU, LATE_S, kept=kept[rank])
         if rank:
             data = torch.zeros(8, dtype=torch.uint8)
             channel.receive([(0, data)])
@@ -176,10 +177,10 @@ def test_group_of_a_failed_session_is_aborted(address: str) -> None:
     session = TransferSession("unsound", 1, 2)
 
     def fail() -> None:
-        Channel(session, 1, Store(address, 10), CPU, 10, kept=kept[1]).fail("out of memory")
+        Channel(session, 1, Store(address, LATE_S), CPU, LATE_S, kept=kept[1]).fail("out of memory")
 
     def wait() -> None:
-        channel = Channel(session, 0, Store(address, 10), CPU, 10, kept=kept[0])
+        channel = Channel(session, 0, Store(address, LATE_S), CPU, LATE_S, kept=kept[0])
         try:
             channel.receive([(1, torch.zeros(8, dtype=torch.uint8))])
             channel.finish()
@@ -197,22 +198,22 @@ def test_group_of_a_failed_session_is_aborted(address: str) -> None:
 def test_group_is_aborted_if_a_member_does_not_arrive(address: str) -> None:
     kept, _ = meet(address, TransferSession("came", 1, 2), [None] * 2, 1.5)
     with pytest.raises(TransferError, match="waiting for 2 ranks"):
-        Channel(TransferSession("stays away", 1, 2), 0, Store(address, 10), CPU, 0.5, kept=kept[0])
+        Channel(TransferSession("stays away", 1, 2), 0, Store(address, LATE_S), CPU, 0.5, kept=kept[0])
     assert kept[0] and kept[0].process_group is None
 
 
 def test_wait_for_missing_rank_times_out(address: str) -> None:
     with pytest.raises(TransferError, match="waiting for 2 ranks"):
-        Channel(TransferSession("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
+        Channel(TransferSession("alone", senders=1, size=2), 0, Store(address, LATE_S), CPU, 0.5)
 
 
 @pytest.mark.parametrize("came", [False, True])
 def test_rank_killed_while_connecting_does_not_block_the_others(came: bool, address: str) -> None:
     session = TransferSession(f"killed-{came}", senders=1, size=2)
     if came:
-        dist.PrefixStore(session.id, Store(address, 10).store).set("experts/1", msgspec.msgpack.encode(None))
+        dist.PrefixStore(session.id, Store(address, LATE_S).store).set("experts/1", msgspec.msgpack.encode(None))
     with pytest.raises(TransferError, match="waiting for 2 ranks"):
-        Channel(session, 0, Store(address, 10), CPU, 600, arrive_s=0.5)
+        Channel(session, 0, Store(address, LATE_S), CPU, 600, arrive_s=0.5)
 
 
 def test_no_rank_waits_for_a_rank_reported_lost(address: str) -> None:
@@ -220,13 +221,13 @@ def test_no_rank_waits_for_a_rank_reported_lost(address: str) -> None:
     for came in (False, True):
         session = TransferSession(f"gone-{came}", senders=2, size=4)
         if came:
-            dist.PrefixStore(session.id, Store(address, 10).store).set("experts/3", msgspec.msgpack.encode(None))
+            dist.PrefixStore(session.id, Store(address, LATE_S).store).set("experts/3", msgspec.msgpack.encode(None))
         known = iter(["", "", "rank 3: its node is gone"])
         knowing = partial(Channel, arrive_s=500, lost=lambda known=known: next(known, "asked again"))
         opened = together(
-            lambda s=session: Channel(s, 0, Store(address, 10), CPU, 600, arrive_s=500),
-            lambda s=session, knowing=knowing: knowing(s, 1, Store(address, 10), CPU, 600),
-            lambda s=session: Channel(s, 2, Store(address, 10), CPU, 600, arrive_s=500),
+            lambda s=session: Channel(s, 0, Store(address, LATE_S), CPU, 600, arrive_s=500),
+            lambda s=session, knowing=knowing: knowing(s, 1, Store(address, LATE_S), CPU, 600),
+            lambda s=session: Channel(s, 2, Store(address, LATE_S), CPU, 600, arrive_s=500),
         )
         for end in opened:
             with pytest.raises(TransferError, match="rank 3: its node is gone"):

@@ -23,6 +23,8 @@ from primeslurm.run.status.run_status import NO_ANSWER, RunStatus, read_status
 from tests.support.plans import plan_of, python
 
 ENGINE, TRAINER = "decode-r0-0", "trainer-rank-0"
+NOW = time.time()
+"""The time of all looks at runs, however late they are."""
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def wrote(path: Path, record: msgspec.Struct, ago: float, skew: float = 0.0) -> None:
     """Write a record with this age [s], by a writer whose clock is ahead by `skew`."""
-    at = time.time() - ago
+    at = NOW - ago
     write_json(path, msgspec.to_builtins(msgspec.structs.replace(record, time=at + skew)))  # type: ignore[type-var]
     os.utime(path, (at, at))
 
@@ -64,13 +66,13 @@ def agent(run: RunDirectory, rank: int, ago: float, state: str = "ready", skew: 
 def status(
     run: RunDirectory, job: str | None = "RUNNING", look_s: float = 0.0, *, words: tuple[str, ...] = ()
 ) -> RunStatus:
-    return read_status(run, lambda _: job, find_causes=lambda *_: list(words), processes=True, recheck_s=look_s)
+    causes = list(words)
+    return read_status(run, lambda _: job, find_causes=lambda *_: causes, processes=True, recheck_s=look_s, now=NOW)
 
 
 def diagnosis(run: RunDirectory, job: str | None = "RUNNING") -> Diagnosis:
-    return diagnose(
-        run, run.attempt(1), lambda _: job, find_causes=lambda *_: ["Slurm says that n1 is down"], recheck_s=0.0
-    )
+    causes = ["Slurm says that n1 is down"]
+    return diagnose(run, run.attempt(1), lambda _: job, find_causes=lambda *_: causes, recheck_s=0.0, now=NOW)
 
 
 def states(shown: RunStatus) -> dict[str, str]:
@@ -92,8 +94,8 @@ def test_unresponsive_head_is_reported_with_its_age(run: RunDirectory) -> None:
     ]
     assert states(shown) == {TRAINER: "UNKNOWN", ENGINE: "HEALTHY"}
     (unknown,) = shown.unhealthy
-    assert unknown.since == pytest.approx(time.time() - 12, abs=5)
-    assert msgspec.to_builtins(shown)["silence"]["seconds"] == pytest.approx(12, abs=5)
+    assert unknown.since == pytest.approx(NOW - 12)
+    assert msgspec.to_builtins(shown)["silence"]["seconds"] == pytest.approx(12)
 
 
 @pytest.mark.parametrize("skew", [-1800.0, -3 * 86400.0])
@@ -258,7 +260,7 @@ def test_writers_that_replace_their_files_are_responsive(tmp_path: Path, replaci
         path.write_text("1")
         os.utime(path, (1e9, 1e9))
     replacing(live)
-    assert unresponsive_writers({old: 1e9, live: 1e9}, time.time(), 1.0) == {old: 1e9}
+    assert unresponsive_writers({old: 1e9, live: 1e9}, time.time(), recheck_s=5.0) == {old: 1e9}
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from primeslurm.slurm.local import submit
 from primeslurm.slurm.local.controller import PlanController
 from tests.cluster.toy import ToyAgent, notes
 from tests.support.slurm_plans import group, plan
+from tests.support.waiting import wait_until
 
 CHECKOUT = str(Path(__file__).parents[3])
 
@@ -29,23 +30,17 @@ def make(run_dir: Path) -> Plan:
     return plan(run_dir, *groups, env={"PYTHONPATH": CHECKOUT})
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def said(run_dir: Path, what: str) -> list[int]:
     return sorted(note["rank"] for note in notes(run_dir) if note["what"] == what)
 
 
 def test_requeue_from_inside(tmp_path: Path) -> None:
     given = make(tmp_path)
-    job_id = submit.submit_local(given, ToyAgent(tmp_path, requeue_itself=True), "w-of-this-test")
+    job_id = submit.submit_local(given, ToyAgent(tmp_path, requeue_itself=True, held=True), "w-of-this-test")
     assert submit.is_running(given, job_id)
-    wait(lambda: submit.find("w-of-this-test") == job_id)  # found by its word alone, as after a killed submission
-    wait(lambda: not submit.is_running(given, job_id))
+    wait_until(lambda: submit.find("w-of-this-test") == job_id)  # found by its word alone, as after a killed submission
+    ToyAgent.let_go(tmp_path)
+    wait_until(lambda: not submit.is_running(given, job_id))
     assert said(tmp_path, "start") == [0, 0, 1, 1, 2, 2]
     assert said(tmp_path, "checkpoint") == [0]
     assert said(tmp_path, "TERM") == [1, 2]
@@ -63,7 +58,7 @@ time.sleep(600)
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanController]:
     """Return the exit codes of two tasks that request a requeue on USR2, one second after their start."""
-    options = {"NTASKS": "2", "TIMEOUT_S": "60", "SIGNAL_DELAY_S": "59", "WITH_SHELL": ""}
+    options = {"NTASKS": "2", "TIMEOUT_S": "600", "SIGNAL_DELAY_S": "599", "WITH_SHELL": ""}
     options["COMMAND"] = shlex.join([sys.executable, "-c", LISTENER, str(tmp_path / "listens-")])
     for name, value in options.items():
         monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
@@ -77,7 +72,7 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan
 
 def test_all_tasks_are_warned_of_the_time_limit_and_may_requeue(controller: PlanController, tmp_path: Path) -> None:
     controller.start_tasks()
-    wait(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
     assert LOCAL_REQUEUE_RETURN_CODE in controller.wait()  # its time limit starts here
     assert [task.wait(600) for task in controller.tasks] == [LOCAL_REQUEUE_RETURN_CODE] * 2
 
@@ -85,9 +80,9 @@ def test_all_tasks_are_warned_of_the_time_limit_and_may_requeue(controller: Plan
 def test_an_allocation_of_slurm_ends_the_run_with_a_checkpoint_and_no_other_attempt(
     controller: PlanController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 30))  # before the time limit of the run, 60 s
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 300))  # before the time limit of the run, 600 s
     controller.start_tasks()
-    wait(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
     assert LOCAL_REQUEUE_RETURN_CODE not in controller.wait()
     assert [task.wait(600) for task in controller.tasks] == [LOCAL_REQUEUE_RETURN_CODE] * 2
 
@@ -118,9 +113,9 @@ def test_local_run_outlives_the_submitter_and_can_be_cancelled(tmp_path: Path) -
     argv = [sys.executable, "-c", code, str(tmp_path)]
     job_id = subprocess.run(argv, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()
     given = make(tmp_path)
-    wait(lambda: len(said(tmp_path, "start")) == 3)
+    wait_until(lambda: len(said(tmp_path, "start")) == 3)
     submit.cancel(given, job_id)
-    wait(lambda: not submit.is_running(given, job_id))
+    wait_until(lambda: not submit.is_running(given, job_id))
     assert said(tmp_path, "TERM") == [0, 1, 2]
     assert said(tmp_path, "checkpoint") == []
     with pytest.raises(RunError, match="does not run"):

@@ -47,7 +47,7 @@ def test_requests_run_in_order_however_they_arrive(worker: ThreadPoolExecutor) -
 
         for number in [*arrival, *arrival]:  # each is sent twice
             requests.submit(str(number), partial(action, number), number, order)
-        assert [requests.future(str(number)).result(10) for number in arrival] == [{"number": n} for n in arrival]
+        assert [requests.future(str(number)).result(600) for number in arrival] == [{"number": n} for n in arrival]
         assert executed == [1, 2, 3, 4]
 
 
@@ -59,10 +59,10 @@ def test_failures_are_results(worker: ThreadPoolExecutor) -> None:
 
     requests.submit("user", partial(fail, RequestError("rank", 9, "is too large")))
     requests.submit("server", partial(fail, ValueError("broken")))
-    assert requests.future("user").result(10) == {"error": "rank = 9: is too large", "category": "user"}
+    assert requests.future("user").result(600) == {"error": "rank = 9: is too large", "category": "user"}
     requests.submit("shared", Shared(99))
     for name in ("server", "shared"):
-        assert requests.future(name).result(10) == {"error": "ValueError: broken", "category": "server"}
+        assert requests.future(name).result(600) == {"error": "ValueError: broken", "category": "server"}
 
 
 def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pyte
     requests, order = Requests(worker, Tens()), InOrder()
     for number in (1, 2):
         requests.submit(f"run:{number}", dict, number, order)
-        requests.future(f"run:{number}").result(10)
+        requests.future(f"run:{number}").result(600)
         requests.retrieved(f"run:{number}")
         requests.retrieved(f"run:{number}")
     with pytest.raises(RequestError, match="run:1: is unknown"):
@@ -86,7 +86,7 @@ def test_queued_work_of_a_forgotten_session_never_runs(worker: ThreadPoolExecuto
     requests, go, executed = Requests(worker, Tens()), Event(), list[str]()
 
     def action(name: str) -> Result:
-        assert go.wait(10)
+        assert go.wait(600)
         executed.append(name)
         return {}
 
@@ -95,9 +95,9 @@ def test_queued_work_of_a_forgotten_session_never_runs(worker: ThreadPoolExecuto
     last, cancelled = requests.future("a:2"), requests.future("b:2")
     requests.forget("b")
     with pytest.raises(CancelledError):
-        cancelled.result(10)
+        cancelled.result(600)
     go.set()
-    assert last.result(10) == {} and executed == ["a:1", "a:2"]
+    assert last.result(600) == {} and executed == ["a:1", "a:2"]
 
 
 def test_results_that_no_client_retrieves_are_bounded(
@@ -107,7 +107,7 @@ def test_results_that_no_client_retrieves_are_bounded(
     requests = Requests(worker, Tens())
     for name in ("a:1", "b:1", "a:2", "a:3"):
         requests.submit(name, dict)
-        requests.future(name).result(10)
+        requests.future(name).result(600)
     with pytest.raises(RequestError, match="a:1: is unknown"):
         requests.future("a:1")
     assert all(requests.future(name).done() for name in ("b:1", "a:2", "a:3"))
@@ -132,6 +132,6 @@ def test_clients_take_turns_and_share_work_that_fits(worker: ThreadPoolExecutor)
     for client, works in sent.items():
         for number, work in enumerate(works):
             expected = {} if work is None else {"number": work}
-            assert requests.future(f"{client}:{number}").result(10) == expected
+            assert requests.future(f"{client}:{number}").result(600) == expected
     assert tens.executed == [[4, 3, 3], [7], [4, 2], [], [], [2, 4], [60], [1]]
     assert alone == ["b", "a"]

@@ -42,6 +42,7 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import curve
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
+from tests.support.waiting import wait_until
 
 arrays = st.dictionaries(
     st.text(min_size=1, max_size=8),
@@ -333,6 +334,7 @@ def test_lost_answer_is_requested_again(server: Server, monkeypatch: pytest.Monk
     monkeypatch.setattr(server.link._socket, "send_multipart", losing)
     trainer_link = TrainerLink(server.address, timeout_s=60, retry_s=0.3)
     trainer_link.announce(1, "/w")
+    wait_until(lambda: len(server.seen) == len(sent))
     assert server.seen == [NewPolicy(1, "/w")] * len(sent) and len(set(sent)) == len(sent) >= 2
     trainer_link.close()
 
@@ -397,7 +399,9 @@ def test_interrupted_prefetch_does_not_receive_a_batch(server: Server, monkeypat
     for thread in threading.enumerate():
         if thread.name == "prefetch":
             thread.join()
-    assert server.link.sent_bytes == sum(map(len, frames)) + len(frames[0]) + 10, "the other answer has sent one chunk"
+    also_one_chunk = sum(map(len, frames)) + len(frames[0]) + 10  # of the other answer
+    wait_until(lambda: server.link.sent_bytes >= also_one_chunk)
+    assert server.link.sent_bytes == also_one_chunk
     link_.close()
 
 
@@ -440,8 +444,6 @@ def test_waiting_ends_at_the_deadline_or_by_interruption(server: Server) -> None
 
 def test_missing_peer_raises_an_error() -> None:
     trainer_link = TrainerLink("tcp://127.0.0.1:1", timeout_s=0.5, retry_s=0.2)
-    begin = time.monotonic()
-    with pytest.raises(LinkError, match="did not answer"):
+    with pytest.raises(LinkError, match=r"did not answer .* within 0 s"):
         trainer_link.step_done(1, {})
-    assert time.monotonic() - begin < 5
     trainer_link.close()
