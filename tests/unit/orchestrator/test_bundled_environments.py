@@ -24,10 +24,10 @@ from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONG
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.environments.tool_use import GUESS, chains, demonstrations
 from primeslurm.orchestrator.rollouts import transcripts
-from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.trainer.data.sft_data import Conversations
 from scripts.models import tiny_model
 from tests.support.conversations_read import loaded
+from tests.support.fake_engine import FakeEngine
 from tests.support.rollouts import rollouts, small_recipe
 
 

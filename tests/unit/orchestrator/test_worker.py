@@ -25,9 +25,9 @@ from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, N
 from primeslurm.orchestrator.worker.token_client import serving
 from primeslurm.orchestrator.worker.trace_sequences import trainable_traces
 from primeslurm.recipe import Recipe
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire import hidden_salt
 from primeslurm.wire.names import SERVED_MODEL
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.rollouts import TwoTurns, connected, job_of, rollouts, small_recipe, with_words, worker_of
 from tests.support.waiting import wait_until_async
 
