@@ -19,7 +19,6 @@ from primeslurm.api.checks.recipe_check import (
     no_query,
     plan_emulated,
     read_file_metadata,
-    with_warnings,
 )
 from primeslurm.api.sites import draft_site, with_python
 from primeslurm.base.errors import UsageError, Violation
@@ -75,8 +74,7 @@ class LoadedRecipe:
         if self.planned is not None:
             return self.planned
         if self.files is None:
-            deprecations = self.draft.deprecations if self.draft else ()
-            return with_warnings(plan_emulated(self.recipe, self.site), deprecations)
+            return plan_emulated(self.recipe, self.site)
         return self._examined().refuse()
 
     def check(self, *, slurm: bool = True) -> Check:
