@@ -54,7 +54,7 @@ def environment_problems(
     notes += [*warnings, *map(_note, result.notes)]
     if probed.why:
         return [], [*(_elsewhere(each) for each in (*violations, *result.missing)), *notes]
-    if local or _is_this_machine(site):
+    if local or _all_loopback(site.network.addresses):  # as in an embedded cluster
         return [*violations, *result.missing], notes
     return violations, [*(_elsewhere(each) for each in result.missing), *notes]
 
@@ -164,11 +164,6 @@ def _kept_back(recipe: Recipe, site: Site) -> dict[str, str]:
     """Return sandbox provider keys that are set in this shell but do not reach jobs, as empty variables."""
     passed = {*site.env, *site.pass_env, *recipe.pass_env}
     return {name: "" for names in PROVIDER_KEYS.values() for name in names if name not in passed}
-
-
-def _is_this_machine(site: Site) -> bool:
-    """True if all nodes of a site are this machine, as in an embedded cluster."""
-    return _all_loopback(site.network.addresses)
 
 
 def _all_loopback(addresses: Mapping[str, str]) -> bool:

@@ -202,7 +202,9 @@ def read_status(
         eta_s=_eta(steps, step, max_steps) if phase == "running" else None,
         progress=_shown_progress(progress),
         metrics=(steps or [{}])[-1],
-        history=_history(outline.task, steps[-HISTORY:]),
+        history={
+            name: [row[name] for row in steps[-HISTORY:] if name in row] for name in _HISTORY.get(outline.task, ())
+        },
         roles=_by_role(outline, states),
         replicas=_replicas(outline, states, orchestrator or OrchestratorState()),
         unhealthy=_unhealthy(outline, attempt, states, silent) if end is None else [],
@@ -309,10 +311,6 @@ def _elapsed(attempt: Attempt, until: float) -> float | None:
 def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
     paces = [row["throughput/step_seconds"] for row in steps[-PACE:] if "throughput/step_seconds" in row]
     return fmean(paces) * (max_steps - step) if paces and step is not None else None
-
-
-def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
-    return {name: [row[name] for row in steps if name in row] for name in _HISTORY.get(task, ())}
 
 
 def _states(
