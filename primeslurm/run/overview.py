@@ -50,9 +50,6 @@ def read_overview(run: RunDirectory, job_state: JobQuery, now: float, recheck_s:
     """Return the overview of the newest attempt at Unix time `now`.
 
     Args:
-        run: directory of the run.
-        job_state: returns Slurm's state of a job.
-        now: Unix time, with which heartbeats are compared.
         recheck_s: seconds for which the head's file is watched if it looks old.
 
     Raises:

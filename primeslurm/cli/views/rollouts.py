@@ -59,12 +59,7 @@ def versions_of(oldest: int | None, newest: int | None) -> str:
 
 
 def transcript_lines(rollout: RolloutTranscript, *, full: bool, tokens: bool) -> Iterator[Text]:
-    """Yield the lines that show a rollout.
-
-    Args:
-        full: show long texts whole.
-        tokens: list every token.
-    """
+    """Yield the lines that show a rollout."""
     yield from _head(rollout.summary)
     for conversation in rollout.conversations:
         yield Text()

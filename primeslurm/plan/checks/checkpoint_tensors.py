@@ -41,13 +41,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShape | None) -> list[Violation]:
-    """Return tensors that a checkpoint lacks, and tokens without an embedding.
-
-    Args:
-        directory: model directory with safetensors files.
-        config: its config.json.
-        shape: the model's shape; None if its config is not understood.
-    """
+    """Return tensors that a checkpoint lacks, and tokens without an embedding."""
     where = str(directory)
     if "model_type" not in config:
         return []

@@ -69,9 +69,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = No
     """Read a recipe, merge it into the recipe that it extends, apply overrides, and validate it.
 
     Args:
-        path: file of the recipe.
         overrides: texts of the form `a.b=value`, where the value is YAML.
-        name: name of the run, in place of the name in the recipe.
     """
     repeated: list[InputFault] = []
     try:

@@ -65,14 +65,7 @@ class RolloutArchive:
     def page(
         self, query: RolloutQuery | None = None, *, offset: int = 0, limit: int | None = 100, newest: bool = True
     ) -> RolloutPage:
-        """Return summaries that a query admits, in the order of their steps. Rollouts without a step are the newest.
-
-        Args:
-            query: default: all rollouts.
-            offset: number of rollouts to skip.
-            limit: largest number of rollouts to return; None: all.
-            newest: newest rollouts first, or oldest first.
-        """
+        """Return summaries that a query admits, in the order of their steps. Rollouts without a step are the newest."""
         query = query or RolloutQuery()
         end = None if limit is None else offset + limit
         rollouts: list[RolloutSummary] = []

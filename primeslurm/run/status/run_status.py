@@ -156,13 +156,8 @@ def read_status(
     """Return the status of the newest attempt.
 
     Args:
-        run: the run's directory, which is only read.
-        job_state: returns Slurm's state of a job.
-        now: Unix time; the current time by default.
         processes: list all processes, not only unhealthy ones.
-        find_causes: returns Slurm's view of unresponsive nodes.
         recheck_s: seconds to watch a file that looks old.
-        find_obstacles: returns reasons why a pending job does not start.
 
     Raises:
         RunError: the run has no attempt with a readable plan.
@@ -237,11 +232,6 @@ def phase_and_reason(
     """Return the phase of an attempt, and why it has this phase.
 
     Args:
-        fleet: the head's last record.
-        silence: the unresponsive head, if it is unresponsive.
-        end: how the attempt ended.
-        job: the submitted job.
-        job_state: returns Slurm's state of a job.
         begun: the run has made progress before, so a process that loads now is restarting.
         cancel_file: exists if the user has cancelled the attempt.
     """

@@ -89,9 +89,7 @@ class EmulatedEngine:
     """The ASGI application behind the version gate.
 
     Args:
-        seed: seed of completion lengths and tokens.
         batched_tokens: most tokens in a step of the real engine.
-        tick_s: time between two turns of the scheduler [s].
     """
 
     def __init__(
