@@ -85,7 +85,7 @@ def weight_files(directory: Path) -> list[str]:
     try:
         return sorted(set(_INDEX.decode(files.read_bytes(index)).weight_map.values()))
     except _UNREADABLE as error:
-        raise ValueError(f"{index}: cannot be read: {error}") from error
+        raise ValueError(f"{index} is damaged: {error}") from error
 
 
 def read_header(path: Path) -> tuple[int, dict[str, StoredTensor]]:

@@ -16,10 +16,12 @@ A variable whose value is empty after that is not set. A Plan never holds a host
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import ConfigDict, Field
 
+from primeslurm.base.errors import Violation
 from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.supervision import MAX_RESTARTS, Health, HeartbeatLimits, Restart
 from primeslurm.recipe.fields.section import Section
@@ -177,6 +179,10 @@ class Finding(Section):
     def __str__(self) -> str:
         given = f" = {self.value}" if self.value else ""
         return f"{self.level}: {self.field}{given}: {self.text}" + (f" ({self.fix})" if self.fix else "")
+
+
+def as_findings(violations: Iterable[Violation], level: Level) -> list[Finding]:
+    return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
 
 
 class Plan(Section):

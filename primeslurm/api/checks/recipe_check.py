@@ -21,9 +21,9 @@ from primeslurm.plan.checks.files import (
 )
 from primeslurm.plan.checks.sft_files import data_problems
 from primeslurm.plan.checks.teacher import teacher_problems
-from primeslurm.plan.model import Finding, Plan
+from primeslurm.plan.model import Finding, Plan, as_findings
 from primeslurm.plan.placement.inference import teacher_recipe
-from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, make_emulated_plan, refusals, try_plan
+from primeslurm.plan.planner import Planned, RecipeFiles, make_emulated_plan, refusals, try_plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, independent, is_below
 from primeslurm.recipe.reading.valid_variants import path_of

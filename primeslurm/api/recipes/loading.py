@@ -22,8 +22,8 @@ from primeslurm.api.checks.recipe_check import (
 )
 from primeslurm.api.sites import draft_site, with_python
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, refusals, refuse
+from primeslurm.plan.model import Finding, Plan, as_findings
+from primeslurm.plan.planner import Planned, RecipeFiles, refusals, refuse
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, find_recipe, read_recipe
 
