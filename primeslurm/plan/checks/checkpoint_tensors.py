@@ -35,6 +35,8 @@ _BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$
 _PACKED = re.compile(r"_(packed|blocks)$")
 _ENCODED = re.compile(r"image|audio|video|vision")
 
+# Errors of `token_ids` if a file has another format
+UNREADABLE_TOKENIZER = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 # Shape of each tensor by name
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -99,7 +101,7 @@ def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes
     rows = next((shape[0] for name, shape in shapes.items() if _is_embedding(name) and shape), text.get("vocab_size"))
     try:
         ids = token_ids(directory)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+    except UNREADABLE_TOKENIZER:
         return [("its tokenizer's files are damaged", "download them again")]
     # Gemma 3 1B has no vision encoder, but its tokenizer has an image token after the last row of the embedding.
     sees = bool(config.get("vision_config") or config.get("audio_config"))

@@ -78,7 +78,6 @@ def aliases() -> tuple[Alias, ...]:
 
 @cache
 def value_aliases() -> tuple[ValueAlias, ...]:
-    """Return all aliases of values."""
     return tuple(ValueAlias(**{**entry, "theirs": tuple(entry["theirs"])}) for entry in _table()["values"])
 
 

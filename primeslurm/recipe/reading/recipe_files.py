@@ -44,7 +44,6 @@ class Draft(Generic[M]):
 
     @property
     def violations(self) -> list[Violation]:
-        """Violations of all faults."""
         return [fault.violation for fault in self.faults]
 
     def valid_value(self) -> M:

@@ -76,7 +76,6 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Remove a request if it is running or waiting."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
