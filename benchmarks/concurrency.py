@@ -1,6 +1,6 @@
 """Throughput of the concurrency controller compared with the best static cap, under a simulated clock.
 
-The real dispatcher and controller run four simulated engines (`primeslurm.testbed.fakes.simulated_engine`), each a
+The real dispatcher and controller run four simulated engines (`benchmarks.support.simulated_engine`), each a
 replica, polled every five seconds as in a run. Each engine starts half a minute after the previous one. For each
 workload, static caps are tried to find the best one; then the controller starts from nothing. All results are means
 over the same three draws of lengths. After half an hour one replica is lost: its engine stops answering, and half a
@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.support.simulated_engine import PrefillDecode, SimulatedEngine, Turn
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.testbed.fakes.simulated_engine import PrefillDecode, SimulatedEngine, Turn
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.meta_rank import _group, _in_transformers, config_of
 from benchmarks.trainer_layouts import trainer_gpus
 from primeslurm.models import model_builder
 from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.testbed.fakes.meta_rank import _group, _in_transformers, config_of
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.checkpoints.staging import tensor_bytes
 from primeslurm.trainer.weights import four_bits, loading

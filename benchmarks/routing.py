@@ -34,6 +34,7 @@ from benchmarks.support.emulated_engines import EmulatedEngines
 from benchmarks.support.machine import machine
 from benchmarks.support.ports import HOST, free_port
 from benchmarks.support.servers import Server, start_engine, start_process
+from benchmarks.support.simulated_engine import KV_TOKENS, SimulatedEngine
 from primeslurm.orchestrator.rollouts.cache_salt import cache_salt
 from primeslurm.orchestrator.telemetry import engine_load
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
@@ -43,7 +44,6 @@ from primeslurm.plan.commands.engine import Engines
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
-from primeslurm.testbed.fakes.simulated_engine import KV_TOKENS, SimulatedEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "routing.json"

@@ -1,6 +1,6 @@
 """The trainer of a recipe at full size, rank by rank: whether all shards fit together, and their memory.
 
-Needs no GPU: it uses fake process groups and tensors without memory (`primeslurm.testbed.fakes.meta_rank`). Prints a
+Needs no GPU: it uses fake process groups and tensors without memory (`benchmarks.support.meta_rank`). Prints a
 line of JSON per recipe: problems, bytes of a rank's states and their difference from the planner's prediction, and the
 bytes that it sends.
 """
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.support import layout_faults
+from benchmarks.support.meta_rank import config_of, fake_rank
 from primeslurm.models.hf_config import shape_of
 from primeslurm.plan.placement.resources import resource_requests
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
-from primeslurm.testbed.fakes.meta_rank import config_of, fake_rank
 
 SITE = Path(__file__).resolve().parents[1] / "sites" / "h200.yaml"
 ENGINE_RANKS = 8

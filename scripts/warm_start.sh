@@ -17,7 +17,7 @@ case $demo in
     "${python[@]}" scripts.models.tiny_model demonstrations "$directory/demonstrations.jsonl" ;;
   tool-use)
     "${python[@]}" scripts.models.tiny_model model "$directory/random" --phrases
-    "${python[@]}" primeslurm.orchestrator.environments.tool_use "$directory/demonstrations.jsonl" --n 4000 --noise 0.45 ;;
+    "${python[@]}" scripts.models.tool_use_demonstrations "$directory/demonstrations.jsonl" --n 4000 --noise 0.45 ;;
   hangman)
     "${python[@]}" scripts.models.hangman_model "$directory/model.part"
     mv "$directory/model.part" "$model"

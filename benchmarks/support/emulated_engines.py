@@ -20,9 +20,9 @@ import zmq.asyncio
 from aiohttp import web
 
 from benchmarks.support.ports import HOST, free_port
+from benchmarks.support.simulated_engine import SimulatedEngine, Turn
 from primeslurm.orchestrator.worker.generate_endpoint import GENERATE
 from primeslurm.plan.commands import kv_events
-from primeslurm.testbed.fakes.simulated_engine import SimulatedEngine, Turn
 from primeslurm.wire.names import SERVED_MODEL
 
 # Step of the clock [s], and so the error of a latency.

@@ -118,7 +118,7 @@ def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
     refuse_unfit(plan)
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)
-        if problems := _placement(plan, slurm_conf):
+        if problems := cluster_fit_problems(plan, cluster_facts(SlurmClient(slurm_conf))):
             raise UsageError(problems)
     script = _script(plan)
     # A signal between sbatch and the record of the job's id would leave a job that nobody knows.
@@ -180,10 +180,6 @@ def _intent(plan: Plan, slurm_conf: str | None) -> JobRecord:
 
 def _script(plan: Plan) -> str:
     return "" if plan.executor == "local" else render(plan)
-
-
-def _placement(plan: Plan, slurm_conf: str | None) -> list[Violation]:
-    return cluster_fit_problems(plan, cluster_facts(SlurmClient(slurm_conf)))
 
 
 def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = True) -> SlurmAnswer:

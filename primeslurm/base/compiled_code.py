@@ -8,6 +8,8 @@ import stat
 from importlib import metadata
 from pathlib import Path
 
+from primeslurm.base.files import swappable
+
 # Set by the plan: parent directory of the caches. It may be world-writable, such as /tmp.
 VARIABLE = "PRIMESLURM_COMPILED_CODE"
 # Environment variable of each library's cache, and its subdirectory.
@@ -58,6 +60,4 @@ def _unsafe(directory: Path) -> str:
         return f"{directory} belongs to user {status.st_uid}"
     if stat.S_IMODE(status.st_mode) & 0o077:
         return f"{directory} is accessible to others (mode {stat.S_IMODE(status.st_mode):04o})"
-    mode = directory.parent.stat().st_mode
-    replaceable = mode & stat.S_IWOTH and not mode & stat.S_ISVTX
-    return f"{directory.parent} is world-writable and has no sticky bit" if replaceable else ""
+    return f"{directory.parent} is world-writable and has no sticky bit" if swappable(directory.parent) else ""

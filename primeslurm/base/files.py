@@ -200,11 +200,6 @@ def pause(seconds: float) -> None:
     sleep(seconds)
 
 
-def forget_faults() -> None:
-    """Report the next fault even if it follows another one closely."""
-    _outages.clear()
-
-
 def _is_news(kind: str) -> bool:
     now = clock()
     with _outage:
@@ -386,6 +381,12 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
 
     with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
         retrying(directory, once)
+
+
+def swappable(directory: Path) -> bool:
+    """Return whether other users may rename or remove entries of a directory. Raises OSError."""
+    mode = directory.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def require_replaceable(path: Path) -> None:

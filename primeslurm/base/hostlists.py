@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+# A comma outside brackets. Slurm allows blanks beside it.
+_COMMA = re.compile(r",(?![^\[\]]*\])")
 _PART = re.compile(r"([^\[\],]*)(?:\[([^\[\]]*)\])?")
 _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 _NUMBERED = re.compile(r"^(.*?)(\d+)$")
@@ -13,20 +15,8 @@ _NUMBERED = re.compile(r"^(.*?)(\d+)$")
 
 def expand(hostlist: str) -> list[str]:
     """Return the names of a host list, in order. Raise ValueError if the text is not a host list."""
-    return [name for entry in _split(hostlist) for name in _expand_entry(entry, hostlist)]
-
-
-def _split(hostlist: str) -> list[str]:
-    """Split at the commas outside brackets. Slurm allows blanks beside them."""
-    entries, depth, current = [], 0, ""
-    for character in hostlist:
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            entries.append(current)
-            current = ""
-        else:
-            current += character
-    return [entry.strip() for entry in ([*entries, current] if current.strip() or entries else [])]
+    entries = _COMMA.split(hostlist) if hostlist.strip() else []
+    return [name for entry in entries for name in _expand_entry(entry.strip(), hostlist)]
 
 
 def _expand_entry(entry: str, hostlist: str) -> list[str]:

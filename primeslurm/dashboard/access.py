@@ -55,8 +55,6 @@ class AccessControl:
     """ASGI middleware that refuses requests without the token or for an unknown host name.
 
     Args:
-        app: the application behind the access control.
-        token: the token that each request must carry, as the query parameter `token` or as a cookie.
         hosts: names of this host that requests may use. IP addresses are always accepted.
         cookie: name of the cookie. Browsers share cookies between ports, so each dashboard needs its own name.
     """

@@ -29,7 +29,6 @@ def page(title: str = "primeslurm", report: Mapping[str, str] | None = None) -> 
     """Render the page.
 
     Args:
-        title: title of the page until its script runs.
         report: `style`, `script`, `data` and `policy` of a page that contains everything; None: the page loads its
             files and data from the server.
     """

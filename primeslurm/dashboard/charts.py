@@ -89,7 +89,10 @@ _ENGINE_CHARTS = tuple(
 
 def specs(trained: Collection[str], evaluated: Collection[str]) -> list[ChartSpec]:
     """Return the charts for the metrics of training rows and of evaluation rows. Each metric is in a chart."""
-    charts = [_with_lines(spec, trained) for spec in (*_CHARTS, *_ENGINE_CHARTS)]
+    charts = [
+        spec._replace(lines=tuple(line for line in spec.lines if line[1] in trained))
+        for spec in (*_CHARTS, *_ENGINE_CHARTS)
+    ]
     rewards = _environment_rewards(trained)
     if len(rewards) > 1:  # with one environment, it equals the mean
         charts.insert(1, ChartSpec("Learning", "Reward per environment", "mean of the batch", rewards))
@@ -112,8 +115,17 @@ def chart_data(table: MetricTable, specs: Iterable[ChartSpec], points: int = POI
         return [_data(table.evaluated if spec.evaluation else table.trained, spec, points) for spec in specs]
 
 
-def _with_lines(spec: ChartSpec, names: Collection[str]) -> ChartSpec:
-    return spec._replace(lines=tuple(line for line in spec.lines if line[1] in names))
+def curves(table: MetricTable, *, other: bool, points: int = POINTS) -> dict[str, Any]:
+    """Return the charts of the section `Other metrics`, or all others, with the state of the table."""
+    with table.lock:
+        every = specs(table.trained.metrics, table.evaluated.metrics)
+        chosen = [spec for spec in every if (spec.section == OTHER) == other]
+        return {
+            "rows": table.trained.rows,
+            "generation": table.generation,
+            "other": sum(spec.section == OTHER for spec in every),
+            "charts": chart_data(table, chosen, points),
+        }
 
 
 def _environment_rewards(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -147,12 +159,7 @@ def _data(columns: Columns, spec: ChartSpec, points: int) -> dict[str, Any]:
     chosen = spread(len(present), values, points)
     steps, times = (columns.values(name)[present][chosen] for name in ("step", "time"))
     return {
-        "section": spec.section,
-        "title": spec.title,
-        "unit": spec.unit,
-        "log": spec.log,
-        "stacked": spec.stacked,
-        "evaluation": spec.evaluation,
+        **spec._asdict(),
         "lines": [{"label": label, "metric": metric} for label, metric in spec.lines],
         "steps": steps.astype(int).tolist(),
         "times": _numbers(times.tolist()),

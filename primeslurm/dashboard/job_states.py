@@ -27,12 +27,7 @@ class _Answer:
 
 
 class JobStates:
-    """Remembers the states of jobs. One thread asks Slurm.
-
-    Args:
-        query_of: returns the function that asks Slurm about the jobs of a run.
-        clock: returns monotonic time in seconds.
-    """
+    """Remembers the states of jobs. One thread asks Slurm."""
 
     def __init__(
         self, query_of: Callable[[RunDirectory], JobQuery], clock: Callable[[], float] = time.monotonic

@@ -48,15 +48,11 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
 def _answers(data: RunData) -> dict[str, Any]:
     """Return the answers of the server by the path for which the browser would ask."""
     table = data.metrics()
-    specs = charts.specs(table.trained.metrics, table.evaluated.metrics)
-    other = [spec for spec in specs if spec.section == charts.OTHER]
-    shown = [spec for spec in specs if spec.section != charts.OTHER]
-    rows = {"rows": table.trained.rows, "generation": table.generation, "other": len(other)}
     evaluations = data.evaluations()
     answers: dict[str, Any] = {
         "status": data.status(),
-        "curves": {**rows, "charts": charts.chart_data(table, shown)},
-        "curves?other=1": {**rows, "charts": charts.chart_data(table, other)},
+        "curves": charts.curves(table, other=False),
+        "curves?other=1": charts.curves(table, other=True),
         "fleet": data.fleet(),
         "events": data.attempts(),
         "evaluations": evaluations,

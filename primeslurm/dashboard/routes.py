@@ -105,18 +105,8 @@ def _runs(index: RunIndex, request: Request) -> dict[str, Any]:
 
 def _curves(data: RunData, request: Request) -> dict[str, Any]:
     """All charts of a run. Those of the section `Other metrics` have values only with `other=1`."""
-    table = data.metrics()
-    with table.lock:
-        specs = charts.specs(table.trained.metrics, table.evaluated.metrics)
-        other = [spec for spec in specs if spec.section == charts.OTHER]
-        chosen = other if request.query_params.get("other") else [spec for spec in specs if spec not in other]
-        points = min(_number(request, "points") or charts.POINTS, 5000)
-        return {
-            "rows": table.trained.rows,
-            "generation": table.generation,
-            "other": len(other),
-            "charts": charts.chart_data(table, chosen, points),
-        }
+    points = min(_number(request, "points") or charts.POINTS, 5000)
+    return charts.curves(data.metrics(), other=bool(request.query_params.get("other")), points=points)
 
 
 def _logs(data: RunData, request: Request) -> dict[str, Any]:

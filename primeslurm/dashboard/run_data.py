@@ -62,14 +62,6 @@ def _reading(method: Callable[Concatenate[RunData, P], T]) -> Callable[Concatena
     return read
 
 
-class _NodeForm(msgspec.Struct):
-    processes: list[dict[str, Any]]
-
-
-class _PlanForm(msgspec.Struct):
-    nodes: list[_NodeForm]
-
-
 class RunData:
     """One run."""
 
@@ -225,7 +217,7 @@ class RunData:
         raise RunError(f"{self.run.name} has no process {name}")
 
     def _plan(self) -> dict[str, Any]:
-        return _plan_of(files.read_bytes(self.run.latest().plan_file))
+        return plain(files.read_bytes(self.run.latest().plan_file))
 
     @_reading
     def recipe(self) -> dict[str, Any]:
@@ -326,13 +318,6 @@ def _identity(run: RunDirectory) -> tuple[int, int] | None:
     """Return what differs between two runs that had the same name one after the other; None if there is no run."""
     about = files.status(run.path / "lock.json") if run.exists() else None
     return (about.st_ino, about.st_mtime_ns) if about else None
-
-
-def _plan_of(data: bytes) -> dict[str, Any]:
-    """Decode a plan of any release, in which at least nodes and processes have their form. Raises ValueError."""
-    plan = plain(data)
-    msgspec.convert(plan, _PlanForm)
-    return plan
 
 
 def _json_object(line: bytes) -> dict[str, Any] | None:

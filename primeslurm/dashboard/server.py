@@ -89,10 +89,7 @@ def prepare(
     """Open the dashboard's socket.
 
     Args:
-        runs: directory with the runs to show.
         query_of: returns the function that asks Slurm about the jobs of a run. It must not write files.
-        host: address or name of this machine to listen on.
-        port: port to listen on. None: the first free port from 8420 on.
 
     Raises:
         UsageError: the socket cannot be opened.

@@ -74,7 +74,6 @@ def flops(shape: ModelShape, work: Work, *, adapters: int | None = None, trains_
 
     Args:
         adapters: Weights of LoRA adapters that a token meets. None: all weights are trained, without adapters.
-        trains_vision: Whether the vision encoder is trained.
     """
     products = 2.0 * (layer_weights(shape) * work.tokens + shape.hidden * shape.vocab * work.trained)
     states = _attention(shape, work) + _recurrences(shape) * work.tokens

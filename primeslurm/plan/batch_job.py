@@ -21,7 +21,6 @@ from primeslurm.recipe.sections.slurm import (
     ComponentOptions,
     Container,
     Pyxis,
-    Submission,
 )
 from primeslurm.wire.transport import secret
 
@@ -211,10 +210,6 @@ def _mounts(container: Container, run_dir: Path) -> tuple[str, ...]:
     return (f"{run_dir}:{run_dir}", *container.mounts)
 
 
-def _submissions(recipe: Recipe, site: Site) -> tuple[tuple[str, Submission], ...]:
-    return ("slurm", recipe.slurm), (f"site {site.name}: slurm", site.slurm)
-
-
 def _component_options(recipe: Recipe, site: Site) -> Iterator[tuple[str, ComponentOptions]]:
     for role in get_args(NodeRole):
         yield f"slurm.{role}", getattr(recipe.slurm, role)
@@ -223,7 +218,7 @@ def _component_options(recipe: Recipe, site: Site) -> Iterator[tuple[str, Compon
 
 
 def _host_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
-    lists = [(f"{field}.exclude", submission.exclude) for field, submission in _submissions(recipe, site)]
+    lists = [("slurm.exclude", recipe.slurm.exclude), (f"site {site.name}: slurm.exclude", site.slurm.exclude)]
     lists += [(f"{field}.nodelist", options.nodelist) for field, options in _component_options(recipe, site)]
     for field, value in lists:
         try:

@@ -16,10 +16,12 @@ A variable whose value is empty after that is not set. A Plan never holds a host
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import ConfigDict, Field
 
+from primeslurm.base.errors import Violation
 from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.supervision import MAX_RESTARTS, Health, HeartbeatLimits, Restart
 from primeslurm.recipe.fields.section import Section
@@ -179,6 +181,10 @@ class Finding(Section):
         return f"{self.level}: {self.field}{given}: {self.text}" + (f" ({self.fix})" if self.fix else "")
 
 
+def as_findings(violations: Iterable[Violation], level: Level) -> list[Finding]:
+    return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
+
+
 class Plan(Section):
     """A recipe and a site with every decision made. The same input gives the same bytes."""
 
@@ -211,7 +217,7 @@ class Plan(Section):
     """Longest time between the starts of the first and any other agent [s]. Nodes may have to pull images first."""
     bad_node_hours: int = 24  # hours for which later jobs avoid a failed node
     prometheus: Literal["token", "open", "off"] = "token"  # access to the metrics that the head serves
-    weight_transport: WeightTransport | None = None  # None in plans of older versions
+    weight_transport: WeightTransport | None = None  # None until the planner has chosen one
     findings: tuple[Finding, ...] = ()
     estimate: Estimate | None = None  # None if the model's shape is unknown
 

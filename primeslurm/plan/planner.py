@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Literal
 
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
@@ -22,7 +21,7 @@ from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
-from primeslurm.plan.model import Finding, Plan, Replica, Totals
+from primeslurm.plan.model import Finding, Plan, Replica, Totals, as_findings
 from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
@@ -61,22 +60,10 @@ class Planned:
         return replace(self, plan=self.plan.model_copy(update={"addresses": addresses}))
 
 
-def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False) -> Planned:
-    """Return the plan of a whole run with all findings and the estimate. Unusable files block it (`blocked`).
-
-    Raises:
-        UsageError: the recipe cannot be placed on this site, or a check found errors. Lists every reason.
-    """
-    problems, findings, planned = try_plan(recipe, site, run_dir, files, local=local)
-    if planned is None:
-        raise UsageError([*problems, *refusals(findings, "error")])
-    return planned
-
-
 def try_plan(
     recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False
 ) -> tuple[list[Violation], list[Finding], Planned | None]:
-    """Plan a run as `make_plan` does, but return problems instead of raising them.
+    """Plan a whole run, with all findings and the estimate. Unusable files block it (`blocked`).
 
     Returns:
         The reasons why the recipe cannot be placed on this site, all findings, and the plan if there are no such
@@ -133,10 +120,6 @@ def refuse(plan: Plan, *levels: str) -> None:
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
     return [Violation(f.field, f.value, f.text, f.fix) for f in findings if f.level in levels]
-
-
-def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked", "warning"]) -> list[Finding]:
-    return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:

@@ -31,7 +31,6 @@ class PhaseLimits:
 
     @classmethod
     def of(cls, recipe: Recipe) -> PhaseLimits:
-        """Return the limits of a recipe."""
         trainer = recipe.trainer
         step_s = float(trainer.hang_timeout_s)
         long_s = max(float(trainer.long_phase_timeout_s or LONG_PHASE_S), step_s)

@@ -30,8 +30,7 @@ def _unsafe(run_dir: Path) -> list[Violation]:
         violations += [_violation(text, "take another name") for text in _problems(run_dir, closed=used)]
     parents = dict.fromkeys([*run_dir.absolute().parents, *run_dir.resolve().parents])
     for parent in (parent for parent in parents if parent.is_dir()):
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        if files.swappable(parent):
             text = f"{parent} is world-writable without the sticky bit: other users could replace its contents"
             violations.append(_violation(text, f"chmod +t {parent}, or another directory of runs"))
     return violations

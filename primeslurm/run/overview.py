@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from primeslurm.records.fleet import FleetView
-from primeslurm.records.metrics import FILE, Row, recent_rows
+from primeslurm.records.metrics import FILE, recent_rows
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis.validity import problems
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -50,9 +50,6 @@ def read_overview(run: RunDirectory, job_state: JobQuery, now: float, recheck_s:
     """Return the overview of the newest attempt at Unix time `now`.
 
     Args:
-        run: directory of the run.
-        job_state: returns Slurm's state of a job.
-        now: Unix time, with which heartbeats are compared.
         recheck_s: seconds for which the head's file is watched if it looks old.
 
     Raises:
@@ -83,7 +80,7 @@ def read_overview(run: RunDirectory, job_state: JobQuery, now: float, recheck_s:
         reward=row.get("reward/mean"),
         loss=row.get("trainer/loss"),
         seconds_per_step=row.get("throughput/step_seconds"),
-        tokens_per_s=_speed(row),
+        tokens_per_s=row.get("throughput/tokens_per_s", row.get("trainer/tokens_per_s")),
         updated_at=max(row.get("time", 0.0), end.time if end else 0.0),
         health=health,
         problem=problem,
@@ -95,10 +92,6 @@ def _silence(attempt: Attempt, fleet: FleetView, now: float, recheck_s: float) -
     path = attempt.fleet_file
     silent = unresponsive_writers({path: fleet.time}, now, recheck_s, SILENT_S * fleet.heartbeat_s)
     return HeadSilence("the head is unresponsive", silent[path]) if path in silent else None
-
-
-def _speed(row: Row) -> float | None:
-    return row.get("throughput/tokens_per_s", row.get("trainer/tokens_per_s"))
 
 
 def _health(phase: str, reason: str, fleet: FleetView | None, silence: str, invalid: list[str]) -> tuple[Health, str]:

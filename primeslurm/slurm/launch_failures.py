@@ -44,10 +44,6 @@ class JobOutput:
     """Incremental reader of a job's output since one of its starts.
 
     Output of earlier starts precedes it in the same file. The file grows, and its file system may be slow.
-
-    Args:
-        path: file that is only appended to.
-        start: word of the start (`START`).
     """
 
     def __init__(self, path: Path, start: str) -> None:

@@ -19,8 +19,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events
-from primeslurm.testbed.fakes.fake_engine import write_tokenizer
 from tests.support.cli import primeslurm
+from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.runs import start_local
 from tests.support.waiting import wait_until

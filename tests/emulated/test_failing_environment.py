@@ -23,8 +23,8 @@ from primeslurm.records.events.policy import PolicyCurrent
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events
-from primeslurm.testbed.fakes.fake_engine import write_tokenizer
 from tests.support.cli import ROOT, primeslurm
+from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.runs import start_local, tails
 from tests.support.waiting import wait_until

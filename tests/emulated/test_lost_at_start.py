@@ -15,7 +15,7 @@ from primeslurm.records.events.nodes import AgentFailed, ProcessesGivenUp
 from primeslurm.records.fleet import Outcome
 from primeslurm.run.directory import create
 from primeslurm.run.records import rows
-from primeslurm.testbed.fakes.fake_engine import write_tokenizer
+from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data, site
 from tests.unit.node.test_lost_at_start import Start, start  # noqa: F401 - a fixture
 

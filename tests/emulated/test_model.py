@@ -6,8 +6,7 @@ import pytest
 
 from primeslurm.orchestrator.telemetry.engine_load import parse
 from primeslurm.testbed.emulated import rollout_script
-from primeslurm.testbed.emulated.prefix_cache import PrefixCache
-from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
+from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, PrefixCache, Request, Scheduler, exposition
 
 TICK_S = 0.05
 

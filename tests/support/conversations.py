@@ -28,7 +28,7 @@ from primeslurm.orchestrator.rendering.conversation_cache import cache_conversat
 from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.worker.token_client import TokenClient
-from primeslurm.testbed.fakes.fake_engine import routed
+from tests.support.fake_engine import routed
 
 Message = dict[str, Any]
 TOOL = {

@@ -53,7 +53,7 @@ def storage_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     monkeypatch.setattr(files, "sleep", time.sleep)
     monkeypatch.setattr(files, "on_fault", None)
     monkeypatch.setattr(files, "on_pause", None)
-    files.forget_faults()
+    files._outages.clear()
     return time
 
 

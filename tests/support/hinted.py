@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from primeslurm.orchestrator.environments.reverse_text import demonstrations
+from primeslurm.orchestrator.environments.reverse_text import PROMPT, words
 
 STEPS = 100
 _IGNORED = -100
@@ -21,12 +21,12 @@ def write_model(warm: Path, directory: Path) -> None:
     torch.set_num_threads(1)
     tokenizer, model = AutoTokenizer.from_pretrained(warm), AutoModelForCausalLM.from_pretrained(warm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    shown, rng = iter(demonstrations(20 * STEPS, seed=7)), random.Random(0)
+    shown, rng = words(20 * STEPS, seed=7), random.Random(0)
     for _ in range(STEPS):
         rows = []
         for _ in range(20):
-            text, answer = next(shown)
-            question = {"role": "user", "content": text}
+            word = next(shown)
+            answer, question = word[::-1], {"role": "user", "content": PROMPT + word}
             hinted = [{"role": "system", "content": answer}, question]
             given_up = "x" * len(answer)
             for prompt, reply in ((hinted, answer), ([question], rng.choice((answer, given_up, given_up)))):

@@ -12,9 +12,16 @@ from primeslurm.api.sites import local_site
 from primeslurm.plan.checks.run_checks import check_run
 from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.planner import derive, requests_of
+from primeslurm.plan.planner import Planned, RecipeFiles, derive, requests_of, try_plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import load_recipe
+
+
+def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles | None = None) -> Planned:
+    """Return the plan of a whole run. Fail if it cannot be placed."""
+    problems, _, planned = try_plan(recipe, site, run_dir, files or read_file_metadata(recipe))
+    assert planned is not None, problems
+    return planned
 
 
 def reviewed(recipe: Recipe, site: Site) -> tuple[list[Finding], Estimate | None]:

@@ -14,9 +14,9 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
-from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
+from tests.support.fake_engine import FakeEngine
 
 ROUTER = "router-0"
 

@@ -16,7 +16,7 @@ from primeslurm.base.errors import Violation
 from primeslurm.base.paths import is_dir, is_file
 from primeslurm.plan.checks.environments import Interpreter, ProbeReport, environments_by_field, probe_environments
 from primeslurm.plan.checks.sft_files import Rendered, render_data
-from primeslurm.plan.model import Finding
+from primeslurm.plan.model import Finding, as_findings
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.wire.probe_messages import UNKNOWN
@@ -50,11 +50,10 @@ def environment_problems(
     if result is None:
         return [], notes
     violations = [_with_advice(each) for each in result.violations]
-    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in result.warnings]
-    notes += [*warnings, *map(_note, result.notes)]
+    notes += [*as_findings(result.warnings, "warning"), *as_findings(result.notes, "note")]
     if probed.why:
         return [], [*(_elsewhere(each) for each in (*violations, *result.missing)), *notes]
-    if local or _is_this_machine(site):
+    if local or _all_loopback(site.network.addresses):  # as in an embedded cluster
         return [*violations, *result.missing], notes
     return violations, [*(_elsewhere(each) for each in result.missing), *notes]
 
@@ -73,8 +72,7 @@ def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple
     result, notes = probed.result, probed.notes("sft.data", "the trainer reports lines that it cannot render")
     if result is None:
         return [], notes
-    notes += [_note(each).model_copy(update={"level": "warning"}) for each in result.warnings]
-    notes += map(_note, result.notes)
+    notes += [*as_findings(result.warnings, "warning"), *as_findings(result.notes, "note")]
     violations = list(result.violations)
     return ([], [*map(_elsewhere, violations), *notes]) if probed.why else (violations, notes)
 
@@ -166,11 +164,6 @@ def _kept_back(recipe: Recipe, site: Site) -> dict[str, str]:
     return {name: "" for names in PROVIDER_KEYS.values() for name in names if name not in passed}
 
 
-def _is_this_machine(site: Site) -> bool:
-    """True if all nodes of a site are this machine, as in an embedded cluster."""
-    return _all_loopback(site.network.addresses)
-
-
 def _all_loopback(addresses: Mapping[str, str]) -> bool:
     try:
         return bool(addresses) and all(ip_address(address).is_loopback for address in addresses.values())
@@ -182,7 +175,3 @@ def _elsewhere(violation: Violation) -> Finding:
     # Nodes may have files or programs that this host lacks.
     text = f"{violation.why}; the nodes are checked when the job starts"
     return Finding(level="warning", field=violation.field, value=violation.value, text=text, fix=violation.fix)
-
-
-def _note(violation: Violation) -> Finding:
-    return Finding(level="note", field=violation.field, value=violation.value, text=violation.why, fix=violation.fix)

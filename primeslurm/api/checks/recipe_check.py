@@ -21,9 +21,9 @@ from primeslurm.plan.checks.files import (
 )
 from primeslurm.plan.checks.sft_files import data_problems
 from primeslurm.plan.checks.teacher import teacher_problems
-from primeslurm.plan.model import Finding, Plan
+from primeslurm.plan.model import Finding, Plan, as_findings
 from primeslurm.plan.placement.inference import teacher_recipe
-from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, make_emulated_plan, refusals, try_plan
+from primeslurm.plan.planner import Planned, RecipeFiles, make_emulated_plan, refusals, try_plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, independent, is_below
 from primeslurm.recipe.reading.valid_variants import path_of
@@ -53,12 +53,6 @@ def read_file_metadata(recipe: Recipe) -> RecipeFiles:
 
 def plan_emulated(recipe: Recipe, site: Site) -> Planned:
     return make_emulated_plan(recipe, site, Path(site.runs) / recipe.name, model_files(recipe).shape)
-
-
-def with_warnings(planned: Planned, violations: Sequence[Violation]) -> Planned:
-    """Return the plan with violations added to its findings, as warnings."""
-    findings = (*planned.plan.findings, *as_findings(violations, "warning"))
-    return replace(planned, plan=planned.plan.model_copy(update={"findings": findings}))
 
 
 @dataclass(frozen=True)
@@ -177,8 +171,7 @@ def examine(
         errors = _causes(errors, lambda error: [each.errors for each in plan_variants([error])])
         if not all(each.planned for each in first):
             representative = second
-    deprecations = (*recipe.deprecations, *site.deprecations)
-    others = as_findings(deprecations, "warning") + _common([each.others for each in representative], faulty)
+    others = _common([each.others for each in representative], faulty)
     # Loading environments is slow, and the variants differ only in wrong fields: one variant is enough.
     load_findings = _load_environments(first[0], faulty, local=local) if environments and first else _LoadFindings()
     errors += [each for each in load_findings.errors if each not in errors]
@@ -195,7 +188,7 @@ def examine(
     fatal = bool(reading_errors or not first or not first[0].planned or first[0].unusable or load_findings.errors)
     planned = None if fatal else first[0].planned
     return Examination(
-        with_warnings(planned, deprecations) if planned else None,
+        planned,
         tuple(dict.fromkeys((*reading_errors, *errors))),
         (*others, *load_findings.others),
         (answer.details,) if answer.details else (),

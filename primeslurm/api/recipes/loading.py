@@ -19,12 +19,11 @@ from primeslurm.api.checks.recipe_check import (
     no_query,
     plan_emulated,
     read_file_metadata,
-    with_warnings,
 )
 from primeslurm.api.sites import draft_site, with_python
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, refusals, refuse
+from primeslurm.plan.model import Finding, Plan, as_findings
+from primeslurm.plan.planner import Planned, RecipeFiles, refusals, refuse
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, find_recipe, read_recipe
 
@@ -75,8 +74,7 @@ class LoadedRecipe:
         if self.planned is not None:
             return self.planned
         if self.files is None:
-            deprecations = self.draft.deprecations if self.draft else ()
-            return with_warnings(plan_emulated(self.recipe, self.site), deprecations)
+            return plan_emulated(self.recipe, self.site)
         return self._examined().refuse()
 
     def check(self, *, slurm: bool = True) -> Check:

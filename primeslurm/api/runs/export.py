@@ -86,11 +86,6 @@ def convert(model: str, directory: Path, progress: Callable[[str], None] | None 
 
     A repeated conversion continues after the last finished file. `progress` is called with lines that count the files.
 
-    Args:
-        model: a directory, or a hub id in the Hugging Face cache.
-        directory: directory to create, whose absolute path is returned.
-        progress: called with lines that count the finished files.
-
     Raises:
         UsageError: the model does not exist or has another format, or the directory cannot be created.
         RunError: the model's files are damaged, or the disk is full.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from primeslurm.base.errors import ExitCode
 from primeslurm.base.units import count
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
 from primeslurm.cli.options import JsonOpt, YesOpt, confirm
-from primeslurm.cli.output import note
+from primeslurm.cli.output import note, print_json
 
 app = typer.Typer(
     cls=HelpingGroup,
@@ -86,9 +86,9 @@ def status_command(
     else:
         statuses = [cluster.status() for cluster in find_clusters()]
     if as_json:
-        fields = [_fields(status) for status in statuses]
+        fields = [{"up": status.up, **asdict(status)} for status in statuses]
         content = fields[0] if name or directory else {"clusters": fields}
-        typer.echo(json.dumps({"schema_version": 1, **content}, indent=2))
+        print_json({"schema_version": 1, **content})
     elif statuses:
         typer.echo("\n\n".join(_as_text(status) for status in statuses))
     else:
@@ -110,11 +110,6 @@ def down_command(name: Name = "local", directory: Directory = None, yes: YesOpt 
     confirm(f"Stop cluster {cluster.spec.name} and its jobs?", yes)
     cluster.down()
     typer.echo(f"cluster {cluster.spec.name} is down", err=True)
-
-
-def _fields(status: ClusterStatus) -> dict[str, object]:
-    fields = {"name": status.name, "up": status.up, "directory": status.directory, "site_file": status.site_file}
-    return {**fields, "slurm_conf": status.slurm_conf, "daemons": status.daemons, "nodes": status.nodes}
 
 
 def _as_text(status: ClusterStatus) -> str:

@@ -112,7 +112,6 @@ def _cut(value: str | None) -> str:
 
 
 def summary_of(differences: Sequence[Difference]) -> str:
-    """Count the differences in each part."""
     parts = Counter(each.where for each in differences)
     return f"{count(len(differences), 'difference')}: " + ", ".join(
         f"{where} {number}" for where, number in parts.items()

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from primeslurm.api.tinker import tinker_server
+from primeslurm.base.paths import expanded
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
 from primeslurm.cli.output import note
+from primeslurm.tinker.server import prepare
 
 app = typer.Typer(cls=HelpingGroup, help="Serve the Tinker API on this machine.", add_completion=False)
 
@@ -53,7 +54,7 @@ def serve_command(
         primeslurm tinker serve --model /models/SmolLM2-135M-Instruct
         primeslurm tinker serve --model /models/Qwen3-8B --host gpu1 --port 9000 --data /shared/tinker
     """
-    server = tinker_server(host, port, data, user or ())
+    server = prepare(host, port, expanded(data).absolute(), user or ())
     typer.echo(f"export TINKER_BASE_URL={server.url}")
     for name, key in server.keys.items():
         typer.echo(f"export TINKER_API_KEY={key}" + (f"  # {name}" if user else ""))

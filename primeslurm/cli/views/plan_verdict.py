@@ -109,7 +109,6 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
 
 
 def _fixed_ports(recipe: Recipe) -> dict[str, str]:
-    """Return the ports that the recipe fixes."""
     inference = recipe.deployment.inference
     ports = {"routers on": inference.router_port, "engines of each node from": inference.backend_port}
     text = ", ".join(f"{who} {port}" for who, port in ports.items() if port is not None)

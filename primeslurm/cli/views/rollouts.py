@@ -59,12 +59,7 @@ def versions_of(oldest: int | None, newest: int | None) -> str:
 
 
 def transcript_lines(rollout: RolloutTranscript, *, full: bool, tokens: bool) -> Iterator[Text]:
-    """Yield the lines that show a rollout.
-
-    Args:
-        full: show long texts whole.
-        tokens: list every token.
-    """
+    """Yield the lines that show a rollout."""
     yield from _head(rollout.summary)
     for conversation in rollout.conversations:
         yield Text()
@@ -75,7 +70,9 @@ def transcript_lines(rollout: RolloutTranscript, *, full: bool, tokens: bool) ->
         if not conversation.messages:
             yield Text("the messages of this rollout were not kept; its tokens:")
             for sequence in conversation.sequences:
-                yield Text(visible(_shortened("".join(sequence.pieces) or _ids(sequence), full)))
+                yield Text(
+                    visible(_shortened("".join(sequence.pieces) or " ".join(map(str, sequence.token_ids)), full))
+                )
         yield from _messages(conversation, full)
         if tokens:
             for number, sequence in enumerate(conversation.sequences):
@@ -215,10 +212,6 @@ def _shortened(text: str, full: bool) -> str:
         return text
     half = SHOWN_CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters: --full shows them ...]\n{text[-half:]}"
-
-
-def _ids(sequence: TokenSequence) -> str:
-    return " ".join(map(str, sequence.token_ids))
 
 
 def _mean(values: Sequence[float | None], form: str = ".4f") -> str:

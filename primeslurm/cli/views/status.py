@@ -213,7 +213,7 @@ def _replicas(replicas: Sequence[ReplicaStatus]) -> Table:
     shown = list(replicas)
     if len(replicas) > MAX_LINES:
         # One line sums up the healthy replicas, so that the others fit on the screen.
-        shown = [replica for replica in replicas if _ill(replica)][: MAX_LINES - 1]
+        shown = [each for each in replicas if each.router != "HEALTHY" or each.healthy < each.engines][: MAX_LINES - 1]
         well = [replica for replica in replicas if replica not in shown]
         table.add_row(f"{len(well)} healthy", "", _count(well), *_sums(well), *[_share(well)] * len(held))
     for replica in shown:
@@ -222,10 +222,6 @@ def _replicas(replicas: Sequence[ReplicaStatus]) -> Table:
             str(replica.index), router, _count([replica]), *_sums([replica]), *[_share([replica])] * len(held)
         )
     return table
-
-
-def _ill(replica: ReplicaStatus) -> bool:
-    return replica.router != "HEALTHY" or replica.healthy < replica.engines
 
 
 def _count(replicas: Sequence[ReplicaStatus]) -> Text:

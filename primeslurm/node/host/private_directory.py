@@ -14,7 +14,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from primeslurm.base.files import LONGEST_SOCKET
+from primeslurm.base.files import LONGEST_SOCKET, swappable
 
 WORD = 6  # letters of the random word. Paths of sockets must be short.
 # Longest path of a directory for vLLM's sockets, whose names are UUIDs. [bytes]
@@ -61,12 +61,6 @@ class PrivateDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
-
-
-def swappable(directory: Path) -> bool:
-    """Return whether other users may rename or remove entries of a directory. Raises OSError."""
-    mode = directory.stat().st_mode
-    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def is_abandoned(path: Path) -> bool:

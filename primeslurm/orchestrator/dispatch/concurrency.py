@@ -253,7 +253,6 @@ class Concurrency:
 
     @property
     def report(self) -> dict[str, ReplicaLoad]:
-        """Return load and limit by replica."""
         is_full = sum(self._inflight.values()) >= BOUND_SHARE * self._bound
         report = {}
         for router, limit in self._limits.items():

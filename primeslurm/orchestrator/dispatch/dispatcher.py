@@ -51,7 +51,6 @@ class Dispatcher:
     Args:
         salt_prefix: Prefix of every cache salt (`cache_salt.attempt_prefix`).
         incarnation: Makes job ids unique over restarts of the orchestrator.
-        step: The step whose batch is formed next.
         examples: Streams of examples. None: those of a new run.
     """
 

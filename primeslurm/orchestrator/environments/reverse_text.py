@@ -57,12 +57,6 @@ def words(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterat
         yield "".join(rng.choices(string.ascii_lowercase, k=rng.randint(min_length, max_length)))
 
 
-def demonstrations(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterator[tuple[str, str]]:
-    """Yield `n` pairs of user message and answer, for supervised warm starts."""
-    for word in words(n, seed, min_length, max_length):
-        yield PROMPT + word, word[::-1]
-
-
 def similarity(reply: str, answer: str) -> float:
     """Return the number of matching positions over the longer length, in [0, 1]. Surrounding blanks do not count."""
     word = reply.strip()

@@ -33,14 +33,9 @@ class EvaluationRun:
     """See the module docstring.
 
     Args:
-        step: training step whose policy is evaluated.
-        version: policy version of the engines at the start.
-        routers: one for each replica.
         salt: prefix of all cache salts. Training rollouts must not have it.
-        incarnation: makes job ids unique across restarts of the orchestrator.
         start_timeout_s: remaining samples fail if none is in flight and none could start for this long.
         rollout_timeout_s: remaining samples fail if some are in flight and none started or ended for this long.
-        ended: samples that ended before a restart.
     """
 
     def __init__(

@@ -69,7 +69,6 @@ class Evaluator:
     Args:
         recipe: the run's recipe. Without `evaluation`, the evaluator does nothing.
         newest: policy version from which the run resumes. Later evaluations are set aside.
-        incarnation: makes job ids unique across restarts of the orchestrator.
     """
 
     def __init__(

@@ -36,9 +36,12 @@ log = logging.getLogger(__name__)
 PROGRESS = "progress.jsonl"
 
 
-class _EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a rollout that has ended."""
+class Sample(msgspec.Struct, frozen=True):
+    """One rollout of an evaluation that has ended."""
 
+    label: str
+    example: int
+    sample: int
     reward: float = 0.0
     tokens: int = 0  # Number of sampled tokens
     turns: int = 0
@@ -48,24 +51,6 @@ class _EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
     newest_version: int = -1
     metrics: dict[str, float] = {}
     error: str | None = None  # Error of the last try. The reward is then 0.
-
-
-class SampleResult(_EndedRollout, frozen=True):
-    """One rollout of an evaluation, listed under its example."""
-
-    sample: int
-
-
-class Sample(_EndedRollout, frozen=True):
-    """One rollout of an evaluation that has ended."""
-
-    label: str
-    example: int
-    sample: int
-
-    @property
-    def result(self) -> SampleResult:
-        return SampleResult(**{name: getattr(self, name) for name in SampleResult.__struct_fields__})
 
 
 def estimate_mean(values: Sequence[float]) -> Estimated:
@@ -117,14 +102,6 @@ class EvaluationHeader(msgspec.Struct, frozen=True):
     step: int
     version: int  # Policy version of the engines
     time: float  # Unix seconds
-
-
-class EvaluatedExample(msgspec.Struct, frozen=True):
-    """A line of `<label>.jsonl`."""
-
-    example: int
-    reward: float  # Mean of the samples
-    samples: list[SampleResult]
 
 
 class Archive:
@@ -199,9 +176,12 @@ class Archive:
 
 
 def _example_lines(samples: Sequence[Sample]) -> str:
+    """Return a line for each example, with its mean reward and its samples."""
     lines = []
     for example, of_example in groupby(samples, key=lambda each: each.example):
-        results = [sample.result for sample in of_example]
-        line = EvaluatedExample(example, fmean(result.reward for result in results), results)
-        lines.append(json.dumps(msgspec.to_builtins(line)) + "\n")
+        results = [msgspec.to_builtins(sample) for sample in of_example]
+        for result in results:
+            del result["label"], result["example"]
+        line = {"example": example, "reward": fmean(result["reward"] for result in results), "samples": results}
+        lines.append(json.dumps(line) + "\n")
     return "".join(lines)

@@ -193,7 +193,6 @@ def decode_head(data: Frame) -> GroupHead:
 
 
 def traces_of(rollout: Sequence[Rollout]) -> list[tuple[Rollout, ...]]:
-    """Return the token sequences of a rollout by trace."""
     return [tuple(trace) for _, trace in groupby(rollout, key=lambda sequence: sequence.info.trace)]
 
 

@@ -123,7 +123,6 @@ def stored(
     """Return what is kept of a rollout.
 
     Args:
-        rollout: its sequences.
         facts: fields of the summary that the sequences do not tell, such as `state` and `step`.
         credits: one for each sequence. None: advantages were not computed, and the masks of the sequences count.
 

@@ -72,7 +72,6 @@ def _tokens_without_replay(branches: Sequence[Rollout]) -> Row:
 
 
 def _length_penalties(groups: Sequence[RolloutGroup]) -> Row:
-    """Return mean and fraction of the length penalties of traces."""
     lost = np.array([trace[0].info.length_penalty for group in groups for trace in group.traces])
     return {"length_penalty/mean": lost.mean(), "length_penalty/fraction": (lost > 0).mean()} if lost.any() else {}
 

@@ -258,11 +258,8 @@ def _stored(kept: _Kept) -> tuple[RolloutSummary, StoredRollout]:
         return transcripts.stored(kept.rollout, kept.facts, kept.credits)
     except DamagedError as error:
         log.warning("the transcript of rollout %s is damaged: %s", kept.rollout[0].info.id, error)
-        return transcripts.stored([_without_transcript(each) for each in kept.rollout], kept.facts, kept.credits)
-
-
-def _without_transcript(sequence: Rollout) -> Rollout:
-    return replace(sequence, info=msgspec.structs.replace(sequence.info, transcript=b""))
+        rollout = [replace(each, info=msgspec.structs.replace(each.info, transcript=b"")) for each in kept.rollout]
+        return transcripts.stored(rollout, kept.facts, kept.credits)
 
 
 def _trainer_bytes(kept: Sequence[_Kept]) -> int:

@@ -68,7 +68,6 @@ class WeightUpdateLoop:
         before_update: Called with a new version before any engine is paused for it, so that rollouts that become too
             old can be dropped while engines still run.
         after_update: Called when every serving engine has acknowledged a new version.
-        after_engine: Called when an update of one engine has ended.
         sends: Returns whether the trainer sends a version now. Called for policies without a directory.
         urls: URLs of engines by name at the start, for `follow`.
     """

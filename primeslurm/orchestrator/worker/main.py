@@ -173,8 +173,7 @@ def _extra_headers(recipe: Recipe, job: Job, trajectory: str) -> dict[str, str]:
 
 
 def _is_shuffled(environment: AnyEnvironment) -> bool:
-    # Runs whose recipe does not have the field were started before there was a choice, and keep their order.
-    return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
+    return isinstance(environment, Environment) and environment.shuffle
 
 
 def _scratch(name: str) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.base.errors import Violation
-from primeslurm.base.model_files import INDEX
+from primeslurm.base.model_files import INDEX, read_header, weight_files
 from primeslurm.models import family_of
 from primeslurm.models.shape import ModelShape
 
@@ -36,18 +35,14 @@ _BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$
 _PACKED = re.compile(r"_(packed|blocks)$")
 _ENCODED = re.compile(r"image|audio|video|vision")
 
+# Errors of `token_ids` if a file has another format
+UNREADABLE_TOKENIZER = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 # Shape of each tensor by name
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShape | None) -> list[Violation]:
-    """Return tensors that a checkpoint lacks, and tokens without an embedding.
-
-    Args:
-        directory: model directory with safetensors files.
-        config: its config.json.
-        shape: the model's shape; None if its config is not understood.
-    """
+    """Return tensors that a checkpoint lacks, and tokens without an embedding."""
     where = str(directory)
     if "model_type" not in config:
         return []
@@ -75,19 +70,12 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         OSError: a file is missing or cannot be read.
         ValueError: a file is not a safetensors file.
     """
-    index = directory / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{INDEX} is damaged") from None
-        if absent := [name for name in names if not (directory / name).is_file()]:
-            raise ValueError(f"{INDEX} names missing files: {', '.join(absent[:_SHOWN])}")
-    else:
-        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    names = weight_files(directory)
+    if absent := [name for name in names if not (directory / name).is_file()]:
+        raise ValueError(f"{INDEX} names missing files: {', '.join(absent[:_SHOWN])}")
     with ThreadPoolExecutor(_HEADERS_AT_ONCE, "headers") as threads:
-        headers = list(threads.map(lambda name: _header(directory / name), names))
-    return {name: shape for header in headers for name, shape in header.items()}
+        headers = list(threads.map(lambda name: read_header(directory / name)[1], names))
+    return {name: tensor.shape for header in headers for name, tensor in header.items()}
 
 
 def token_ids(directory: Path) -> dict[int, str]:
@@ -113,7 +101,7 @@ def _tokens_without_embedding(directory: Path, config: Mapping[str, Any], shapes
     rows = next((shape[0] for name, shape in shapes.items() if _is_embedding(name) and shape), text.get("vocab_size"))
     try:
         ids = token_ids(directory)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+    except UNREADABLE_TOKENIZER:
         return [("its tokenizer's files are damaged", "download them again")]
     # Gemma 3 1B has no vision encoder, but its tokenizer has an image token after the last row of the embedding.
     sees = bool(config.get("vision_config") or config.get("audio_config"))
@@ -191,26 +179,6 @@ def _experts(names: Collection[str], shape: ModelShape) -> list[str]:
 
 def _is_embedding(name: str) -> bool:
     return bool(_EMBEDDING.search(name)) and not _LAYER.search(name) and not _ELSEWHERE.search(name)
-
-
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    # Not with safetensors: login nodes may have the base install, which does not include it.
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        beginning = file.read(8)
-        length = struct.unpack("<Q", beginning)[0] if len(beginning) == 8 else size
-        if length > size - 8:
-            raise ValueError(f"{path.name} is not a safetensors file, or is truncated")
-        try:
-            header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            raise ValueError(f"{path.name} has a damaged header") from None
-    if size < 8 + length + end:
-        raise ValueError(f"{path.name} is truncated: it has {size} of {8 + length + end} bytes")
-    return shapes
 
 
 def _object(path: Path) -> dict[str, Any]:

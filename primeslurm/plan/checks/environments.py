@@ -89,8 +89,6 @@ def probe_environments(
 
     Args:
         environments: environments by their place in the recipe.
-        model: model of the policy, with an absolute path if it exists here.
-        tmp: directory for temporary files, which are removed. Default: the system's.
         max_len: longest sequence of an engine [tokens], with which prompts in local files are compared.
     """
     plain = model.renderer == AUTO and not model.renderer_options
@@ -131,10 +129,6 @@ def run_module(
     """Run a module with the Python of jobs in an empty directory, so that it imports no local file by accident.
 
     Its temporary files are there, too: environments are killed before they could remove theirs.
-
-    Args:
-        limit_s: timeout after which it is killed [s].
-        tmp: parent of the empty directory. Default: the system's temporary directory.
 
     Returns:
         Exit code (None if it was killed), standard output and standard error.

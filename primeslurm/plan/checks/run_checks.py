@@ -27,7 +27,6 @@ def check_run(
 
     Args:
         requests: resources of each role; empty if the recipe cannot be placed.
-        teacher: files of the teacher's model; None if the run serves no teacher.
     """
     findings = conflicts(RuleContext(recipe, site, requests, model.shape))
     findings += unsupported(recipe, model.shape, model.model_type) + tool_rendering(recipe, model.model_type)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from primeslurm.base.errors import Violation
 from primeslurm.base.model_files import model_directory
 from primeslurm.plan.checks.capacity import capacity
+from primeslurm.plan.checks.checkpoint_tensors import UNREADABLE_TOKENIZER, token_ids
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
@@ -21,7 +19,6 @@ from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 
-TOKENIZER = "tokenizer.json"
 # Fields of the recipe that would serve the teacher, and the fields of the run that set them. The first match counts.
 _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("model", "teacher"))
 _MORE_MEMORY = "raise teacher.tp, or set teacher.quantization: fp8"
@@ -94,20 +91,7 @@ def _tokenizer_problems(policy: str, teacher: str) -> list[Violation]:
 def _vocabulary(path: str) -> dict[str, int] | None:
     """Return the ids of a tokenizer by token; None if there is no such file, or it has another format."""
     directory = model_directory(path)
-    content = _json(directory / TOKENIZER) if directory else None
-    if content is None:
-        return None
     try:
-        vocabulary = content["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Unigram: (token, score) in order of the ids
-            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-        return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
-    except (KeyError, TypeError, IndexError):
-        return None
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return {token: number for number, token in token_ids(directory).items()} or None if directory else None
+    except UNREADABLE_TOKENIZER:
         return None

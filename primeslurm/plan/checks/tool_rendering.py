@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from primeslurm.base.errors import Violation
 from primeslurm.models.renderers import AUTO, tools_unsupported_reason
-from primeslurm.plan.model import Finding
+from primeslurm.plan.model import Finding, as_findings
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import ENV_KEY, offers_tools
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
@@ -20,12 +20,7 @@ _FIX = "a harness without tools, such as `harness: {id: chat}`, or another model
 
 
 def unrenderable(field: str, harness: str, why: str) -> Violation:
-    """Return the problem of a harness that offers tools to a model which cannot be shown them.
-
-    Args:
-        field: recipe field that names the harness.
-        why: why tools cannot be rendered.
-    """
+    """Return the problem of a harness that offers tools to a model which cannot be shown them."""
     return Violation(field, harness, f"it offers the model tools, but {why}", _FIX)
 
 
@@ -43,9 +38,7 @@ def tool_rendering(recipe: Recipe, model_type: str | None) -> list[Finding]:
         for part, harness in _harnesses(environment)
         if offers_tools(harness)
     ]
-    return [
-        Finding(level="error", field=each.field, value=each.value, text=each.why, fix=each.fix) for each in findings
-    ]
+    return as_findings(findings, "error")
 
 
 def _harnesses(environment: AnyEnvironment) -> Iterator[tuple[str, str]]:

@@ -12,10 +12,6 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
 
 
-def _offloads(recipe: Recipe) -> bool:
-    return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
-
-
 @dataclass(frozen=True)
 class FamilyNeed:
     """A field that only some model families support."""
@@ -41,7 +37,8 @@ NEEDS = (
         "head_chunks"),
     FamilyNeed("model.head_dtype", "logits of another dtype", lambda r: r.model.head_dtype != "model", "model",
         "head_dtype"),
-    FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
+    FamilyNeed("trainer.memory", "offload to host memory",
+        lambda r: r.trainer.memory.optimizer_offload or r.trainer.memory.activation_offload, "leave it out", "offload"),
 )  # fmt: skip
 
 

@@ -58,11 +58,7 @@ def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config 
 
 
 def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> dict[str, str]:
-    """Return the environment of an engine's KV connectors.
-
-    Args:
-        rank: rank of the engine in its data-parallel group.
-    """
+    """Return the environment of an engine's KV connectors."""
     env: dict[str, str] = {}
     if role != "engine":
         env |= {

@@ -48,11 +48,7 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
 def trainer_command(
     recipe: Recipe, site: Site, *, rank: int, local_rank: int, local_world: int, world: int, cpus: int
 ) -> Command:
-    """Return the command of one trainer rank: one process, one GPU, one log.
-
-    Args:
-        cpus: CPU cores per rank.
-    """
+    """Return the command of one trainer rank: one process, one GPU, one log."""
     argv: tuple[str, ...] = ("${python}", "-m", "primeslurm.trainer", *_OF_RUN, "--device", site.device)
     if recipe.task == "rl":
         argv += ("--orchestrator", "tcp://${addr:orchestrator:wire}")

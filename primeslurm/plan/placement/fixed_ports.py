@@ -14,11 +14,7 @@ EPHEMERAL = range(32768, 61000)
 
 
 def port_problems(recipe: Recipe, nodes: Sequence[Node], *, local: bool) -> list[Violation]:
-    """Return why processes cannot have the ports that the recipe fixes, at most one reason per field.
-
-    Args:
-        local: all nodes are this machine.
-    """
+    """Return why processes cannot have the ports that the recipe fixes, at most one reason per field."""
     machines: dict[int, list[Process]] = {}
     for node in nodes:
         machines.setdefault(0 if local else node.index, []).extend(node.processes)

@@ -35,11 +35,7 @@ class _Group:
 
 
 def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[Replica]:
-    """Put one engine per data-parallel rank on every inference node, and a router on the first node of each replica.
-
-    Returns:
-        The replicas by index.
-    """
+    """Put one engine per data-parallel rank on every inference node, and a router on the first node of each replica."""
     members: dict[int, list[NodeBuilder]] = {}
     for builder in builders:
         if builder.replica is not None:

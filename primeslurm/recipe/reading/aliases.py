@@ -78,7 +78,6 @@ def aliases() -> tuple[Alias, ...]:
 
 @cache
 def value_aliases() -> tuple[ValueAlias, ...]:
-    """Return all aliases of values."""
     return tuple(ValueAlias(**{**entry, "theirs": tuple(entry["theirs"])}) for entry in _table()["values"])
 
 
@@ -96,12 +95,7 @@ def keys_of(tool: str) -> Iterator[tuple[str, Alias]]:
 
 
 def find_alias(path: str, min_parts: int = 1) -> Alias | None:
-    """Return the alias whose key agrees with the most parts at the end of an unknown key.
-
-    Args:
-        path: dotted path of the key as the user wrote it.
-        min_parts: smallest number of parts that must agree.
-    """
+    """Return the alias whose key agrees with the most parts at the end of an unknown key."""
     parts = _normal(path)
     best: tuple[int, Alias | None] = min_parts - 1, None
     for alias in aliases():

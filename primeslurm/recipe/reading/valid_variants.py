@@ -64,10 +64,7 @@ def valid_variants(
     """Make valid variants of faulty input.
 
     Args:
-        model: `Recipe` or `Site`.
-        data: the input, as parsed from YAML.
         input_faults: all faults of the input. Faults without a path are ignored.
-        rules: a function that returns the contradictions in validated input.
 
     Returns:
         At most `MAX_VARIANTS` different variants; none if the faults cannot be corrected.

@@ -70,10 +70,8 @@ def faults(model: type[BaseModel], details: Any, source: str, other: OtherFile |
     """Translate one error of pydantic.
 
     Args:
-        model: the model that refused the input, which is `Recipe` or `Site`.
         details: one entry of the list that `ValidationError.errors()` returns.
         source: name of the file, for messages about missing fields.
-        other: the file that an unknown key may belong in.
 
     Returns:
         One fault, or several for an unknown section that holds keys of other tools.

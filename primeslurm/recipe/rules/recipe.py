@@ -116,7 +116,6 @@ def _colocated(recipe: Recipe) -> list[Violation]:
 
 
 def _component_options(recipe: Recipe) -> list[Violation]:
-    """Return Slurm options of roles that have no Slurm component of their own."""
     layout = recipe.deployment.layout
     if layout == "het":
         return []

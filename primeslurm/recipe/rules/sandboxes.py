@@ -45,11 +45,7 @@ def violations(environments: Sequence[AnyEnvironment], field: str = "environment
 
 
 def tunnel_violations(environments: Mapping[str, AnyEnvironment]) -> list[Violation]:
-    """Return environments whose workers would share the port of a custom tunnel. Only one worker can listen on it.
-
-    Args:
-        environments: all environments that have workers, by their field.
-    """
+    """Return environments whose workers would share the port of a custom tunnel. Only one worker can listen on it."""
     problems, field_by_port = [], dict[object, str]()
     for field, environment in environments.items():
         port = _tunnel_port(environment)

@@ -110,7 +110,8 @@ def diagnose(
     if not unrecovered and outcome not in _NOT_FAILED:
         unrecovered = [_end_of_job(attempt, events, outcome, reason)]
     causes_of = {each.failure: each for each in observed}
-    simultaneous = _simultaneous(sorted(unrecovered, key=lambda failure: failure.time))
+    last = min((failure.time for failure in unrecovered), default=0.0) + TOGETHER_S
+    simultaneous = sorted((each for each in unrecovered if each.time <= last), key=lambda failure: failure.time)
     first = _first([causes_of.get(failure) or _examine(run, attempt, outline, failure) for failure in simultaneous])
     recipe = run.recipe()
     return Diagnosis(
@@ -223,10 +224,6 @@ def _end_of_job(attempt: Attempt, events: Sequence[Event], outcome: str, reason:
     if not at and (job := attempt.job()):
         at = job.submitted_at
     return Failure(at, (end.suspect if end else "") or "job", "", end.reason if end else outcome_text(outcome, reason))
-
-
-def _simultaneous(candidates: Sequence[Failure]) -> list[Failure]:
-    return [failure for failure in candidates if failure.time - candidates[0].time <= TOGETHER_S]
 
 
 def _first(candidates: Sequence[ExaminedFailure]) -> ExaminedFailure | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -28,22 +28,8 @@ class RolloutPage(msgspec.Struct, frozen=True):
     problems: list[str] = []  # files that cannot be read, and why
 
 
-class RolloutSource(Protocol):
-    """A file with rollouts."""
-
-    def read(self, id: str) -> RolloutTranscript:
-        """Read one rollout. Raise DamagedFileError or OSError."""
-        ...
-
-
-class _ArchivedFile(NamedTuple):
-    """A file of the archive, and those of trainer ranks for the same step."""
-
-    file: ArchiveFile
-    logprobs: list[Path]
-
-    def read(self, id: str) -> RolloutTranscript:
-        return self.file.read(id, self.logprobs)
+# Reads one rollout of a file by its id. Raises DamagedFileError or OSError.
+RolloutReader = Callable[[str], RolloutTranscript]
 
 
 class RolloutArchive:
@@ -65,14 +51,7 @@ class RolloutArchive:
     def page(
         self, query: RolloutQuery | None = None, *, offset: int = 0, limit: int | None = 100, newest: bool = True
     ) -> RolloutPage:
-        """Return summaries that a query admits, in the order of their steps. Rollouts without a step are the newest.
-
-        Args:
-            query: default: all rollouts.
-            offset: number of rollouts to skip.
-            limit: largest number of rollouts to return; None: all.
-            newest: newest rollouts first, or oldest first.
-        """
+        """Return summaries that a query admits, in the order of their steps. Rollouts without a step are the newest."""
         query = query or RolloutQuery()
         end = None if limit is None else offset + limit
         rollouts: list[RolloutSummary] = []
@@ -96,12 +75,12 @@ class RolloutArchive:
         """Yield the rollouts that a query admits, newest first. Those that cannot be read are noted as problems."""
         query = query or RolloutQuery()
         remaining = math.inf if limit is None else limit
-        for source, summaries in self._sources(query, newest=True):
+        for reader, summaries in self._sources(query, newest=True):
             for summary in reversed(summaries):
                 if remaining > 0 and query.admits(summary):
                     remaining -= 1
                     try:
-                        yield self._transcript(source, summary.id)
+                        yield self._transcript(reader, summary.id)
                     except (DamagedFileError, OSError) as error:
                         self._problems[summary.id] = f"rollout {summary.id}: {error}"
 
@@ -122,29 +101,29 @@ class RolloutArchive:
         Raises:
             RunError: there is no such rollout, there are several, or its file cannot be read.
         """
-        partial: dict[str, RolloutSource] = {}
-        for source, summaries in self._sources(RolloutQuery(), newest=True):
+        matches: dict[str, RolloutReader] = {}
+        for reader, summaries in self._sources(RolloutQuery(), newest=True):
             for summary in summaries:
                 if summary.id == id:
-                    return self._read(source, id)
+                    return self._read(reader, id)
                 if id in summary.id:
-                    partial.setdefault(summary.id, source)
-        if len(partial) == 1:
-            ((full, source),) = partial.items()
-            return self._read(source, full)
-        if partial:
-            names = ", ".join(list(partial)[:3])
-            raise RunError(f"{len(partial)} rollouts of {self._run_dir.name} have {id!r} in their id, such as {names}")
+                    matches.setdefault(summary.id, reader)
+        if len(matches) == 1:
+            ((full, reader),) = matches.items()
+            return self._read(reader, full)
+        if matches:
+            names = ", ".join(list(matches)[:3])
+            raise RunError(f"{len(matches)} rollouts of {self._run_dir.name} have {id!r} in their id, such as {names}")
         raise RunError(f"no rollout {id!r} of {self._run_dir.name} was kept (primeslurm rollouts {self._run_dir.name})")
 
-    def _read(self, source: RolloutSource, id: str) -> RolloutTranscript:
+    def _read(self, reader: RolloutReader, id: str) -> RolloutTranscript:
         try:
-            return self._transcript(source, id)
+            return self._transcript(reader, id)
         except (DamagedFileError, OSError) as error:
             raise RunError(f"rollout {id!r} cannot be read: {error}") from error
 
-    def _transcript(self, source: RolloutSource, id: str) -> RolloutTranscript:
-        transcript = source.read(id)
+    def _transcript(self, reader: RolloutReader, id: str) -> RolloutTranscript:
+        transcript = reader(id)
         return msgspec.structs.replace(transcript, summary=self._shown(transcript.summary))
 
     def _shown(self, summary: RolloutSummary) -> RolloutSummary:
@@ -157,8 +136,8 @@ class RolloutArchive:
         last = self._last_trained[summary.attempt]
         return summary if last is None or summary.step <= last else msgspec.structs.replace(summary, state="batched")
 
-    def _sources(self, query: RolloutQuery, *, newest: bool) -> Iterator[tuple[RolloutSource, list[RolloutSummary]]]:
-        """Yield the files that a query may admit, in order, with their summaries. Notes files with problems."""
+    def _sources(self, query: RolloutQuery, *, newest: bool) -> Iterator[tuple[RolloutReader, list[RolloutSummary]]]:
+        """Yield a reader of each file that a query may admit, with its summaries, in order. Notes damaged files."""
         self._problems.clear()
         self._last_trained.clear()
         paths = files.listing(self._directory)
@@ -171,7 +150,7 @@ class RolloutArchive:
         # archive, too. The archive knows their advantages.
         steps = {file.step for file in spooled}
         archived = {each.id for name in names if name.step in steps for each in self._summaries(name)}
-        waiting = [(file, [each for each in file.summaries if each.id not in archived]) for file in spooled]
+        waiting = [(file.read, [each for each in file.summaries if each.id not in archived]) for file in spooled]
         if newest:
             yield from reversed(waiting)
         for name in reversed(names) if newest else names:
@@ -179,7 +158,7 @@ class RolloutArchive:
                 summaries = self._summaries(name)
                 if summaries:
                     of_trainer = logprobs.get(name.stem, []) if name.kind == "batch" else []
-                    yield _ArchivedFile(self._files[name], of_trainer), summaries
+                    yield partial(self._files[name].read, trainer=of_trainer), summaries
         if not newest:
             yield from waiting
 

@@ -24,7 +24,6 @@ class RolloutQuery(msgspec.Struct, frozen=True):
     dropped: bool | None = None
 
     def admits(self, rollout: RolloutSummary) -> bool:
-        """Return whether a rollout fulfils all conditions."""
         return all(
             (
                 self.steps is None or (rollout.step is not None and self.steps[0] <= rollout.step <= self.steps[1]),

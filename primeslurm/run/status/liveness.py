@@ -77,11 +77,9 @@ def check_liveness(
     """Find out whether the head of an unfinished attempt is responsive.
 
     Args:
-        attempt: an attempt that has not ended.
         fleet: the head's last record; None if the file is missing or damaged.
         now: Unix time, for the age of files.
         agents: check every agent even if the head is responsive.
-        find_causes: returns Slurm's view of unresponsive nodes.
         recheck_s: seconds to watch a file that looks old.
     """
     path = attempt.fleet_file

@@ -156,13 +156,8 @@ def read_status(
     """Return the status of the newest attempt.
 
     Args:
-        run: the run's directory, which is only read.
-        job_state: returns Slurm's state of a job.
-        now: Unix time; the current time by default.
         processes: list all processes, not only unhealthy ones.
-        find_causes: returns Slurm's view of unresponsive nodes.
         recheck_s: seconds to watch a file that looks old.
-        find_obstacles: returns reasons why a pending job does not start.
 
     Raises:
         RunError: the run has no attempt with a readable plan.
@@ -202,7 +197,9 @@ def read_status(
         eta_s=_eta(steps, step, max_steps) if phase == "running" else None,
         progress=_shown_progress(progress),
         metrics=(steps or [{}])[-1],
-        history=_history(outline.task, steps[-HISTORY:]),
+        history={
+            name: [row[name] for row in steps[-HISTORY:] if name in row] for name in _HISTORY.get(outline.task, ())
+        },
         roles=_by_role(outline, states),
         replicas=_replicas(outline, states, orchestrator or OrchestratorState()),
         unhealthy=_unhealthy(outline, attempt, states, silent) if end is None else [],
@@ -235,11 +232,6 @@ def phase_and_reason(
     """Return the phase of an attempt, and why it has this phase.
 
     Args:
-        fleet: the head's last record.
-        silence: the unresponsive head, if it is unresponsive.
-        end: how the attempt ended.
-        job: the submitted job.
-        job_state: returns Slurm's state of a job.
         begun: the run has made progress before, so a process that loads now is restarting.
         cancel_file: exists if the user has cancelled the attempt.
     """
@@ -309,10 +301,6 @@ def _elapsed(attempt: Attempt, until: float) -> float | None:
 def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
     paces = [row["throughput/step_seconds"] for row in steps[-PACE:] if "throughput/step_seconds" in row]
     return fmean(paces) * (max_steps - step) if paces and step is not None else None
-
-
-def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
-    return {name: [row[name] for row in steps if name in row] for name in _HISTORY.get(task, ())}
 
 
 def _states(

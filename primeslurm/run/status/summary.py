@@ -90,7 +90,6 @@ def _failures(happened: Sequence[Event]) -> dict[str, FailedRollouts]:
 
 
 def summarise(run: RunDirectory) -> Summary:
-    """Return the summary of a run."""
     steps = rows(run.path)
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
     losses = [row["trainer/loss"] for row in steps if "trainer/loss" in row]

@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from primeslurm.inference.patches import changed_code_error, expect
-from primeslurm.testbed.cpu_engine import kv_offload, nixl, routed_experts
+from primeslurm.testbed.cpu_engine import kv_offload, routed_experts
+
+# Delay between two polls of NIXL's progress thread [microseconds].
+NIXL_PAUSE_US = 1000
 
 
 def apply() -> None:
@@ -27,7 +31,7 @@ def apply() -> None:
     _expand_sampling_parameters()
     kv_offload.apply()
     routed_experts.apply()
-    nixl.apply()
+    _slow_down_nixl_polls()
 
 
 def _repack_experts_after_update() -> None:
@@ -154,3 +158,37 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
     sizes = sizes or [rows.shape[0] // self.world_size] * self.world_size
     start = sum(sizes[: self.rank_in_group])
     return rows[start : start + sizes[self.rank_in_group]].movedim(0, dim).contiguous()
+
+
+def _slow_down_nixl_polls() -> None:
+    """Make NIXL's progress thread sleep between polls, for all agents that vLLM creates from now on.
+
+    NIXL's Python API sets the delay to 0, so the thread of an idle engine uses a whole core. GPU hosts have cores to
+    spare. On a small machine two such engines leave no core for computation.
+    """
+    from vllm.distributed import nixl_utils
+
+    load = expect(nixl_utils, "_load_nixl_attr", ("name",))
+
+    @functools.wraps(load)
+    def load_and_pause(name: str) -> Any:
+        value = load(name)
+        if name == "NixlWrapper" and value is not None:
+            _pause_nixl(sys.modules[value.__module__])
+        return value
+
+    nixl_utils._load_nixl_attr = load_and_pause
+
+
+def _pause_nixl(api: Any) -> None:
+    """Wrap the agent constructor in NIXL's Python module `api`."""
+    bindings = api.nixlBind
+    create = bindings.nixlAgent
+    if not hasattr(bindings.nixlAgentConfig, "pthrDelay"):
+        raise changed_code_error("nixlAgentConfig has no pthrDelay")
+
+    def create_pausing(name: str, config: Any) -> Any:
+        config.pthrDelay = NIXL_PAUSE_US
+        return create(name, config)
+
+    bindings.nixlAgent = create_pausing

@@ -211,9 +211,6 @@ class Cluster:
             argv = ["slurmd", "-f", str(self.spec.slurm_conf), "-N", name]
             self._start(name, argv, directory / "pid" / name, directory / "log" / f"{name}.log")
 
-    def _wait_for_nodes(self) -> None:
-        self._wait(self._all_idle, _START_TIMEOUT_S, "not all nodes became idle")
-
     def _all_idle(self) -> bool:
         with contextlib.suppress(ClusterError):
             return all(node.state == "idle" and node.responding for node in self.client.nodes())
@@ -257,7 +254,7 @@ def up(spec: ClusterSpec) -> tuple[Cluster, bool]:
             cluster._write_files()
             cluster._start_controllers()
             cluster._start_nodes()
-        cluster._wait_for_nodes()
+        cluster._wait(cluster._all_idle, _START_TIMEOUT_S, "not all nodes became idle")
     except BaseException:
         if cluster is not None:
             cluster.down()

@@ -283,7 +283,6 @@ def gres_conf(spec: ClusterSpec) -> str:
 
 
 def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
-    """Return the cluster as a site."""
     default = NodeKind(partition="gpu", gpus=spec.gpus_per_node, cpus=spec.cpus_per_node)
     nodes = {"default": default}
     if spec.control_nodes:

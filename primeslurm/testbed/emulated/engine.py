@@ -13,7 +13,6 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -38,7 +37,11 @@ EOS = 2
 # Median length of a completion (log-normal with sigma 1).
 MEAN_ANSWER_TOKENS = 24.0
 HANG_PATH = "/emulated/hang"
-HANG_CORE_PATH = "/emulated/hang_core"
+# Routes that are accepted and do nothing.
+NO_EFFECT = (
+    ("GET", "/health"),
+    *(("POST", path) for path in ("/init_weight_transfer_engine", "/start_weight_update", "/reset_encoder_cache")),
+)
 # Routes that vLLM's server answers without its core.
 SERVERS_OWN = ("/health", "/metrics", "/v1/models")
 # Duration of a weight update [s].
@@ -82,16 +85,11 @@ class Body(msgspec.Struct, frozen=True):
     new_version: str | int = ""
 
 
-Route = Callable[[Body, Query], Awaitable[tuple[int, object]]]
-
-
 class EmulatedEngine:
     """The ASGI application behind the version gate.
 
     Args:
-        seed: seed of completion lengths and tokens.
         batched_tokens: most tokens in a step of the real engine.
-        tick_s: time between two turns of the scheduler [s].
     """
 
     def __init__(
@@ -114,30 +112,9 @@ class EmulatedEngine:
         self._paused = False
         self._core_hangs = False
         self._id = uuid.uuid4().hex
-        self._routes: dict[tuple[str, str], Route] = {
-            ("GET", "/health"): self._ok,
-            ("GET", "/v1/models"): self._models,
-            ("GET", "/metrics"): self._metrics,
-            ("GET", "/is_paused"): self._is_paused,
-            ("POST", "/inference/v1/generate"): self._generate,
-            ("POST", "/v1/completions"): self._complete,
-            ("POST", "/pause"): self._pause,
-            ("POST", "/resume"): self._resume,
-            ("POST", "/init_weight_transfer_engine"): self._ok,
-            ("POST", "/start_weight_update"): self._ok,
-            ("POST", "/update_weights"): self._update_weights,
-            ("POST", "/reset_encoder_cache"): self._ok,
-            ("POST", "/finish_weight_update"): self._finish_update,
-            ("POST", "/update_weight_version"): self._set_version,
-            ("POST", HANG_CORE_PATH): self._hang_core,
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]
-        route = self._routes.get((scope["method"], scope["path"]))
-        if route is None:
-            await http_server.answer(send, 404, {"detail": "Not Found"})
-            return
         if self._core_hangs and scope["path"] not in SERVERS_OWN:
             await asyncio.Event().wait()
         try:
@@ -145,8 +122,39 @@ class EmulatedEngine:
         except DamagedError as error:
             await http_server.answer(send, 400, {"error": str(error)})
             return
-        status, content = await route(decoded, parse_qs(scope["query_string"].decode()))
-        await http_server.answer(send, status, content)
+        query = parse_qs(scope["query_string"].decode())
+        await http_server.answer(send, *await self._respond(scope["method"], scope["path"], decoded, query))
+
+    async def _respond(self, method: str, path: str, body: Body, query: Query) -> tuple[int, object]:
+        match method, path:
+            case "POST", "/inference/v1/generate":
+                return await self._generate(body)
+            case "POST", "/v1/completions":
+                return await self._complete(body)
+            case "POST", "/update_weights":
+                return await self._update_weights(body)
+            case "GET", "/metrics":
+                return 200, exposition(self._scheduler)
+            case "GET", "/v1/models":
+                model = {"id": self._served, "object": "model", "owned_by": "emulated"}
+                return 200, {"object": "list", "data": [model]}
+            case "GET", "/is_paused":
+                return 200, {"is_paused": self._paused}
+            case "POST", "/pause":
+                self._paused = True
+                if query.get("clear_cache", ["true"]) == ["true"]:
+                    self._scheduler.clear_cache()
+            case "POST", "/resume":
+                self._paused = False
+            case "POST", "/finish_weight_update":
+                self._scheduler.version = str(body.weight_version or "default")
+            case "POST", "/update_weight_version":
+                self._scheduler.version = str(body.new_version)
+            case "POST", "/emulated/hang_core":
+                self._core_hangs = True
+            case _ if (method, path) not in NO_EFFECT:
+                return 404, {"detail": "Not Found"}
+        return 200, {}
 
     async def run(self) -> None:
         """Advance the scheduler until cancelled."""
@@ -162,7 +170,7 @@ class EmulatedEngine:
             if not self._scheduler.busy:
                 self._work.clear()
 
-    async def _generate(self, body: Body, query: Query) -> tuple[int, object]:
+    async def _generate(self, body: Body) -> tuple[int, object]:
         prompt, sampling = body.token_ids, body.sampling_params
         room = self._max_len - len(prompt)
         if room < 1:
@@ -182,7 +190,7 @@ class EmulatedEngine:
             answer["kv_transfer_params"] = self._kv_transfer(request)
         return 200, answer
 
-    async def _complete(self, body: Body, query: Query) -> tuple[int, object]:
+    async def _complete(self, body: Body) -> tuple[int, object]:
         """Act as a teacher: return random log-probabilities of the prompt."""
         prompt = body.prompt
         if len(prompt) >= self._max_len:
@@ -227,24 +235,7 @@ class EmulatedEngine:
             "tp_size": 1,
         }
 
-    async def _pause(self, body: Body, query: Query) -> tuple[int, object]:
-        self._paused = True
-        if query.get("clear_cache", ["true"]) == ["true"]:
-            self._scheduler.clear_cache()
-        return 200, {"status": "paused"}
-
-    async def _resume(self, body: Body, query: Query) -> tuple[int, object]:
-        self._paused = False
-        return 200, {"status": "resumed"}
-
-    async def _hang_core(self, body: Body, query: Query) -> tuple[int, object]:
-        self._core_hangs = True
-        return 200, {}
-
-    async def _is_paused(self, body: Body, query: Query) -> tuple[int, object]:
-        return 200, {"is_paused": self._paused}
-
-    async def _update_weights(self, body: Body, query: Query) -> tuple[int, object]:
+    async def _update_weights(self, body: Body) -> tuple[int, object]:
         # Imported late: engines that never reach an update save the memory.
         from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 
@@ -261,23 +252,6 @@ class EmulatedEngine:
             if status is None or status.st_size != file.bytes:
                 return 500, {"error": f"{directory / file.name}: size differs from the manifest"}
         await asyncio.sleep(UPDATE_S)
-        return 200, {}
-
-    async def _finish_update(self, body: Body, query: Query) -> tuple[int, object]:
-        self._scheduler.version = str(body.weight_version or "default")
-        return 200, {}
-
-    async def _set_version(self, body: Body, query: Query) -> tuple[int, object]:
-        self._scheduler.version = str(body.new_version)
-        return 200, {}
-
-    async def _models(self, body: Body, query: Query) -> tuple[int, object]:
-        return 200, {"object": "list", "data": [{"id": self._served, "object": "model", "owned_by": "emulated"}]}
-
-    async def _metrics(self, body: Body, query: Query) -> tuple[int, object]:
-        return 200, exposition(self._scheduler)
-
-    async def _ok(self, body: Body, query: Query) -> tuple[int, object]:
         return 200, {}
 
 

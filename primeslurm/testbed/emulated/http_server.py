@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import dataclass, field
 
 from primeslurm.inference.auth import App, Message, Receive, Scope, Send
 
+Headers = list[tuple[bytes, bytes]]
 MAX_HEAD_BYTES = 65536
 # Longest request body. A prompt of a million tokens has 8 MB.
 MAX_BODY_BYTES = 64 << 20
@@ -38,26 +38,6 @@ async def answer(send: Send, status: int, content: object) -> None:
     kind = b"text/plain; version=0.0.4" if plain else b"application/json"
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
     await send({"type": "http.response.body", "body": body})
-
-
-@dataclass
-class _Response:
-    """A response that an application is sending."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    body: bytes = b""
-
-    @classmethod
-    def of_error(cls, status: int, why: str) -> _Response:
-        return cls(status, body=json.dumps({"error": why}).encode())
-
-    def take(self, message: Message) -> None:
-        """Add an ASGI message."""
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], message["headers"]
-        else:
-            self.body += message["body"]
 
 
 class _Connection(asyncio.Protocol):
@@ -111,35 +91,43 @@ class _Connection(asyncio.Protocol):
     def _refuse(self, status: int, why: str) -> None:
         """Send an error and close the connection, because the next request cannot be located in the stream."""
         self._buffer.clear()
-        self._write(_Response.of_error(status, why), keep=False)
+        self._write(status, [], _error(why), keep=False)
 
     async def _respond(self, app: App, scope: Scope, body: bytes, keep: bool) -> None:
-        response = _Response(500)
+        status, headers, sent = 500, Headers(), b""
 
         async def receive() -> Message:
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Message) -> None:
-            response.take(message)
+            nonlocal status, headers, sent
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], message["headers"]
+            else:
+                sent += message["body"]
 
         try:
             await app(scope, receive, send)
         except Exception as error:
-            response = _Response.of_error(500, repr(error)[:500])
-        self._write(response, keep)
+            status, headers, sent = 500, [], _error(repr(error)[:500])
+        self._write(status, headers, sent, keep)
         self._task = None
         if keep and not self._transport.is_closing():
             self._next()
 
-    def _write(self, response: _Response, keep: bool) -> None:
-        head = [f"HTTP/1.1 {response.status} {_REASONS.get(response.status, '-')}".encode()]
-        head += [name + b": " + value for name, value in response.headers if name != b"content-length"]
-        head.append(b"content-length: %d" % len(response.body))
+    def _write(self, status: int, headers: Headers, body: bytes, keep: bool) -> None:
+        head = [f"HTTP/1.1 {status} {_REASONS.get(status, '-')}".encode()]
+        head += [name + b": " + value for name, value in headers if name != b"content-length"]
+        head.append(b"content-length: %d" % len(body))
         if not keep:
             head.append(b"connection: close")
-        self._transport.write(b"\r\n".join(head) + b"\r\n\r\n" + response.body)
+        self._transport.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
         if not keep:
             self._transport.close()
+
+
+def _error(why: str) -> bytes:
+    return json.dumps({"error": why}).encode()
 
 
 def _head(raw: bytes) -> tuple[Scope, int] | None:

@@ -33,11 +33,7 @@ class Script:
 
 
 def script(seed: int, environment: str, example: int, job: str) -> Script:
-    """Draw the script of a job. All rollouts of one example have the same prompt.
-
-    Args:
-        example: index of the task in the environment's data.
-    """
+    """Draw the script of a job. All rollouts of one example have the same prompt."""
     of_task, of_job = random.Random(f"{seed}/{environment}/{example}"), random.Random(f"{seed}/{job}")
     prompt = _text(of_task, PROMPT_TOKENS)
     more_turns = min(int(of_job.expovariate(1 / (MEAN_TURNS - 1))), 20)

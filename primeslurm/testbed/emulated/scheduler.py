@@ -10,8 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from primeslurm.testbed.emulated.prefix_cache import BLOCK_TOKENS, PrefixCache
-
+BLOCK_TOKENS = 16
 PREFILL_TOKENS_PER_S = 8000.0
 # Speed of a request that runs alone.
 DECODE_TOKENS_PER_S = 40.0
@@ -77,7 +76,6 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Remove a request if it is running or waiting."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -189,3 +187,43 @@ def _series(name: str) -> str:
     key, _, value = label.partition("=")
     extra = f',{key}="{value}"' if label else ""
     return f'vllm:{metric}{{engine="0",model_name="policy"{extra}}}'
+
+
+class PrefixCache:
+    """Hash chains of token blocks, as in vLLM. At most `blocks` are kept; the least recently used are evicted first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._limit = blocks
+        self._cached: dict[int, None] = {}
+
+    def hit(self, salt: str, tokens: Sequence[int]) -> int:
+        """Return how many leading tokens are cached. The last token is never cached, because it must be computed."""
+        cached = 0
+        for key in _chain(salt, tokens):
+            if key not in self._cached:
+                break
+            self._touch(key)
+            cached += BLOCK_TOKENS
+        return min(cached, max(len(tokens) - 1, 0))
+
+    def hold(self, salt: str, tokens: Sequence[int]) -> None:
+        """Cache the complete blocks of a sequence."""
+        for key in _chain(salt, tokens):
+            self._touch(key)
+        while len(self._cached) > self._limit:
+            del self._cached[next(iter(self._cached))]
+
+    def clear(self) -> None:
+        self._cached.clear()
+
+    def _touch(self, key: int) -> None:
+        self._cached.pop(key, None)
+        self._cached[key] = None
+
+
+def _chain(salt: str, tokens: Sequence[int]) -> list[int]:
+    key, keys = hash(salt), []
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        key = hash((key, tuple(tokens[start : start + BLOCK_TOKENS])))
+        keys.append(key)
+    return keys

@@ -10,12 +10,10 @@ from primeslurm.testbed.emulated import http_server
 
 
 async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer every request with 200."""
     await http_server.answer(send, 200, {})
 
 
 async def serve(host: str, port: int) -> None:
-    """Serve until cancelled."""
     server = await http_server.start(healthy, host, port)
     async with server:
         await server.serve_forever()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +22,12 @@ from primeslurm.nn import one_rank
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Parallelism, Vlm
-from primeslurm.trainer.components.logprobs import logit_scores
+from primeslurm.trainer.components.logprobs import Scoring, logit_scores
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class GenericModel(nn.Module):
+class GenericModel(Scoring, nn.Module):
     """A model of transformers with the interface of our models: packed rows, and masks made from positions.
 
     Without `vlm`, only text is trained. Raises ValueError if the model is not supported.
@@ -41,7 +40,6 @@ class GenericModel(nn.Module):
         # transformers selects a mask by layer type if a config has layer types.
         self._windows = {_FULL: None, _SLIDING: text.sliding_window} if _SLIDING in kinds else {}
         self._window = None if kinds else getattr(text, "sliding_window", None)
-        self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.enable_weight_tying = hf.tie_word_embeddings
         vision = getattr(hf, "vision_config", None)
         for config in (hf, text, *([vision] if vision else ())):
@@ -64,15 +62,6 @@ class GenericModel(nn.Module):
     def lm_head(self) -> GenericModel:
         """The module to call `scoring` on. It is the whole model, because some models change logits after the head."""
         return self
-
-    @contextmanager
-    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
-        """Make calls return scores instead of logits, as `ScoringHead.scoring`."""
-        self._targets = labels, temperatures, places
-        try:
-            yield
-        finally:
-            self._targets = None
 
     def forward(
         self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any, images: VisionInput | None = None

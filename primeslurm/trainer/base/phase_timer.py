@@ -50,11 +50,7 @@ class PhaseTimer:
         return self._seconds[name]
 
     def take(self, gpus: int) -> dict[str, float]:
-        """End a step: return metrics of the time since the last call, and begin again.
-
-        Args:
-            gpus: number of ranks, each of which has a GPU.
-        """
+        """End a step: return metrics of the time since the last call, and begin again."""
         self.steps_done += 1
         now = time.monotonic()
         elapsed_s, self._taken_at = now - self._taken_at, now

@@ -177,20 +177,10 @@ class _InChunks(torch.autograd.Function):
         return torch.cat(grad_hidden), of_weight, None, None, None, None
 
 
-class ScoringHead(Linear):
-    """A language model head that returns logits, or log-probabilities and entropies within `scoring`."""
+class Scoring:
+    """Mixin of modules that return logits, or log-probabilities and entropies within `scoring`."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        """Config of Linear, plus the chunk size and the dtype of logits."""
-
-        chunk: int | None = None  # as in `token_logprobs`
-        dtype: torch.dtype | None = None  # as in `token_logprobs`
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.chunk, self.dtype = config.chunk, config.dtype
-        self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    _targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
     def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
@@ -202,6 +192,21 @@ class ScoringHead(Linear):
             yield
         finally:
             self._targets = None
+
+
+class ScoringHead(Scoring, Linear):
+    """A language model head that scores."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """Config of Linear, plus the chunk size and the dtype of logits."""
+
+        chunk: int | None = None  # as in `token_logprobs`
+        dtype: torch.dtype | None = None  # as in `token_logprobs`
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.chunk, self.dtype = config.chunk, config.dtype
 
     def forward(self, input: torch.Tensor) -> Any:
         """Return logits [rows, len, vocab], or scores [trained tokens] within `scoring`."""

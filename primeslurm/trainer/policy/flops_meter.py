@@ -28,11 +28,8 @@ class FlopsMeter:
 
     Args:
         shape: The model. None: its operations are unknown, so only tokens are counted.
-        world: The ranks that train together.
         peak_tflops: Peak rate of a rank's GPU [TFLOP/s]. None: unknown, so there is no MFU.
         adapters: Weights of LoRA adapters that a token meets. None: all weights are trained.
-        trains_vision: Whether the vision encoder is trained.
-        trains_draft_layer: Whether the draft layer is trained.
         cp: Index of this rank's shard of each row, and number of shards.
     """
 

@@ -24,11 +24,7 @@ _RETRY_S = 5.0
 
 
 class KeptLogprobs:
-    """Collects log-probabilities during a step.
-
-    Args:
-        rank: global rank, which names the file.
-    """
+    """Collects log-probabilities during a step."""
 
     def __init__(self, run_dir: Path, attempt: int, rank: int) -> None:
         self._run_dir, self._attempt, self._rank = run_dir, attempt, rank
@@ -39,7 +35,6 @@ class KeptLogprobs:
         """Collect the log-probabilities of a micro batch.
 
         Args:
-            info: of the rank's batch.
             first_row: index of the micro batch's first row among the rank's rows.
             mask: positions that predict a trained token [rows, local_len], in host memory.
             logprobs: of these positions, in their order [trained tokens].

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import struct
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import torch
 
-from primeslurm.base import files
-from primeslurm.wire.decoding import DamagedError, Size, decode_json
+from primeslurm.base import model_files
 
-_LENGTH = 8
-# Limit of the safetensors library
-_LONGEST_HEADER = 100_000_000
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,51 +44,21 @@ class TensorLocation(NamedTuple):
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """A header entry."""
-
-    dtype: str
-    shape: tuple[Size, ...]
-    data_offsets: tuple[Size, Size]  # begin and end, relative to the end of the header [bytes]
-
-
 def read_header(path: Path) -> dict[str, TensorLocation]:
     """Return the locations of all tensors of a file. Raises OSError, and ValueError if the file is damaged."""
-
     # The safetensors library maps files into memory. Offsets let loading read byte ranges into pinned buffers with
     # `preadv`, retry after errors of network file systems (which kill a process that uses a mapping), and check all
     # sizes before it allocates memory.
-    def read(file: BinaryIO) -> tuple[int, int, bytes]:
-        size, beginning = os.fstat(file.fileno()).st_size, file.read(_LENGTH)
-        length = struct.unpack("<Q", beginning)[0] if len(beginning) == _LENGTH else size
-        if length > min(size - _LENGTH, _LONGEST_HEADER):
-            raise ValueError(f"{path}: not a safetensors file, or truncated")
-        return size, length, file.read(length)
-
-    size, length, header = files.reading(path, read)
-    start = _LENGTH + length
-    entries = _entries(path, header)
-    end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
-    if size < end:
-        raise ValueError(f"{path}: truncated, {size} bytes of {end}")
-    if unknown := sorted({entry.dtype for entry in entries.values()} - set(_DTYPES)):
+    start, tensors = model_files.read_header(path)
+    if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(_DTYPES)):
         raise ValueError(f"{path}: unsupported dtype {', '.join(unknown)}")
     locations = {
-        name: TensorLocation(path.name, start + entry.data_offsets[0], entry.shape, entry.dtype)
-        for name, entry in entries.items()
+        name: TensorLocation(path.name, start + tensor.data_offsets[0], tensor.shape, tensor.dtype)
+        for name, tensor in tensors.items()
     }
-    for name, entry in entries.items():  # loading allocates memory by the shape, so it must match the stored bytes
-        if locations[name].nbytes != entry.data_offsets[1] - entry.data_offsets[0]:
-            raise ValueError(
-                f"{path}: {name} ({entry.dtype}{list(entry.shape)}) does not fill its "
-                f"offsets {list(entry.data_offsets)}"
-            )
+    for name, tensor in tensors.items():  # loading allocates memory by the shape, so it must match the stored bytes
+        begin, end = tensor.data_offsets
+        if locations[name].nbytes != end - begin:
+            what = f"{name} ({tensor.dtype}{list(tensor.shape)})"
+            raise ValueError(f"{path}: {what} does not fill its offsets {[begin, end]}")
     return locations
-
-
-def _entries(path: Path, header: bytes) -> dict[str, _Entry]:
-    try:
-        entries = decode_json(header, dict[str, msgspec.Raw])
-        return {name: decode_json(bytes(raw), _Entry) for name, raw in entries.items() if name != "__metadata__"}
-    except DamagedError as error:
-        raise ValueError(f"{path}: cannot read its header: {error}") from error

@@ -9,27 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from primeslurm.base import files
-from primeslurm.base.model_files import INDEX
+from primeslurm.base.model_files import weight_files
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.four_bits import FourBits, unpacked
 from primeslurm.trainer.weights.safetensors_header import TensorLocation, read_header
-from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 # Number of headers that are read in parallel. Each mostly waits for the file system.
 _PARALLEL_HEADERS = 8
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """The part of a model's index file that is used."""
-
-    weight_map: dict[str, str]  # tensor name to file name
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class TensorFiles:
     @classmethod
     def read(cls, directory: Path) -> TensorFiles:
         """Read the headers of the files in the index, or of all files if there is no index. Raises as `read_header`."""
-        names = _file_names(directory)
+        names = weight_files(directory)
         with ThreadPoolExecutor(_PARALLEL_HEADERS, "headers") as threads:
             headers = list(threads.map(lambda name: read_header(directory / name), names))
         return cls(directory, *unpacked({name: place for header in headers for name, place in header.items()}))
@@ -126,13 +118,3 @@ class OpenFiles:
                 path = self._files.directory / file
                 self._open[file] = files.retrying(path, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             return self._open[file]
-
-
-def _file_names(directory: Path) -> list[str]:
-    index = directory / INDEX
-    if files.is_file(index):
-        try:
-            return sorted(set(decode_json(files.read_bytes(index), _Index).weight_map.values()))
-        except DamagedError as error:
-            raise ValueError(f"{index}: cannot be read: {error}") from error
-    return [file.name for file in files.listing(directory, "*.safetensors")]

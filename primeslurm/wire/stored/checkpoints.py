@@ -195,7 +195,8 @@ def _proven_damage(directory: Path) -> list[str] | None:
         for part in (record.parts if record else [])
         if not is_shard(part) or manifest.missing_or_resized(directory, [part])
     ]
-    paths = {path for name in [COMMITTED, *unseen, *suspects] for path in _with_parent(directory / name)}
+    paths = {directory / name for name in [COMMITTED, *unseen, *suspects]}
+    paths |= {path.parent for path in paths}
     if files.until_seen(look, directory.parent, *sorted(paths)):
         return []
     if not files.exists(directory):
@@ -224,10 +225,6 @@ def _differences_at_sight(directory: Path, parts: Sequence[FileRecord]) -> list[
     """Compare the sizes of all parts and the digests of small ones. Shards are checked while they are loaded."""
     small = [part for part in parts if not is_shard(part)]
     return manifest.missing_or_resized(directory, parts) or manifest.differing(directory, small)
-
-
-def _with_parent(path: Path) -> tuple[Path, Path]:
-    return path, path.parent
 
 
 def directories(paths: Sequence[Path]) -> list[tuple[int, Path]]:

@@ -52,7 +52,6 @@ def restored(name: str, old: torch.Tensor, stored: Mapping[str, torch.Tensor], e
 
     Args:
         old: Tensor of the base. It is not changed.
-        stored: Tensors of the delta that `changes` returned.
         expected: Digest of the published tensor; None if the delta has none.
 
     Raises:

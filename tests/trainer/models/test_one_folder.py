@@ -13,14 +13,13 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 
 import primeslurm.models
-from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.models.registry import bundled, families, family_of
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
-from primeslurm.plan.planner import make_plan
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from scripts.models import tiny_model
+from tests.support.planning import make_plan
 from tests.support.recipes import recipe_data, site
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
@@ -91,7 +90,7 @@ def test_a_made_up_family_in_one_folder_is_planned_built_and_rendered(
     assert family_of("aspen") in bundled()
 
     recipe = Recipe.model_validate(recipe_data(model={"path": str(aspen), "impl": "custom"}, trainer={"fp8": False}))
-    plan = make_plan(recipe, site(), tmp_path / "run", read_file_metadata(recipe)).plan
+    plan = make_plan(recipe, site(), tmp_path / "run").plan
     assert not [finding for finding in plan.findings if "aspen" in finding.text]
     assert plan.process("engine-r0-0").argv
 

@@ -22,12 +22,13 @@ from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.arithmetic import ArithmeticConfig, last_number, pairs
 from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, last_box
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
-from primeslurm.orchestrator.environments.tool_use import GUESS, chains, demonstrations
+from primeslurm.orchestrator.environments.tool_use import chains
 from primeslurm.orchestrator.rollouts import transcripts
-from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.trainer.data.sft_data import Conversations
 from scripts.models import tiny_model
+from scripts.models.tool_use_demonstrations import GUESS, demonstrations
 from tests.support.conversations_read import loaded
+from tests.support.fake_engine import FakeEngine
 from tests.support.rollouts import rollouts, small_recipe
 
 

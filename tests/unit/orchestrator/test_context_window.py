@@ -14,9 +14,9 @@ from verifiers.v1.harnesses.utils.compaction import is_context_overflow
 
 from primeslurm.orchestrator.environments.chat import ChatHarness
 from primeslurm.orchestrator.rollouts.job_protocol import PromptError
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import Rollout
 from tests.support import rollouts as support
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.rollouts import OneAgent, small_recipe, with_words
 
 TURNS = 20

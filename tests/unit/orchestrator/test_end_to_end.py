@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.environments import reverse_text
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.batch import RankShard, Row
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import BATCHES, OFF_POLICY, STEPS, Run, publish_addresses
 

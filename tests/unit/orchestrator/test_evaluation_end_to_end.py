@@ -11,8 +11,8 @@ import pytest
 
 from primeslurm.records.evaluation import EvaluationRecord, evaluations, step_dir
 from primeslurm.records.metrics import rows
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.stored import checkpoints
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import BATCHES, OFF_POLICY, STEPS
 from tests.support.waiting import wait_until

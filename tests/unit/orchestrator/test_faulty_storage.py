@@ -12,8 +12,8 @@ from primeslurm.base.errors import RunError
 from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.stored import checkpoints
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
 from tests.support.scripted_run import BATCHES, STEPS
 from tests.unit.orchestrator.test_end_to_end import FakeRun, finish

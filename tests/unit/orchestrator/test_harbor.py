@@ -20,11 +20,11 @@ from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Harness
-from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.stored import task_images
 from scripts.models import tiny_model
 from tests.support.rollouts import rollouts, small_recipe
+from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"

@@ -12,7 +12,7 @@ from primeslurm.orchestrator.environments import checks
 from primeslurm.plan.checks.tool_rendering import OWN_HARNESS
 from primeslurm.recipe.rules import sandboxes
 from primeslurm.recipe.sections.orchestrator import Environment
-from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
+from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 from tests.unit.orchestrator import test_harbor
 

@@ -16,7 +16,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Example
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, rollout, run_all
 from tests.unit.orchestrator.test_dispatch_sizes import age
 from tests.unit.orchestrator.test_end_to_end import FakeRun, finish

@@ -13,9 +13,9 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from tests.support.batches import batch_of
 from tests.support.cli import primeslurm
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import model_dir
 from tests.support.rollouts import rollouts
 from tests.support.turn_templates import CHATML, write_model

@@ -19,12 +19,12 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_pool import JobLost, RolloutEnded, WorkerDied
 from primeslurm.recipe import Recipe
 from primeslurm.records.state import EngineRecord
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.batch import RankShard
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.link.messages import Answer, GetBatch
 from primeslurm.wire.stored import checkpoints
 from tests.support.batches import received
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import Run, publish_addresses
 from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, rollout, run_all

@@ -13,9 +13,9 @@ import pytest
 
 from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.recipe.sections.sandboxes import Limits
-from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from tests.support import docker_daemon, small_images
 from tests.support.cli import run_python
+from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 from tests.unit.orchestrator import test_harbor
 

@@ -22,9 +22,9 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.sandboxes import PROVIDER_KEYS
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import ContainerRuntime, HostedRuntime, Runtime
-from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from tests.support import prime_service, recipes
 from tests.support.prime_service import PrimeService
+from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 from tests.unit.orchestrator import test_harbor
 

@@ -16,10 +16,10 @@ from primeslurm.models.renderers import RENDERERS, is_import_path, renderers_of
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering, RenderingError, select_renderer
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
-from primeslurm.testbed.fakes.fake_engine import write_tokenizer
 from scripts.models import tiny_model
 from tests.support.chat_templates import BUNDLED, write_model
 from tests.support.conversations import write_tokenizer as write_tokenizer_of
+from tests.support.fake_engine import write_tokenizer
 from tests.support.turn_templates import CHATML, UNENDING
 from tests.support.turn_templates import write_model as write_with_template
 

@@ -16,10 +16,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
 from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import serving
-from primeslurm.testbed.fakes import fake_engine
-from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.wire.transport.addresses import AddressBook
+from tests.support import fake_engine
 from tests.support.conversations import START, ScriptedEngine, answering, rollout, sampled, write_tokenizer
+from tests.support.fake_engine import FakeEngine
 from tests.support.rollouts import small_recipe
 
 PLAIN = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}

@@ -24,9 +24,9 @@ from primeslurm.orchestrator.teacher import Scoring, Teacher, TeacherError, teac
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import Rollout
 from tests.support.batches import batch_of
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses
 from tests.support.waiting import wait_until_async

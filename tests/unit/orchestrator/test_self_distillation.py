@@ -18,8 +18,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.orchestrator.teacher import Scoring, teacher_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import TeacherPrompt
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.rollouts import TwoTurns, rollouts, small_recipe, with_words
 from tests.support.scripted_run import publish_addresses

@@ -23,10 +23,10 @@ from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_probl
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.orchestrator.worker.tool_servers import serve_in_runtime
 from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
-from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from tests.support.cli import ROOT
 from tests.support.environments.broken_tool import BrokenTools
 from tests.support.environments.hostile_tool import HostileTools
+from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 from tests.unit.fuzz.mutations import bounded
 from tests.unit.orchestrator import test_harbor

@@ -21,9 +21,9 @@ from primeslurm.orchestrator.environments.sandbox import containers
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.worker import main
 from primeslurm.recipe import Recipe
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import secret
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.verifiers_restored import restored
 from tests.support.worker_pools import CallbackPool
 

@@ -182,7 +182,7 @@ def test_truncated_file_is_refused(size: int, tmp_path: Path) -> None:
     with file.open("rb+") as opened:
         opened.truncate(size if size >= 0 else file.stat().st_size - 1)
     (found,) = said(tmp_path)
-    assert "model.safetensors is " in found and "truncated" in found
+    assert "model.safetensors: " in found and "truncated" in found
 
 
 def tokens(count: int, **added: int) -> dict[str, Any]:

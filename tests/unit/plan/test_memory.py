@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
-from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision
@@ -32,10 +31,9 @@ from primeslurm.plan.memory.rollout_rate import decode_seconds
 from primeslurm.plan.memory.step_time import moving_state
 from primeslurm.plan.memory.trainer import TrainerLayout, layer_gather_bytes, trainer_memory
 from primeslurm.plan.model import Finding
-from primeslurm.plan.planner import make_plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge
-from tests.support.planning import reviewed
+from tests.support.planning import make_plan, reviewed
 from tests.support.recipes import model_dir, recipe_data, site
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
@@ -434,7 +432,7 @@ def test_plan_sets_the_kv_cache_of_colocated_engines(tmp_path: Path) -> None:
         recipe_data(**merge({"model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"}}, changes))
     )
     where = site(nodes={"default": {"gres": "gpu:h200"}})
-    plan = make_plan(recipe, where, tmp_path, read_file_metadata(recipe)).plan
+    plan = make_plan(recipe, where, tmp_path).plan
     assert plan.estimate is not None
     trainer, engine = plan.estimate.roles
     assert (trainer.limit_gib, engine.limit_gib) == (68.9, 69.9)
@@ -443,7 +441,7 @@ def test_plan_sets_the_kv_cache_of_colocated_engines(tmp_path: Path) -> None:
     assert size == engine.kv_tokens * engine.kv_bytes_per_token
     assert sum(engine.parts.values()) == pytest.approx(engine.limit_gib, abs=0.2)
     assert [f.field for f in plan.findings if "GPUs 0 to 7" in f.text] == ["inference.gpu_memory_utilization"]
-    unknown = make_plan(recipe, site(), tmp_path, read_file_metadata(recipe)).plan
+    unknown = make_plan(recipe, site(), tmp_path).plan
     assert "--kv-cache-memory-bytes" not in unknown.process("engine-r0-0").argv
     assert [f.fix for f in unknown.findings if f.field == "inference.kv_cache_bytes"] == ["set it"]
 

@@ -12,10 +12,11 @@ from primeslurm.models.catalog import catalog
 from primeslurm.plan.auto_fields import with_limits
 from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.planner import Planned, RecipeFiles, make_plan, requests_of
+from primeslurm.plan.planner import Planned, RecipeFiles, requests_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from tests.support.planning import make_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 SITE = load_site(ROOT / "sites" / "h200.yaml")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.testbed.fakes.simulated_engine import PREFILL_TOKENS_PER_S, SimulatedEngine, Turn
+from benchmarks.support.simulated_engine import PREFILL_TOKENS_PER_S, SimulatedEngine, Turn
 
 PROMPT, SHARED = 6000, 4000
 PROMPT_S = PROMPT / PREFILL_TOKENS_PER_S

@@ -53,11 +53,9 @@ def bwrap_args(
     """Return the command line, up to the program.
 
     Args:
-        visible: directories of the node that programs may read.
         hidden: directories that stay hidden even below a visible one.
         files: path in the sandbox -> file descriptor with its content.
         disk: most bytes that programs may write, to /dev/shm and everywhere else together.
-        open_network: whether programs share the node's network.
     """
     # /dev/shm is a file system of its own, because bubblewrap makes it itself: it cannot be a link into /.
     shm = min(_SHM_BYTES, int(_MAX_SHM_FRACTION * disk))

@@ -81,7 +81,6 @@ class Sandbox:
 
     Args:
         allowed: what all its programs together may use.
-        visible: directories of the node that programs may read.
         hidden: directories that programs must not see, wherever they are.
     """
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from primeslurm.testbed.fakes.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 
 def tool_call(name: str, **arguments: str) -> str:

@@ -1,1 +1,0 @@
-"""Fakes of engines and trainer ranks that tests and benchmarks share."""
