@@ -29,37 +29,40 @@ WINDOW = 256 << 20  # bytes in flight: three of the longest rollouts, so the nex
 
 def to_chunks(frames: Sequence[Frame]) -> list[Frame]:
     """Return the frames of a message as chunks, or unchanged if there is only one, and it is small."""
+    # The first chunk begins with a mark, the size of the list of lengths in four bytes, and the lengths of all frames.
     views = [memoryview(frame).cast("B") for frame in frames]
-    size = sum(view.nbytes for view in views)
-    if len(views) == 1 and size <= CHUNK_BYTES:
+    sizes = [view.nbytes for view in views]
+    if len(views) == 1 and sizes[0] <= CHUNK_BYTES:
         return list(frames)
-    head = _SPLIT_MARK + msgspec.msgpack.encode([view.nbytes for view in views])
-    if size <= CHUNK_BYTES:
-        return [head, b"".join(views)]
+    lengths = msgspec.msgpack.encode(sizes)
+    head = _SPLIT_MARK + len(lengths).to_bytes(4, "big") + lengths
+    if len(head) + sum(sizes) <= CHUNK_BYTES:
+        return [b"".join((head, *views))]
     return [head, *(view[at : at + CHUNK_BYTES] for view in views for at in range(0, view.nbytes, CHUNK_BYTES))]
-
-
-def is_split(frames: Sequence[Frame]) -> bool:
-    return bool(frames) and bytes(frames[0][:1]) == _SPLIT_MARK
 
 
 def join_frames(frames: list[Frame]) -> list[Frame]:
     """Join the chunks of a message, and empty it. Raise DamagedError if chunks and announced frames differ."""
     # The interpreter's lock is released during the copy. Chunks are freed as they are copied.
-    if not is_split(frames):
+    if not frames or bytes(frames[0][:1]) != _SPLIT_MARK:
         return frames
-    lengths = decode_msgpack(frames[0][1:], list[Size])
-    received = sum(len(frame) for frame in frames[1:])
+    first = memoryview(frames[0])
+    end = 5 + int.from_bytes(first[1:5], "big")
+    lengths = decode_msgpack(first[5:end], list[Size])
+    chunks: list[Frame] = [first[end:], *frames[1:]]
+    received = sum(map(len, chunks))
     if sum(lengths) != received:  # checked before memory is allocated by these lengths
         raise DamagedError(f"{received} bytes of {sum(lengths)}")
-    chunks = frames[:0:-1]  # in reverse, so that the next one is popped from the end
     frames.clear()
+    chunks.reverse()  # so that the next one is popped from the end
     return [_take(chunks, length) for length in lengths]
 
 
 def _take(chunks: list[Frame], length: int) -> Frame:
     """Take the next bytes: a view if one chunk has them all, else a copy."""
-    if length <= len(chunks[-1] if chunks else b""):
+    while chunks and not len(chunks[-1]):
+        chunks.pop()
+    if not length or length <= len(chunks[-1]):
         return _take_from_next(chunks, length)
     frame = np.empty(length, np.uint8)
     done = 0

@@ -242,7 +242,7 @@ class WorkerPool:
         identity, frames = message[0].bytes, list[Frame](frame.buffer for frame in message[1:])
         message.clear()
         try:
-            if len(frames) > 2:  # chunks of large frames, which a thread copies
+            if len(frames) > 1:  # chunks of large frames, which a thread copies
                 frames = await asyncio.to_thread(join_frames, frames)
             frames = join_frames(frames)
             if not frames:

@@ -287,7 +287,7 @@ def test_unsplit_frame_is_not_copied() -> None:
     assert [len(part) for part in parts[1:]] == [CHUNK_BYTES] * 4 + [1] and max(map(len, parts)) <= MAX_FRAME_BYTES
     found = join_frames([memoryview(part) for part in parts])
     assert [bytes(part) for part in found] == [whole, b"", long]
-    assert to_chunks([whole, b""]) == [whole, b""] == join_frames([whole, b""])
+    assert to_chunks([whole]) == [whole] == join_frames([whole])
 
 
 @fuzzed(0.5)
@@ -308,8 +308,9 @@ def test_mismatched_chunks_are_damaged(parts: list[bytes]) -> None:
 
 @pytest.mark.parametrize("lengths", [[2**62], [2**62, -(2**62)], [1] * 5, [0], [], "x", [[1]], [1.5]])
 def test_stated_lengths_are_not_trusted(lengths: object) -> None:
+    stated = msgspec.msgpack.encode(lengths)
     with pytest.raises(DamagedError):
-        join_frames([b"\xc1" + msgspec.msgpack.encode(lengths), b"abc"])
+        join_frames([b"\xc1" + len(stated).to_bytes(4, "big") + stated, b"abc"])
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000, GREETING[:20], GREETING * 9])

@@ -286,7 +286,7 @@ async def test_cost_of_a_turn_does_not_grow_with_the_conversation(qwen3: Path, m
         conversation = await converse(qwen3, Rendering(config), engine, more)
     (rollout,) = trained(conversation)
     assert len(engine.requests) == rollout.info.turns == turns
-    assert tokenized[1] > 0 and set(tokenized[1:turns]) == {tokenized[1]}
+    assert 0 < max(tokenized[1:turns]) <= tokenized[1]  # texts that came before are not encoded again
     assert hashed[1] > 0 and set(hashed[1:turns]) == {hashed[1]}
 
 
