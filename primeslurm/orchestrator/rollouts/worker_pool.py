@@ -244,7 +244,8 @@ class WorkerPool:
         try:
             if len(frames) > 1:  # chunks of large frames, which a thread copies
                 frames = await asyncio.to_thread(join_frames, frames)
-            frames = join_frames(frames)
+            else:
+                frames = join_frames(frames)
             if not frames:
                 raise DamagedError("it has no frames")
             await self._receive(identity, frames[0], frames[1:])

@@ -80,7 +80,6 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
         lambda *unusable: pytest.fail(str(unusable)),
     )
     watched, held, joined = FileWatcher(worker_pool.join_frames), threading.Event(), worker_pool.join_frames
-    monkeypatch.setattr(worker_pool, "join_frames", watched)
     watched._function = lambda parts: (held.wait(60), joined(parts))[1]
     serving = asyncio.create_task(pool.serve())
     worker = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -91,6 +90,7 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
     await wait_until_async(lambda: pool.available)
     await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
     number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
+    monkeypatch.setattr(worker_pool, "join_frames", watched)
     await worker.send_multipart(to_chunks(encode_result("j", [long_rollout()])))
     await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # the job has ended
     await wait_until_async(lambda: watched.threads)
