@@ -218,7 +218,7 @@ async def measure_orchestrator(rollouts: int) -> None:
         wire, workers = (f"ipc://{directory}/{name}" for name in ("wire", "workers"))
         port = free_port()
         (run_dir / "attempts" / "1").mkdir(parents=True)
-        hosts, ports = ({name: value for name in ("router-0", "engine-r0-0")} for value in (HOST, {"http": port}))
+        hosts, ports = (dict.fromkeys(("router-0", "engine-r0-0"), value) for value in (HOST, {"http": port}))
         (run_dir / "attempts" / "1" / "addresses.json").write_text(json.dumps({"hosts": hosts, "ports": ports}))
         recipe = Recipe.model_validate(ORCHESTRATED | {"model": {"path": directory}})
         (run_dir / "recipe.resolved.json").write_text(recipe.model_dump_json(by_alias=True))

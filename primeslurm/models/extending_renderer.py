@@ -90,9 +90,9 @@ def _remember_prompts(renderer: Any) -> None:
         try:
             request = msgspec.json.encode((messages, options))
         except (TypeError, ValueError):  # for example text that is no Unicode
-            return render(messages, **options)  # type: ignore[no-any-return]
+            return render(messages, **options)
         if len(request) > LONGEST_PROMPT:
-            return render(messages, **options)  # type: ignore[no-any-return]
+            return render(messages, **options)
         if request not in renderings:
             rendered = render(messages, **options)
             if len(renderings) >= REMEMBERED_PROMPTS:

@@ -11,7 +11,6 @@ from functools import cached_property
 from itertools import groupby
 
 import msgspec
-import numpy as np
 
 from primeslurm.wire.batches.file_ranges import StoredArray
 from primeslurm.wire.batches.frames import Frame

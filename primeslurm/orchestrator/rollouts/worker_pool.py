@@ -203,7 +203,7 @@ class WorkerPool:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # ZMQ disconnects a peer that sends more
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops messages above the limit
         self._socket.bind(bind)
-        self._waiting_messages = zmq.Socket.shadow(self._socket.underlying)
+        self._waiting_messages: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._messages = 0
         if (path := on_this_node(bind)) is not None:
             try:

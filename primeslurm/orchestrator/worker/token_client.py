@@ -28,8 +28,8 @@ from verifiers.v1 import graph
 from verifiers.v1.clients import Client, TrainClient, TrainClientConfig, train
 from verifiers.v1.clients.train import RendererSlot
 from verifiers.v1.dialects import ChatDialect, Dialect
-from verifiers.v1.errors import ProviderError
 from verifiers.v1.env import Env
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServer, server
 from verifiers.v1.task import Task

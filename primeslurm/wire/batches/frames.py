@@ -152,7 +152,7 @@ def _required(kind: type[Any], without: str) -> dict[str, bool]:
     return {spec.name: spec.default is MISSING for spec in fields(kind) if spec.name in names}
 
 
-def mismatch(kind: type[Any], arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], without: str = "") -> str:
+def mismatch(kind: Any, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], without: str = "") -> str:
     """Return the first difference between named arrays and the fields of a dataclass; empty if there is none.
 
     `kind` has one field per array. Fields without a default are required, and `without` names a field whose array is
