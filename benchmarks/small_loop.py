@@ -2,9 +2,9 @@
 
     python -m benchmarks small_loop --beside OTHER_CHECKOUT --write
 
-worker: a real worker process runs `arithmetic` with SmolLM2's tokenizer, and a real worker pool sends its jobs and
-decodes its results. The engine is a fake in a process of its own: it answers every request at once with the same
-tokens.
+worker: a real worker process runs `arithmetic` with SmolLM2's tokenizer, four rollouts of each prompt. A real worker
+pool sends its jobs and decodes its results. The engine is a fake in a process of its own: it answers every request at
+once with the same tokens.
 
 orchestrator: the whole pipeline in one process, with batches of 256 in groups of 16, the emulated trainer and one
 emulated engine. Jobs go to real `JobRunner`s in another process, which answer at once with a rollout of 52 tokens. So
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "small_loop.json"
 MODEL = ROOT / ".primeslurm" / "smollm2" / "model"
 GROUP = 16
+OF_A_GROUP = 4  # rollouts of a group that one of four workers gets
 WARM_UP = 64  # rollouts before the first round
 ANSWER = "The sum of these two numbers is 42."
 HOST = "127.0.0.1"
@@ -89,15 +90,10 @@ def report(options: argparse.Namespace) -> None:
     checkouts["now"] = ROOT
     rounds: dict[str, list[dict[str, float]]] = {name: [{} for _ in range(options.rounds)] for name in checkouts}
     for part in ("worker", "orchestrator"):
-        processes = {name: start_part(part, checkout, options) for name, checkout in checkouts.items()}
-        try:
-            for index in range(options.rounds):
-                for name, process in processes.items():
-                    print("go", file=process.stdin, flush=True)
-                    rounds[name][index] |= json.loads(line_of(process))
-        finally:
-            for process in processes.values():
-                process.stdin.close()  # type: ignore[union-attr]  # it ends its own processes
+        for index in range(options.rounds):
+            for name, checkout in checkouts.items():
+                process = start_part(part, checkout, options)
+                rounds[name][index] |= json.loads(line_of(process))
                 process.wait()
     result: dict[str, Any] = {
         "command": f"python -m benchmarks small_loop {'--beside OTHER_CHECKOUT ' if options.beside else ''}--write",
@@ -113,9 +109,9 @@ def report(options: argparse.Namespace) -> None:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each value, and rollouts per CPU second of a worker."""
+    """Return the median of each value, and the CPU cores that workers and orchestrator take for 1,000 rollouts/s."""
     found = {name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]}
-    return found | {"rollouts_per_cpu_s": round(1e3 / found["worker_ms"])}
+    return found | {"cores_for_1000_per_s": round(found["worker_ms"] + found["orchestrator_ms"], 2)}
 
 
 def start_part(
@@ -127,7 +123,7 @@ def start_part(
         argv += [f"--{option}", str(getattr(options, option))]
     env = {**os.environ, "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
     # `python -m` looks in the current directory first.
-    return subprocess.Popen(argv, cwd=checkout, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(argv, cwd=checkout, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def line_of(part: subprocess.Popen[str]) -> str:
@@ -138,7 +134,7 @@ def line_of(part: subprocess.Popen[str]) -> str:
 
 
 async def measure(rollouts: int, inflight: int) -> None:
-    """Run a round for each line of the standard input, and print its cost."""
+    """Run rollouts of a worker, and print their cost."""
     from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 
     engine = start_part("engine", Path(os.environ["PYTHONPATH"]))
@@ -150,12 +146,11 @@ async def measure(rollouts: int, inflight: int) -> None:
             while not pool.available:
                 await pool.receive()
             await run(pool, numbers, WARM_UP, inflight)
-            while await asyncio.to_thread(sys.stdin.readline):
-                before = cpu_s(worker.pid), time.process_time()
-                await run(pool, numbers, rollouts, inflight)
-                spent = cpu_s(worker.pid) - before[0], time.process_time() - before[1]
-                values = {"worker_ms": 1e3 * spent[0] / rollouts, "pool_ms": 1e3 * spent[1] / rollouts}
-                print(json.dumps(values), flush=True)
+            before = cpu_s(worker.pid), time.process_time()
+            await run(pool, numbers, rollouts, inflight)
+            spent = cpu_s(worker.pid) - before[0], time.process_time() - before[1]
+            values = {"worker_ms": 1e3 * spent[0] / rollouts, "pool_ms": 1e3 * spent[1] / rollouts}
+            print(json.dumps(values), flush=True)
         finally:
             for process in (worker, engine):
                 process.kill()
@@ -170,7 +165,7 @@ async def run(pool: Any, numbers: count[int], rollouts: int, inflight: int) -> N
 
     async def send() -> None:
         number = next(numbers)
-        group = number // GROUP
+        group = number // OF_A_GROUP
         await pool.send(Job(f"j{number}", f"g{group}", "arithmetic", group, 0, "router-0", f"run.1:{group}"))
 
     for _ in range(inflight):
@@ -208,7 +203,7 @@ def start_worker(directory: Path, address: str, port: int) -> subprocess.Popen[b
 
 
 async def measure_orchestrator(rollouts: int) -> None:
-    """Run a whole orchestrator, and print its cost of each round for each line of the standard input."""
+    """Run a whole orchestrator, and print the cost of its rollouts."""
     from primeslurm.orchestrator.arguments import OrchestratorArguments
     from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
     from primeslurm.recipe import Recipe
@@ -242,13 +237,11 @@ async def measure_orchestrator(rollouts: int) -> None:
 
         try:
             await finish(WARM_UP * GROUP)
-            while await asyncio.to_thread(sys.stdin.readline):
-                await finish(1)
-                before = time.monotonic(), time.process_time()
-                await finish(rollouts)
-                wall_s, cpu_s = time.monotonic() - before[0], time.process_time() - before[1]
-                values = {"orchestrator_ms": 1e3 * cpu_s / rollouts, "orchestrator_rollouts_per_s": rollouts / wall_s}
-                print(json.dumps(values), flush=True)
+            before = time.monotonic(), time.process_time()
+            await finish(rollouts)
+            wall_s, cpu_s = time.monotonic() - before[0], time.process_time() - before[1]
+            values = {"orchestrator_ms": 1e3 * cpu_s / rollouts, "rollouts_per_s": rollouts / wall_s}
+            print(json.dumps(values), flush=True)
         finally:
             running.cancel()
             for process in processes:
