@@ -82,7 +82,7 @@ class TurnRows(NamedTuple):
     start: int  # position of the first row's token in the sequence
 
 
-# Whether the prompt of the turn that this context requests is short
+# True if the turn that this context requests has a short prompt.
 is_short: ContextVar[bool] = ContextVar("is_short", default=False)
 # Receives the routed experts of the turn that this context requests.
 posted: ContextVar[list[TurnRows] | None] = ContextVar("posted", default=None)
