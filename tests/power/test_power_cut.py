@@ -71,10 +71,12 @@ def make_checkpoint(run_dir: Path) -> None:
     checkpoints.commit(directory, 2, 1)
 
 
-def make_group(run_dir: Path) -> None:
+def make_groups(run_dir: Path) -> None:
     ones = np.ones(64, np.int32)
     rollout = Rollout(RolloutInfo("r", "g", "e", 0, 1.0), ones, ones.astype(bool), ones.astype(np.float32), ones * 0)
-    assert Spool(run_dir / "rollouts").put(RolloutGroup("g", "e", 0, 0, ((rollout,),)))
+    spool = Spool(run_dir / "rollouts")
+    assert spool.put(RolloutGroup("a", "e", 0, 0, ((rollout,),)))
+    spool.put_all([RolloutGroup(name, "e", 0, 0, ((rollout,),)) for name in "bc"])
 
 
 def make_kept_rollouts(run_dir: Path) -> None:
@@ -106,7 +108,10 @@ MAKES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "the secret": (make_secret, lambda run: len(secret.read(run)) == 64),
     "job and end": (make_attempt, lambda run: (a := RunDirectory(run).attempt(1)).job() and a.end()),
     "a checkpoint": (make_checkpoint, lambda run: checkpoints.damage(checkpoints.step_dir(run, 2)) == []),
-    "a finished group": (make_group, lambda run: [group.id for group in Spool(run / "rollouts").load()] == ["g"]),
+    "finished groups": (
+        make_groups,
+        lambda run: [each.id for each in Spool(run / "rollouts").load()] == ["a", "b", "c"],
+    ),
     "kept rollouts": (make_kept_rollouts, lambda run: RolloutArchive(run).get("r").summary.advantage == 1.0),
     "progress": (make_progress, lambda run: restore(run, 1).next_step == 5),
     "metrics": (make_records, lambda run: '"loss": 0.5' in (run / "metrics.jsonl").read_text()),

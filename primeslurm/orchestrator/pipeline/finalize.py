@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from primeslurm.orchestrator.batching.group_filter import GroupFilter
+from primeslurm.orchestrator.batching.group_filter import FilterVerdict, GroupFilter
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
@@ -48,19 +48,26 @@ class GroupFinalizer:
         # keeps writes and deletions in order.
         self._thread = ThreadPoolExecutor(1, "finalizer")
 
-    async def finalize(self, complete: CompleteGroup) -> FinalizedGroup:
-        """Filter a group, and write the rest to disk. Raise UsageError if the user's algorithm raised an error."""
-        group, is_scored = complete
-        if not is_scored:
-            verdict = await self._in_thread(lambda: self._filter.judge(group))
-            trained = self._filter.note(group, verdict)
-            self._recorder.dropped(group, verdict.dropped)
-            if trained is None:
-                return FinalizedGroup(group, rejected=verdict.rejected)
-            group = trained
-        while not await self._in_thread(lambda: self._spool.put(group)) and group.id in self._spool.waiting:
-            await asyncio.sleep(self._retry_s)
-        return FinalizedGroup(group, is_scored=is_scored)
+    async def finalize(self, complete: Sequence[CompleteGroup]) -> AsyncIterator[FinalizedGroup]:
+        """Filter groups, and write the rest to disk. Raise UsageError if the user's algorithm raised an error."""
+        unfiltered = [each.group for each in complete if not each.is_scored]
+        verdicts = iter(await self._in_thread(lambda: [self._filter.judge(group) for group in unfiltered]))
+        finalized = [
+            FinalizedGroup(each.group, is_scored=True) if each.is_scored else self._filtered(each.group, next(verdicts))
+            for each in complete
+        ]
+        written = [each.group for each in finalized if not each.rejected]
+        await self._in_thread(lambda: self._spool.put_all(written))
+        for each in finalized:
+            while each.group.id in self._spool.waiting:
+                await asyncio.sleep(self._retry_s)
+                await self._in_thread(lambda: self._spool.put(each.group))  # noqa: B023  (called before the next one)
+            yield each
+
+    def _filtered(self, group: RolloutGroup, verdict: FilterVerdict) -> FinalizedGroup:
+        trained = self._filter.note(group, verdict)
+        self._recorder.dropped(group, verdict.dropped)
+        return FinalizedGroup(group, verdict.rejected) if trained is None else FinalizedGroup(trained)
 
     async def delete(self, ids: Iterable[str]) -> None:
         """Delete groups from disk, after all writes that began before."""

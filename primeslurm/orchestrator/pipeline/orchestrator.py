@@ -59,6 +59,8 @@ from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 
 # Seconds between two checks of workers, stalls and the state file
 TICK_S = 0.2
+# Bytes of complete groups after which no other group is written with them
+WRITTEN_TOGETHER = 4 << 20
 # Longest time for the work after the last step, such as uploading metrics
 END_S = 1800.0
 # Seconds for which the trainer's last requests are still answered after the run is complete
@@ -227,7 +229,12 @@ class OrchestratorPipeline:
         """Pass complete groups through the finalize stage to the batch stage, until cancelled."""
         try:
             while True:
-                self.batch.add(await self.finalizer.finalize(await self.complete.get()))
+                groups = [await self.complete.get()]
+                # Small groups that wait are written together. Large ones take seconds each, so each counts at once.
+                while not self.complete.empty() and sum(each.group.nbytes for each in groups) < WRITTEN_TOGETHER:
+                    groups.append(self.complete.get_nowait())
+                async for finalized in self.finalizer.finalize(groups):
+                    self.batch.add(finalized)
         finally:
             self.finalizer.close()
 

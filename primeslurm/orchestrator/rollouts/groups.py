@@ -11,7 +11,6 @@ from functools import cached_property
 from itertools import groupby
 
 import msgspec
-import numpy as np
 
 from primeslurm.wire.batches.file_ranges import StoredArray
 from primeslurm.wire.batches.frames import Frame
@@ -74,6 +73,10 @@ class RolloutGroup:
         return len(self.rollouts)
 
     @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for sequence in self.sequences for array in sequence.arrays.values())
+
+    @property
     def sequences(self) -> tuple[Rollout, ...]:
         return tuple(sequence for rollout in self.rollouts for sequence in rollout)
 
@@ -101,7 +104,7 @@ class RolloutGroup:
 
     def without_older(self, version: int) -> RolloutGroup:
         """Return the group with tokens masked that a policy older than `version` sampled."""
-        return self._map(lambda sequence: replace(sequence, mask=sequence.mask & (sequence.versions >= version)))
+        return self._map(lambda sequence: _without_older(sequence, version))
 
     def cut(self, seq_len: int) -> RolloutGroup:
         """Return the trainable part: at most `seq_len` tokens per sequence, without partial images."""
@@ -110,6 +113,8 @@ class RolloutGroup:
 
     def without_experts(self) -> RolloutGroup:
         """Return the group without routed experts, sharing all other arrays."""
+        if all(sequence.routed_experts is None for sequence in self.sequences):
+            return self
         return self._map(lambda sequence: replace(sequence, routed_experts=None))
 
     def slim(self) -> RolloutGroup:
@@ -215,8 +220,16 @@ def _slim(sequence: Rollout) -> Rollout:
     return Rollout(sequence.info, **copies)
 
 
+def _without_older(sequence: Rollout, version: int) -> Rollout:
+    mask = sequence.mask & (sequence.versions >= version)
+    return sequence if bool((mask == sequence.mask).all()) else replace(sequence, mask=mask)
+
+
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:
+    mask = sequence.mask[:seq_len].copy()
+    mask[:1] = False
+    if len(sequence.mask) <= seq_len:
+        return replace(sequence, mask=mask)
     length, images = whole(sequence.info.images, seq_len)
-    arrays = {name: array[:length] for name, array in sequence.arrays.items()}
-    arrays["mask"] = arrays["mask"] & (np.arange(len(arrays["mask"])) > 0)
+    arrays = {name: array[:length] for name, array in sequence.arrays.items()} | {"mask": mask[:length]}
     return replace(sequence, info=msgspec.structs.replace(sequence.info, images=images), **arrays)

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, split_frames
+from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, to_chunks
 from primeslurm.orchestrator.rollouts.job_protocol import (
     AnswerCounts,
     Cancel,
@@ -55,7 +55,7 @@ def give_notice(environment: str, number: int, address: str, error: BaseExceptio
         curve.secure_client(socket)
         socket.setsockopt(zmq.LINGER, int(NOTICE_S * 1000))
         socket.connect(address)
-        socket.send_multipart(split_frames([msgspec.msgpack.encode(Unusable(environment, number, in_words(error)))]))
+        socket.send_multipart(to_chunks([msgspec.msgpack.encode(Unusable(environment, number, in_words(error)))]))
 
 
 class JobRunner:
@@ -159,7 +159,7 @@ class JobRunner:
             self._running[message.id] = asyncio.create_task(self._run(message))
 
     async def _send(self, message: Sequence[Frame]) -> None:
-        await self._socket.send_multipart(split_frames(message), copy=False)
+        await self._socket.send_multipart(to_chunks(message), copy=False)
 
     async def _send_result(self, job: str) -> None:
         if (result := self._unsent.pop(job, None)) is not None:

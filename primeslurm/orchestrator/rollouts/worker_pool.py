@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from primeslurm.base.unresponsive_timer import scheduling_delay_s
-from primeslurm.orchestrator.rollouts.flow_control import MAX_FRAME_BYTES, ReceiveWindow, is_split, join_frames
+from primeslurm.orchestrator.rollouts.flow_control import MAX_FRAME_BYTES, ReceiveWindow, join_frames
 from primeslurm.orchestrator.rollouts.job_protocol import (
     AnswerCounts,
     Cancel,
@@ -59,6 +59,7 @@ BUSY_FRACTION = 0.5
 # A job that its worker has not received after this time is lost, because a connection broke on the way.
 DELIVERY_TIMEOUT_S = 60.0
 UNRESOLVED_S = 900.0  # how long a suspect waits to learn what became of an unresponsive worker that ran it in isolation
+BURST = 16  # messages after which other tasks get to run
 RESEND_S = 60.0  # a result that was requested this long ago and has not arrived is requested again
 
 
@@ -202,6 +203,8 @@ class WorkerPool:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # ZMQ disconnects a peer that sends more
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops messages above the limit
         self._socket.bind(bind)
+        self._waiting_messages: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+        self._messages = 0
         if (path := on_this_node(bind)) is not None:
             try:
                 self._socket.bind(f"ipc://{path}")
@@ -230,20 +233,31 @@ class WorkerPool:
 
         Handle them before the next call: a result must count before the status that lacks its job.
         """
-        await asyncio.sleep(0)  # many messages may wait and are received without a pause, so let other tasks run
+        await self._pause()
         # Frames are views of the received message, and chunks are copied once.
-        message = await self._socket.recv_multipart(copy=False)
+        try:  # of the socket without asyncio, because its futures cost more than the messages that wait already
+            message = self._waiting_messages.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            message = await self._socket.recv_multipart(copy=False)
         identity, frames = message[0].bytes, list[Frame](frame.buffer for frame in message[1:])
         message.clear()
         try:
-            if is_split(frames):
+            if len(frames) > 1:  # chunks of large frames, which a thread copies
                 frames = await asyncio.to_thread(join_frames, frames)
+            else:
+                frames = join_frames(frames)
             if not frames:
                 raise DamagedError("it has no frames")
             await self._receive(identity, frames[0], frames[1:])
         except DamagedError as error:
             log.warning("ignored a damaged message from a worker: %s", error)
         return self._take_events()
+
+    async def _pause(self) -> None:
+        """Let other tasks run once in BURST messages, as thousands may be sent or received without a pause."""
+        self._messages += 1
+        if self._messages % BURST == 0:
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         self._socket.close()
@@ -264,7 +278,7 @@ class WorkerPool:
         nodes = [node for node in self._nodes.values() if job.environment in node.listening and self._has_slot(node)]
         node = min(nodes, key=lambda node: node.load / node.workers)
         await self._send_to(min(node.listening[job.environment].values(), key=lambda worker: len(worker.sent)), job)
-        await asyncio.sleep(0)  # thousands of jobs may follow, so let other tasks run
+        await self._pause()
 
     async def _send_to(self, worker: _Worker, job: Job) -> None:
         job = msgspec.structs.replace(job, number=next(self._numbers))

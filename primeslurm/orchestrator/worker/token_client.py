@@ -11,25 +11,31 @@ tokens of 75 layers and 8 experts) would block the event loop of all rollouts of
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import msgspec
-import verifiers.v1 as vf
 from openai import APIConnectionError, APIStatusError
+from pydantic._internal import _fields
 from verifiers.v1 import graph
-from verifiers.v1.clients import Client, TrainClient, TrainClientConfig
+from verifiers.v1.clients import Client, TrainClient, TrainClientConfig, train
+from verifiers.v1.clients.train import RendererSlot
 from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.env import Env
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServer, server
+from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import Response, SamplingConfig
+from verifiers.v1.utils import decorators, loaders
 
 from primeslurm.orchestrator.environments.chat import servers_in_process
 from primeslurm.orchestrator.rendering import context_window
@@ -53,11 +59,16 @@ from primeslurm.orchestrator.worker.generate_endpoint import (
 from primeslurm.recipe.rules import sampling as sampling_rules
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
+T = TypeVar("T")
+
 # Rollouts that share a renderer: all of a worker, because rendering a turn's new messages takes milliseconds.
 MULTIPLEX = 1_000_000
 
 # Maximum size of a request of a program to its model. A million tokens have about five megabytes, images have more.
 LARGEST_REQUEST_BYTES = 128 << 20
+
+# Characters of a prompt that the event loop renders itself, in less than 0.5 ms.
+SHORT_PROMPT = 1000
 
 # A message keeps a view of a turn's experts if the turn's new messages have at least this fraction of its rows.
 # Otherwise it keeps a copy, so that the other rows can be freed.
@@ -71,6 +82,8 @@ class TurnRows(NamedTuple):
     start: int  # position of the first row's token in the sequence
 
 
+# True if the turn that this context requests has a short prompt.
+is_short: ContextVar[bool] = ContextVar("is_short", default=False)
 # Receives the routed experts of the turn that this context requests.
 posted: ContextVar[list[TurnRows] | None] = ContextVar("posted", default=None)
 
@@ -196,6 +209,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
             raise ProviderError(self._no_tools, status_code=400)
         rows: list[TurnRows] = []
         token = posted.set(rows)
+        is_short.set(_has_short_prompt(turn))  # of this request's own task
         chat_dialect = ChatDialect() if isinstance(dialect, TrainedDialect) else dialect
         try:
             response = await super().get_response(chat_dialect, body, sampling, session_id, turn, headers)
@@ -228,28 +242,69 @@ def limit_requests() -> None:
     server.MAX_REQUEST_BODY = LARGEST_REQUEST_BYTES
 
 
-def _empty_list() -> list[Any]:
-    return []
+class PromptSlot(RendererSlot):  # type: ignore[misc]
+    """A renderer that renders short prompts at once: to wake a thread takes longer."""
+
+    async def run(self, fn: Callable[[], T]) -> T:
+        if is_short.get() and self.lock.acquire(blocking=False):
+            try:
+                return fn()
+            finally:
+                self.lock.release()
+        result: T = await super().run(fn)
+        return result
 
 
-# pydantic reads the signature of a built-in type for each new message, and Python parses it each time.
-_empty_list.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+def _has_short_prompt(turn: PendingTurn | None) -> bool:
+    if turn is None or turn.tools:
+        return False
+    texts = [message.content for message in turn.prompt]
+    return all(isinstance(text, str) for text in texts) and sum(map(len, texts)) <= SHORT_PROMPT
 
 
-def declare_signatures() -> None:
-    """Let new nodes of verifiers' traces take empty lists from a function that declares its signature."""
-    for field in vf.MessageNode.model_fields.values():
-        if field.default_factory is list:
-            field.default_factory = _empty_list
+@functools.cache
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(MethodType(function, object()))
+
+
+_hash: Callable[[Task], str] = Task.hash.fget
+
+
+def _hash_once(task: Task) -> str:
+    """Return a task's hash, computed once for its data, which `with_data` replaces."""
+    known: tuple[Any, str] | None = vars(task).get("_hash_of_data")
+    if known is None or known[0] is not task.data:
+        known = vars(task)["_hash_of_data"] = task.data, _hash(task)
+    return known[1]
+
+
+class _Signatures:
+    """In place of `inspect` in `verifiers.v1.utils.decorators`: it reads the signature of a method once."""
+
+    @staticmethod
+    def signature(function: Callable[..., Any]) -> inspect.Signature:
+        method = getattr(function, "__func__", None)
+        return inspect.signature(function) if method is None else _signature_of_method(method)
+
+
+def inspect_once() -> None:
+    """Let verifiers and pydantic inspect hooks, harnesses, default values and tasks once, not for each rollout."""
+    decorators.inspect = _Signatures
+    for module, name in ((loaders, "harness_class"), (_fields, "takes_validated_data_argument")):
+        function = getattr(module, name)
+        if not hasattr(function, "cache_clear"):
+            setattr(module, name, functools.cache(function))
+    Task.hash = property(_hash_once)
+    train.RendererSlot = PromptSlot
 
 
 @asynccontextmanager
-async def serving(env: vf.Env) -> AsyncIterator[dict[str, Client]]:
+async def serving(env: Env) -> AsyncIterator[dict[str, Client]]:
     """Enter `env.serving()`, and yield its clients by config, to which callers add TokenClients."""
     # verifiers creates clients from configs and has no way to register another class. Its interception server keeps one
     # client per config, so ours must be there before the first rollout uses its config.
     limit_requests()
-    declare_signatures()
+    inspect_once()
     context_window.install()
     async with env.serving():
         interception = env._interception

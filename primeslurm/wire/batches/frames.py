@@ -9,6 +9,7 @@ Therefore names, dtypes and shapes are checked before anything computes with the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -144,14 +145,20 @@ def assembled(frames: Sequence[Any]) -> list[Any]:
     return incoming.frames()
 
 
-def mismatch(kind: type[Any], arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], without: str = "") -> str:
+@functools.cache
+def _required(kind: type[Any], without: str) -> dict[str, bool]:
+    """Return the names of a dataclass's arrays, and whether each is required."""
+    names = _DTYPES.keys() - {without}
+    return {spec.name: spec.default is MISSING for spec in fields(kind) if spec.name in names}
+
+
+def mismatch(kind: Any, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], without: str = "") -> str:
     """Return the first difference between named arrays and the fields of a dataclass; empty if there is none.
 
     `kind` has one field per array. Fields without a default are required, and `without` names a field whose array is
     not expected. `shape` is that of each array; routed experts have two more axes.
     """
-    names = _DTYPES.keys() - {without}
-    required = {spec.name: spec.default is MISSING for spec in fields(kind) if spec.name in names}
+    required = _required(kind, without)
     if unknown := arrays.keys() - required.keys():
         return f"unknown arrays {sorted(name[:40] for name in unknown)[:4]}"
     if missing := {name for name, needed in required.items() if needed} - arrays.keys():

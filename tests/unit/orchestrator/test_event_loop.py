@@ -23,7 +23,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts import worker_pool
-from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, split_frames
+from primeslurm.orchestrator.rollouts.flow_control import CHUNK_BYTES, to_chunks
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
 from primeslurm.orchestrator.rollouts.spool import Spool
@@ -80,7 +80,6 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
         lambda *unusable: pytest.fail(str(unusable)),
     )
     watched, held, joined = FileWatcher(worker_pool.join_frames), threading.Event(), worker_pool.join_frames
-    monkeypatch.setattr(worker_pool, "join_frames", watched)
     watched._function = lambda parts: (held.wait(60), joined(parts))[1]
     serving = asyncio.create_task(pool.serve())
     worker = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -91,7 +90,8 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
     await wait_until_async(lambda: pool.available)
     await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
     number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
-    await worker.send_multipart(split_frames(encode_result("j", [long_rollout()])))
+    monkeypatch.setattr(worker_pool, "join_frames", watched)
+    await worker.send_multipart(to_chunks(encode_result("j", [long_rollout()])))
     await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # the job has ended
     await wait_until_async(lambda: watched.threads)
     assert elsewhere(watched) and not heard, "the event loop is free"

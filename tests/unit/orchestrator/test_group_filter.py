@@ -330,13 +330,29 @@ def is_on_disk(tmp_path: Path, name: str) -> bool:
     return (tmp_path / "rollouts" / f"{name}.group").exists()
 
 
+async def finalize(finalizer: GroupFinalizer, *complete: CompleteGroup) -> list[FinalizedGroup]:
+    return [finalized async for finalized in finalizer.finalize(complete)]
+
+
 async def test_finalized_groups_are_on_disk_or_rejected(tmp_path: Path, finalizer: GroupFinalizer) -> None:
     dull = group(rollout(1.0), rollout(1.0), name="b")
-    complete = good("a")
-    assert await finalizer.finalize(complete) == FinalizedGroup(complete.group)
-    assert await finalizer.finalize(CompleteGroup(dull)) == FinalizedGroup(dull, rejected="zero_advantage")
-    assert await finalizer.finalize(CompleteGroup(dull, is_scored=True)) == FinalizedGroup(dull, is_scored=True)
-    assert is_on_disk(tmp_path, "a") and is_on_disk(tmp_path, "b"), "a scored group is not filtered again"
+    complete = [good("a"), CompleteGroup(dull), good("c"), CompleteGroup(dull, is_scored=True)]
+    assert await finalize(finalizer, *complete) == [
+        FinalizedGroup(complete[0].group),
+        FinalizedGroup(dull, rejected="zero_advantage"),
+        FinalizedGroup(complete[2].group),
+        FinalizedGroup(dull, is_scored=True),  # a scored group is not filtered again
+    ]
+    assert all(is_on_disk(tmp_path, name) for name in "abc")
+
+
+async def test_fault_of_one_file_does_not_hold_back_groups_written_with_it(
+    tmp_path: Path, spool: Spool, finalizer: GroupFinalizer
+) -> None:
+    (tmp_path / "rollouts" / "b.group").mkdir()  # cannot be replaced by a file
+    groups = [good(name) for name in "abc"]
+    assert await finalize(finalizer, *groups) == [FinalizedGroup(each.group) for each in groups]
+    assert is_on_disk(tmp_path, "a") and is_on_disk(tmp_path, "c") and not spool.waiting
 
 
 async def test_event_loop_continues_during_filters_and_writes(
@@ -357,14 +373,14 @@ async def test_event_loop_continues_during_filters_and_writes(
 
     monkeypatch.setattr(Spool, "put", lambda spool, group: turns.wait(60) and put(spool, group))
     finalizer = finalizer_of(tmp_path, spool, Slow())
-    await asyncio.gather(finalizer.finalize(good("a")), turn())
+    await asyncio.gather(finalize(finalizer, good("a")), turn())
     assert is_on_disk(tmp_path, "a")
     finalizer.close()
 
 
 async def test_full_disk_holds_groups_back(tmp_path: Path, spool: Spool, finalizer: GroupFinalizer) -> None:
     assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
-    finalizing = asyncio.create_task(finalizer.finalize(good("a")))
+    finalizing = asyncio.create_task(finalize(finalizer, good("a")))
     await wait_until_async(lambda: spool.waiting)
     assert not finalizing.done()
     assert durable.fill_reserve(tmp_path)
@@ -383,7 +399,7 @@ async def test_group_is_deleted_after_its_write(
         return bool(original(spool, group))
 
     monkeypatch.setattr(Spool, "put", put)
-    finalizing = asyncio.create_task(finalizer.finalize(good("a")))
+    finalizing = asyncio.create_task(finalize(finalizer, good("a")))
     await asyncio.to_thread(writing.wait, 60)
     deleting = asyncio.create_task(finalizer.delete(["a", "unknown"]))
     await asyncio.sleep(0)
@@ -399,6 +415,6 @@ async def test_error_of_an_algorithm_is_raised(tmp_path: Path, spool: Spool) -> 
 
     finalizer = finalizer_of(tmp_path, spool, Wrong())
     with pytest.raises(UsageError, match="it is wrong"):
-        await finalizer.finalize(good("a"))
+        await finalize(finalizer, good("a"))
     assert not is_on_disk(tmp_path, "a")
     finalizer.close()

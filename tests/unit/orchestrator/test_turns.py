@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, TraceTask
 
 from primeslurm.models import bundled
-from primeslurm.models.extending_renderer import extending_config
+from primeslurm.models.extending_renderer import LONGEST_PROMPT, extending_config
 from primeslurm.orchestrator.rendering import conversation_cache
 from primeslurm.orchestrator.rendering.conversation_cache import ConversationCache
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering, renderer_config
 from primeslurm.orchestrator.rollouts import transcripts
 from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.worker import token_client
 from primeslurm.orchestrator.worker.trace_sequences import sequences
 from primeslurm.orchestrator.worker.trace_transcripts import TranscriptWriter
 from primeslurm.wire.batches.rollout import Rollout
@@ -286,7 +289,7 @@ async def test_cost_of_a_turn_does_not_grow_with_the_conversation(qwen3: Path, m
         conversation = await converse(qwen3, Rendering(config), engine, more)
     (rollout,) = trained(conversation)
     assert len(engine.requests) == rollout.info.turns == turns
-    assert tokenized[1] > 0 and set(tokenized[1:turns]) == {tokenized[1]}
+    assert 0 < max(tokenized[1:turns]) <= tokenized[1]  # texts that came before are not encoded again
     assert hashed[1] > 0 and set(hashed[1:turns]) == {hashed[1]}
 
 
@@ -404,3 +407,31 @@ def test_equal_answer_of_another_branch_is_not_restored() -> None:
     rephrased = [{"role": "user", "content": "In other words"}, *conversations[1][1:]]
     restored = ConversationCache(trace).messages(rephrased, parse_message)
     assert restored[1].reasoning_content == "one: one", "ambiguous: the first one"
+
+
+def test_prompt_of_a_group_is_tokenized_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenized: list[object] = []
+    encode = PreTrainedTokenizerFast._encode_plus
+    counting = lambda *args, **options: (tokenized.append(args), encode(*args, **options))[1]  # noqa: E731
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting)
+    renderer = create_renderer(load_tokenizer(str(qwen3)), extending_config("qwen3", {}))
+    prompts = [[{"role": "user", "content": text}] for text in ("two", "three", "four " * LONGEST_PROMPT)]
+    first = renderer.render(prompts[0], add_generation_prompt=True)
+    tokens, calls = list(first.token_ids), len(tokenized)
+    first.token_ids.append(0)
+    assert renderer.render(prompts[0], add_generation_prompt=True).token_ids == tokens
+    assert len(tokenized) == calls
+    assert renderer.render(prompts[0]).token_ids != tokens != renderer.render(prompts[1]).token_ids
+    long = [renderer.render(prompts[2]).token_ids for _ in range(2)]
+    assert long[0] == long[1] and len(tokenized) > calls + 2, "a long prompt is not remembered"
+
+
+async def test_only_short_prompts_are_rendered_on_the_event_loop() -> None:
+    slot, loop = token_client.PromptSlot(None), threading.get_ident()
+    assert await slot.run(threading.get_ident) != loop
+    token_client.is_short.set(True)
+    assert await slot.run(threading.get_ident) == loop
+    with slot.lock:  # another prompt is being rendered
+        rendering = asyncio.create_task(slot.run(threading.get_ident))
+        await asyncio.sleep(0)
+    assert await rendering != loop

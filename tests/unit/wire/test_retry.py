@@ -31,7 +31,7 @@ async def test_pauses_grow_to_a_bound_and_are_jittered() -> None:
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    assert await retry_with_backoff(OSError).copy(sleep=sleep)(Flaky(1500).await_it) == "answer"
+    assert await retry_with_backoff(OSError, sleep=sleep)(Flaky(1500).await_it) == "answer"
     for pause, middle in zip(pauses, (0.25, 0.5, 1.0, 2.0, 4.0), strict=False):
         assert 0.5 * middle <= pause <= 1.5 * middle
     assert len(pauses) == 1500 and max(pauses) <= 1.5 * LONGEST_PAUSE_S and len(set(pauses)) > 1000
