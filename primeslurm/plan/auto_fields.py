@@ -144,7 +144,7 @@ def _trainer_loading(
 def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Quantity:
     if given is not None:
         return Quantity(name=name, value=given, unit="s", how="time limit set by the recipe")
-    speed = SLOW * site.network.storage_gbytes_per_s * 1e9
+    speed = SLOW * site.storage_gbytes_per_s * 1e9
     how = f"time limit: {units.duration(base)}, plus {units.size(size)} per node at {speed / 1e9:g} GB/s"
     return Quantity(name=name, value=base + 60 * math.ceil(size / speed / 60), unit="s", how=how)
 

@@ -22,6 +22,7 @@ from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
+from primeslurm.plan.memory.rates import measured_problems
 from primeslurm.plan.model import Finding, Plan, Replica, Totals
 from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
@@ -160,7 +161,7 @@ def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Resour
 
     The requests are empty if the site cannot provide them. `local` is as in `derive`.
     """
-    problems, requests = batch_job.problems(recipe, site), []
+    problems, requests = batch_job.problems(recipe, site) + measured_problems(site), []
     try:
         requests = resource_requests(recipe, site)
     except UsageError as error:

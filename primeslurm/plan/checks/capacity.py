@@ -175,13 +175,13 @@ def _last_checkpoint(recipe: Recipe, site: Site, requests: list[ResourceRequest]
     """
     size = next((amount for amount in estimate.amounts if amount.name == "checkpoint"), None)
     nodes = sum(request.nodes for request in requests if request.role == "train")
-    lead, speed = recipe.slurm.checkpoint_signal_s, site.network.storage_gbytes_per_s
+    lead, speed = recipe.slurm.checkpoint_signal_s, site.storage_gbytes_per_s
     if size is None or size.value <= nodes * speed * lead:
         return []
     seconds = size.value / nodes / speed
     text = f"{lead} s before the time limit is too late for the first checkpoint of a job: {size.value:g} GB from "
     text += f"{nodes} node{'s' * (nodes > 1)} take {duration(seconds)} at {speed:g} GB/s per node "
-    text += "(the site's network.storage_gbytes_per_s)"
+    text += "(measured, or network.storage_gbytes_per_s of the site file)"
     fix = f"checkpoint_signal_s: {math.ceil(1.5 * seconds / 60) * 60}"
     return [Finding(level="warning", field="slurm.checkpoint_signal_s", text=text, fix=fix)]
 
