@@ -243,6 +243,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
         step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, tokens=most * length, length=length)
         for length in (recipe.seq_len, max(1, recipe.seq_len // TYPICAL))
     ]
+    quantities.append(_micro_batch(times[0], math.ceil(most / recipe.trainer.rows_at_once(recipe.seq_len))))
     return [*quantities, *(_step(time, how) for time, how in zip(times, (LONGEST_STEP, TYPICAL_STEP), strict=True))]
 
 
@@ -256,8 +257,17 @@ def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quanti
 
 
 SAMPLED = "rollouts"
+TOKEN = "token of a rollout"
+MICRO_BATCH = "micro batch"
 LONGEST_STEP = "trainer step, sequences of seq_len"
 TYPICAL_STEP = "trainer step, of a quarter of that"
+
+
+def _micro_batch(time: StepTime, passes: int) -> Quantity:
+    """Return the longest time between two signs of progress of a rank in a step."""
+    seconds = (time.longest - time.optimizer) / passes + time.optimizer
+    how = f"the last of {passes} of the longest step, with the optimizer's update and without network overlap"
+    return Quantity(name=MICRO_BATCH, value=round(seconds, 1), unit="s", how=how)
 
 
 def _step(time: StepTime, name: str) -> Quantity:
@@ -286,12 +296,14 @@ def _rollouts(
     at_once = min(room, recipe.max_inflight / engines, settings_of(recipe, role).max_num_seqs or math.inf)
     if at_once < 1:
         return []
-    rate = engines * at_once / decode_seconds(shape, layout, gpu, at_once, context)
+    token_s = decode_seconds(shape, layout, gpu, at_once, context)
+    rate = engines * at_once / token_s
     share = rate * step.value / (recipe.orchestrator.batch_size * length)
     limit = f"they are the bottleneck if they sample more than {share:.0%} of a rollout's tokens"
     how = f"{engines} engines with {at_once:.0f} rollouts of {units.tokens(length)} tokens each, never measured for "
     how += f"this model; {limit if share < 1 else 'the trainer is the bottleneck'}"
-    return [Quantity(name=SAMPLED, value=round(rate, -2), unit="tokens/s", how=how)]
+    token = Quantity(name=TOKEN, value=round(1e3 * token_s, 1), unit="ms", how="the time of a decode step")
+    return [Quantity(name=SAMPLED, value=round(rate, -2), unit="tokens/s", how=how), token]
 
 
 def _update(

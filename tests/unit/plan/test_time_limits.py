@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from primeslurm.models.catalog import catalog
-from primeslurm.plan.auto_fields import with_limits
 from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.planner import Planned, RecipeFiles, make_plan, requests_of
+from primeslurm.plan.time_limits import with_limits
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
@@ -34,7 +34,7 @@ def seconds(recipe: Recipe, slow_gbytes_per_s: float = 0.2) -> tuple[int, int]:
     """Return the limits of engines and trainer. Storage has ten times the given speed."""
     assert pytest.approx(slow_gbytes_per_s) == SITE.network.storage_gbytes_per_s / 10
     requests, _ = requests_of(recipe, SITE, local=False)
-    filled, _ = with_limits(recipe, SITE, requests, catalog()[recipe.model.path].shape, None)
+    filled, _, _ = with_limits(recipe, SITE, requests, catalog()[recipe.model.path].shape, None)
     assert filled.inference.start_timeout_s and filled.trainer.long_phase_timeout_s
     return filled.inference.start_timeout_s, filled.trainer.long_phase_timeout_s
 
