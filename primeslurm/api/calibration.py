@@ -14,10 +14,10 @@ import msgspec
 import yaml
 
 from primeslurm.api import submission
-from primeslurm.api.sites import SITE_FILES, draft_site, local_site, with_python
+from primeslurm.api.sites import draft_site, local_site, site_file, with_python
 from primeslurm.base import files
 from primeslurm.base.errors import RunError, UsageError, Violation
-from primeslurm.base.paths import expanded, is_file, shipped
+from primeslurm.base.paths import shipped
 from primeslurm.plan.calibration import calibrated_kind, calibration_plan
 from primeslurm.plan.planner import Planned
 from primeslurm.recipe.reading.recipe_files import read_site
@@ -77,7 +77,7 @@ def load_calibration(
     Raises:
         UsageError: the site is wrong, cannot be written, or has no such nodes. Lists every reason.
     """
-    draft, file = draft_site(site, local=local), site_file(site, local=local)
+    draft, file = draft_site(site, local=local), None if local and site is None else site_file(site)
     problems = draft.violations
     if file is not None:
         problems += unwritable(file)
@@ -96,12 +96,6 @@ def load_calibration(
     if problems or planned is None or draft.value is None:
         raise UsageError(problems)
     return Calibration(planned, draft.value.slurm_conf, file)
-
-
-def site_file(site: Path | None, *, local: bool = False) -> Path | None:
-    """Return the site file that a command reads; None if there is none."""
-    candidates = [site] if site else [] if local else [expanded(each) for each in SITE_FILES]
-    return next((each for each in candidates if is_file(each)), None)
 
 
 def unwritable(file: Path) -> list[Violation]:

@@ -63,6 +63,9 @@ class _Limit:
     def quantity(self, given: int | None) -> Quantity:
         if given is not None:
             return Quantity(name=self.name, value=given, unit="s", how="time limit set by the recipe")
+        if not self.seconds:
+            how = f"time limit: {units.duration(self.least)}, because the model's shape is unknown"
+            return Quantity(name=self.name, value=self.least, unit="s", how=how)
         margin = f"{self.margin:g} x the {units.duration(self.seconds)} of {self.work}"
         least = units.duration(self.least)
         how = f"{least}, plus {margin}" if self.added else f"{margin}, at least {least}"

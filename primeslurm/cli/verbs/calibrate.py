@@ -11,6 +11,7 @@ import typer
 
 from primeslurm.api import calibration as api
 from primeslurm.api.runs.run import Run, find_run
+from primeslurm.api.sites import site_file
 from primeslurm.base.errors import ExitCode, UsageError, Violation
 from primeslurm.cli import options
 from primeslurm.cli.output import note, print_json
@@ -51,7 +52,7 @@ def calibrate(
         why = "measures, and --run writes what was measured before"
         if wrong := [Violation(name, "", why, "keep one of them") for name, value in given.items() if value]:
             raise UsageError(wrong)
-        directory, file = find_run(run).path, api.site_file(site)
+        directory, file = find_run(run).path, site_file(site)
         if file is None:
             raise UsageError([Violation("--site", str(site or ""), "there is no such site file")])
         if problems := api.unwritable(file):
