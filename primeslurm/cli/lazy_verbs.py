@@ -87,7 +87,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "calibrate": Verb(
             "calibrate:calibrate",
             "Measure the rates of a cluster's nodes for the planner.",
-            {ExitCode.FAILED: "with `--wait`, the job did not complete."},
+            {ExitCode.FAILED: "the job did not complete."},
         ),
         "nodes": Verb("nodes:nodes", "List nodes that new jobs avoid because they failed."),
         "cluster": Verb("cluster:app", "Manage an embedded Slurm cluster on this machine."),

@@ -12,54 +12,44 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.recipe.site import NodeKind
 
 MODULE = "primeslurm.trainer.calibration"
-# Time limit of the job. It measures for less than a minute.
-TIME = "00:15:00"
-FIELD = "--partition"
+# The job measures for less than a minute.
+SLURM = {"time": "00:15:00", "requeue": False, "max_attempts": 1}
 
 
-def calibrated_kind(site: Site, partition: str | None) -> NodeKind:
-    """Return the nodes to measure: those of a partition, or those of the trainer. Raises UsageError."""
-    if partition is None:
-        kind = site.kind("train")
-        why, fix = "names no nodes for trainers", "name the partition to measure: --partition P"
-    else:
-        kind = next((kind for kind in site.nodes.values() if kind.partition == partition), None)
-        partitions = sorted({kind.partition for kind in site.nodes.values()})
-        why, fix = f"is not in the site file, which has {', '.join(partitions)}", suggestion(partition, partitions)
-    if kind is None:
-        raise UsageError([Violation(FIELD, partition or "", why, fix)])
-    if kind.gpus == 0:
-        why = "has no GPUs, and only trainers and engines have rates that plans use"
-        raise UsageError([Violation(FIELD, kind.partition, why)])
-    return kind
-
-
-def calibration_plan(site: Site, kind: NodeKind, name: str, nodes: int, *, local: bool) -> Planned:
+def calibration_plan(site: Site, partition: str | None, name: str, nodes: int, *, local: bool) -> Planned:
     """Return the Plan of a calibration run. Raises UsageError if the site cannot provide the nodes.
 
     Args:
+        partition: partition to measure; None: that of the trainer.
         local: all ranks share this machine.
     """
-    # Ranks on CPUs would only wait for each other if they had less than a core each.
-    ranks = max(1, (kind.gpus // nodes if local else kind.gpus))
-    ranks = min(ranks, max(1, kind.cpus // (nodes if local else 1))) if site.device == "cpu" else ranks
-    recipe = Recipe.model_validate(
-        {
-            "name": name,
-            "task": "sft",  # the task whose only processes are trainer ranks
-            "seq_len": 1,
-            "model": {"path": "none"},
-            "deployment": {"layout": "single", "train": {"nodes": nodes, "gpus_per_node": ranks}},
-            "slurm": {"time": TIME, "requeue": False, "max_attempts": 1},
-        }
-    )
-    alone = site.model_copy(update={"nodes": {"train": kind}})
+    kind = _kind(site, partition)
+    parts = nodes if local else 1
+    ranks = max(1, kind.gpus // parts)
+    if site.device == "cpu":  # ranks with less than a core each would wait for each other
+        ranks = min(ranks, max(1, kind.cpus // parts))
+    # SFT is the task whose only processes are trainer ranks. The run directory gets no recipe.
+    deployment = {"layout": "single", "train": {"nodes": nodes, "gpus_per_node": ranks}}
+    data = {"name": name, "task": "sft", "seq_len": 1, "model": {"path": "none"}, "slurm": SLURM}
+    recipe = Recipe.model_validate({**data, "deployment": deployment})
+    alone = site.model_copy(update={"nodes": {"train": kind}, "measured": {}})
     plan = derive(recipe, alone, Path(site.runs).absolute() / name, local=local)
-    placed = tuple(
-        node.model_copy(update={"processes": tuple(_measuring(each, plan, kind) for each in node.processes)})
-        for node in plan.nodes
-    )
-    return Planned(plan.model_copy(update={"nodes": placed}), recipe)
+    changed = [[_measuring(each, plan, kind) for each in node.processes] for node in plan.nodes]
+    placed = [node.model_copy(update={"processes": tuple(own)}) for node, own in zip(plan.nodes, changed, strict=True)]
+    return Planned(plan.model_copy(update={"nodes": tuple(placed)}), recipe)
+
+
+def _kind(site: Site, partition: str | None) -> NodeKind:
+    partitions = {kind.partition: kind for kind in sorted(site.nodes.values(), key=lambda kind: kind.gpus)}
+    kind = partitions.get(partition) if partition else site.kind("train")
+    if kind is None:
+        names = sorted(partitions)
+        why = f"is not in the site file, which has {', '.join(names)}" if partition else "the site has no train nodes"
+        raise UsageError([Violation("--partition", partition or "", why, suggestion(partition or "", names))])
+    if kind.gpus == 0:
+        why = "has no GPUs, and only trainers and engines have rates that plans use"
+        raise UsageError([Violation("--partition", kind.partition, why)])
+    return kind
 
 
 def _measuring(process: Process, plan: Plan, kind: NodeKind) -> Process:

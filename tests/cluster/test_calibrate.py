@@ -27,7 +27,7 @@ def test_rates_of_two_nodes_are_written_and_used(cluster: Cluster, tmp_path: Pat
     script = primeslurm("calibrate", "--dry-run", cwd=tmp_path)
     assert script.code == 0 and "#SBATCH --partition=gpu --nodes=2" in script.out
     assert not (tmp_path / "runs").exists()
-    result = primeslurm("calibrate", "--wait", "--yes", cwd=tmp_path)
+    result = primeslurm("calibrate", "--yes", cwd=tmp_path)
     assert result.code == 0, result.err
     assert "+measured:" in result.out
     assert (tmp_path / "site.yaml").read_text().startswith(text)

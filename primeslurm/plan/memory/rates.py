@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from primeslurm.base import units
 from primeslurm.base.errors import Violation
 from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.gpus import Gpu, gpu_of
 from primeslurm.plan.memory.step_time import NETWORK_SHARE
-from primeslurm.recipe.site import MeasuredRates, NodeKind, Site
+from primeslurm.recipe.site import NodeKind, Site
 
 # Share of the peak that one large product reaches on an H200 (783 of 989 TFLOPS, `fp8_products_h200.json`)
 PRODUCT_SHARE = 0.79
@@ -50,68 +51,50 @@ def line_rate(site: Site, kind: NodeKind) -> float | None:
 def measured_problems(site: Site) -> list[Violation]:
     """Return a violation for each measured rate that these nodes cannot have."""
     problems = []
+    kinds = {kind.partition: kind for kind in site.nodes.values()}
     for partition, rates in site.measured.items():
         field, redo = f"site {site.name}: measured.{partition}", "measure again: primeslurm calibrate"
-        kind = next((kind for kind in site.nodes.values() if kind.partition == partition), None)
-        if kind is None:
+        if partition not in kinds:
             problems.append(Violation(field, "", "no nodes of the site have this partition", "remove it"))
-            continue
-        if rates.device != site.device:
+        elif rates.device != site.device:
             why = f"was measured on another device than the site's, which is {site.device}"
             problems.append(Violation(f"{field}.device", rates.device, why, redo))
-        elif site.device == "cuda" and (gpu := gpu_of(kind)):
-            problems += _above_peak(f"{field}.products_tflops", rates.products_tflops, gpu.bf16_tflops, "TFLOPS", gpu)
-            limit = 1e3 * gpu.memory_tb_s
-            problems += _above_peak(f"{field}.memory_gbytes_per_s", rates.memory_gbytes_per_s, limit, "GB/s", gpu)
+        elif site.device == "cuda" and (gpu := gpu_of(kinds[partition])):
+            peaks = {"products_tflops": gpu.bf16_tflops, "memory_gbytes_per_s": 1e3 * gpu.memory_tb_s}
+            for name, peak in peaks.items():
+                if (value := getattr(rates, name)) > peak:
+                    why, fix = f"{gpu.name.upper()}s have at most {peak:g}", f"correct `gpu` of the nodes, or {redo}"
+                    problems.append(Violation(f"{field}.{name}", f"{value:g}", why, fix))
     return problems
-
-
-def _above_peak(field: str, value: float, peak: float, unit: str, gpu: Gpu) -> Iterator[Violation]:
-    if value > peak:
-        why = f"an {gpu.name.upper()} has at most {peak:g} {unit}"
-        yield Violation(field, f"{value:g}", why, "correct `gpu` of the nodes, or measure again: primeslurm calibrate")
 
 
 def rate_sources(site: Site, kind: NodeKind) -> list[Quantity]:
     """Return the rates that estimates of a kind of node use, and where each comes from."""
-    rates, gpu = site.measured.get(kind.partition), gpu_of(kind)
-    sheet = f"assumed: {PRODUCT_SHARE:.0%} of the data sheet" if gpu else ""
-    memory = f"assumed: {MEMORY_SHARE:.0%} of the data sheet" if gpu else ""
-    line = site.network.gbps_per_gpu or (gpu.nic_gbps if gpu else 0.0)
-    source = "network.gbps_per_gpu of the site file" if site.network.gbps_per_gpu else "the usual line rate"
-    defaults = {
-        "products_tflops": ("matrix products", "TFLOPS", PRODUCT_SHARE * gpu.bf16_tflops if gpu else 0.0, sheet),
-        "memory_gbytes_per_s": ("device memory", "GB/s", 1e3 * MEMORY_SHARE * gpu.memory_tb_s if gpu else 0.0, memory),
-        "node_gbytes_per_s": ("between GPUs of a node", "GB/s", 0.0, ""),
-        "network_gbps_per_gpu": (
-            "between nodes",
-            "Gbit/s per GPU",
-            NETWORK_SHARE * line,
-            f"assumed: {NETWORK_SHARE:.0%} of {source}",
+    gpu, network, rates = gpu_of(kind), site.network, site.measured.get(kind.partition)
+    line = network.gbps_per_gpu or (gpu.nic_gbps if gpu else 0.0)
+    files, from_site = "GB/s per node", "assumed: network.storage_gbytes_per_s of the site file"
+    sheet, of_line = "assumed: {:.0%} of the data sheet", f"assumed: {NETWORK_SHARE:.0%} of the line rate"
+    # Field, name, unit, assumption in place of a measurement, and its source
+    table: list[tuple[str, str, str, float, str]] = [
+        ("products_tflops", "matrix products", "TFLOPS", gpu.bf16_tflops if gpu else 0.0, sheet.format(PRODUCT_SHARE)),
+        (
+            "memory_gbytes_per_s",
+            "device memory",
+            "GB/s",
+            1e3 * gpu.memory_tb_s if gpu else 0.0,
+            sheet.format(MEMORY_SHARE),
         ),
-        "storage_write_gbytes_per_s": (
-            "files, written",
-            "GB/s per node",
-            site.network.storage_gbytes_per_s,
-            "network.storage_gbytes_per_s of the site file",
-        ),
-        "storage_read_gbytes_per_s": (
-            "files, read",
-            "GB/s per node",
-            site.network.storage_gbytes_per_s,
-            "network.storage_gbytes_per_s of the site file",
-        ),
-    }
+        ("node_gbytes_per_s", "links of a node", "GB/s", 0.0, ""),
+        ("network_gbps_per_gpu", "links between nodes", "Gbit/s per GPU", line, of_line),
+        ("storage_write_gbytes_per_s", "written files", files, network.storage_gbytes_per_s, from_site),
+        ("storage_read_gbytes_per_s", "read files", files, network.storage_gbytes_per_s, from_site),
+    ]
     sources = []
-    for field, (name, unit, value, assumed) in defaults.items():
-        if rates and (measured := getattr(rates, field)):
-            sources.append(Quantity(name=name, value=measured, unit=unit, how=_when(rates, field)))
-        elif value:
-            sources.append(Quantity(name=name, value=round(value, 1), unit=unit, how=assumed))
+    for field, name, unit, assumed, source in table:
+        if rates and (value := getattr(rates, field)):
+            spread = f", spread {rates.spread[field]:.0%}" if field in rates.spread else ""
+            how = f"measured on {units.count(rates.nodes, 'node')} on {rates.at[:10]}{spread}"
+            sources.append(Quantity(name=name, value=value, unit=unit, how=how))
+        elif assumed:
+            sources.append(Quantity(name=name, value=assumed, unit=unit, how=source))
     return sources
-
-
-def _when(rates: MeasuredRates, field: str) -> str:
-    nodes = f"{rates.nodes} node{'s' * (rates.nodes > 1)}"
-    spread = f", spread {rates.spread[field]:.0%}" if field in rates.spread else ""
-    return f"measured on {nodes} on {rates.at[:10]}{spread}"

@@ -28,9 +28,9 @@ FIELDS = ("products_tflops", "memory_gbytes_per_s", "storage_write_gbytes_per_s"
 
 
 def record(products: float, partition: str = "gpu") -> CalibrationRecord:
-    rates = {field: MeasuredRate(2.0, 1.5, 2.5, 7) for field in FIELDS}
-    rates["products_tflops"] = MeasuredRate(products, products, products * 1.1, 7)
-    return CalibrationRecord("2026-11-30T13:05Z", partition, "cuda", "H200", 2, 8, rates, {})
+    rates = {field: MeasuredRate(2.0, 1.5, 2.5) for field in FIELDS}
+    rates["products_tflops"] = MeasuredRate(products, products, products * 1.1)
+    return CalibrationRecord("2026-11-30T13:05Z", partition, "cuda", 2, 8, rates, {})
 
 
 @pytest.fixture
@@ -76,6 +76,9 @@ def test_a_text_that_cannot_be_extended_is_refused_with_the_section(file: Path, 
 def test_implausible_rates_are_refused(file: Path) -> None:
     with pytest.raises(UsageError, match=r"measured\.gpu\.products_tflops"):
         site_change(file, record(1e9))
+    file.write_text(SITE.replace("cpus: 96", "cpus: 96, gpu: h200"))
+    with pytest.raises(UsageError, match=r"measured\.gpu\.products_tflops = 2000: H200s have at most 989"):
+        site_change(file, record(2000.0))
 
 
 def test_every_mistake_is_reported_at_once(file: Path) -> None:
@@ -91,7 +94,5 @@ def test_every_mistake_is_reported_at_once(file: Path) -> None:
     assert (unknown.code, unknown.err) == (2, expected)
     without = primeslurm("calibrate", "--partition", "cpu", cwd=file.parent)
     assert without.code == 2 and "--partition = cpu: has no GPUs" in without.err
-    both = primeslurm("calibrate", "--run", "x", "--wait", "--nodes", "2", cwd=file.parent)
-    assert both.code == 2 and "--nodes: " in both.err and "--wait: " in both.err
     example = primeslurm("calibrate", "--site", "h200", cwd=file.parent)
     assert example.code == 2 and "--site" in example.err

@@ -76,8 +76,8 @@ def test_plan_tells_measured_rates_from_assumptions(tmp_path: Path) -> None:
     assert plan.estimate is not None
     sources = {rate.name: rate.how for rate in plan.estimate.rates}
     assert sources["matrix products"] == "measured on 2 nodes on 2026-11-30, spread 3%"
-    assert sources["files, written"] == "measured on 2 nodes on 2026-11-30"
-    assert sources["between nodes"] == "assumed: 80% of the usual line rate"
+    assert sources["written files"] == "measured on 2 nodes on 2026-11-30"
+    assert sources["links between nodes"] == "assumed: 80% of the line rate"
     signal = next(amount for amount in plan.estimate.amounts if amount.name == "checkpoint signal")
     assert "4 min 4 s of writing a checkpoint" in signal.how, "366 GB at the measured 1.5 GB/s"
 
