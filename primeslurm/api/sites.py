@@ -35,6 +35,15 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
     return draft_site(path, local=local).valid_value()
 
 
+def site_file(path: Path | None) -> Path | None:
+    """Return the site file that commands read, given one or none; None if it does not exist."""
+    if path and not is_file(path):
+        # The example is found by `h200`, or by its path in a checkout, also if the package is installed from a wheel.
+        example = shipped("sites") / f"{path.name.removesuffix('.yaml')}.yaml"
+        path = example if path.parent in (Path(), Path("sites")) else path
+    return next((file for file in ([path] if path else map(expanded, SITE_FILES)) if is_file(file)), None)
+
+
 def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
     """Return the site as `find_site` does, but with its errors instead of an exception."""
     # On many clusters, the shell of `salloc` stays on the login node.
@@ -44,18 +53,12 @@ def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
         return Draft(Site, string_problems, {}, None, (InputFault(Violation("--local", "", why, fix), ()),))
     if local and path is None:
         return Draft(Site, string_problems, {}, _with_libraries(local_site(Path("runs").resolve())))
-    if path and not is_file(path):
-        # The example is found by `h200`, or by its path in a checkout, also if the package is installed from a wheel.
-        example = shipped("sites") / f"{path.name.removesuffix('.yaml')}.yaml"
-        if path.parent in (Path(), Path("sites")) and is_file(example):
-            path = example
-        elif not exists(path):
-            fix = "`primeslurm init` writes site.yaml; --site h200 is an example"
-            return Draft(Site, string_problems, {}, None, (_fault(str(path), "there is no such file", fix),))
-    candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
-    for candidate in candidates:
-        if path or is_file(candidate):
-            return _located(read_site(candidate), candidate)
+    file = site_file(path)
+    if path and file is None and not exists(path):
+        fix = "`primeslurm init` writes site.yaml; --site h200 is an example"
+        return Draft(Site, string_problems, {}, None, (_fault(str(path), "there is no such file", fix),))
+    if file := file or path:
+        return _located(read_site(file), file)
     why = f"there is no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
     fix = (
         "`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; "

@@ -108,8 +108,8 @@ def refuse_unfit(plan: Plan) -> None:
         raise UsageError(problems)
 
 
-def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
-    """Create the run directory, copy the recipe file `source` into it, and submit the job.
+def submit(planned: Planned, source: Path | None, slurm_conf: str | None) -> Submitted:
+    """Create the run directory, copy the recipe file `source` (if any) into it, and submit the job.
 
     Raises UsageError with all reasons if the plan is refused. Raises ClusterError if Slurm refused the job or did not
     answer; the run directory is then removed.

@@ -84,6 +84,11 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "export": Verb("export:export", "Export a checkpoint as a Hugging Face model."),
     },
     "Cluster": {
+        "calibrate": Verb(
+            "calibrate:calibrate",
+            "Measure the rates of a cluster's nodes for the planner.",
+            {ExitCode.FAILED: "the job did not complete."},
+        ),
         "nodes": Verb("nodes:nodes", "List nodes that new jobs avoid because they failed."),
         "cluster": Verb("cluster:app", "Manage an embedded Slurm cluster on this machine."),
     },

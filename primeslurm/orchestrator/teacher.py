@@ -170,7 +170,7 @@ def teacher_of(recipe: Recipe, arguments: OrchestratorArguments) -> Teacher:
     """Create the recipe's teacher, which must exist. Raise TeacherError if the variable of its key is not set."""
     teacher = recipe.teacher
     assert teacher is not None
-    timeout_s = recipe.orchestrator.request_timeout_s
+    timeout_s = recipe.orchestrator.request_s
     if isinstance(teacher, PolicyTeacher):
         return Teacher(lambda: [f"{url}/v1" for url in _policy_engines(arguments)], internal_client(timeout_s))
     if not isinstance(teacher, ServedTeacher):

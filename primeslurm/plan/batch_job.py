@@ -112,7 +112,7 @@ def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
         nice=submission.nice,
         priority=submission.priority,
         requeue=slurm.requeue,
-        signal_s=slurm.checkpoint_signal_s,
+        signal_s=slurm.signal_s,
         extra=submission.extra,
         modules=site.modules,
         prologue=site.prologue,
@@ -241,7 +241,7 @@ def _time_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
     limit = submission.time or DEFAULT_TIME
     if submission.time_min and minutes(submission.time_min) > minutes(limit):
         yield Violation("slurm.time_min", submission.time_min, f"is longer than time = {limit}", f'nearest: "{limit}"')
-    lead = recipe.slurm.checkpoint_signal_s
+    lead = recipe.slurm.signal_s
     shortest = 60 * minutes(submission.time_min or limit)
     if lead >= shortest:
         fix = f"nearest: {max(shortest // 2, 0)}"

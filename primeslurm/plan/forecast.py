@@ -42,3 +42,4 @@ class Estimate(Section):
     source: str  # source of the model's shape
     roles: tuple[RoleMemory, ...] = ()
     amounts: tuple[Quantity, ...] = ()
+    rates: tuple[Quantity, ...] = ()  # rates of the train nodes that the estimate uses, and where they come from

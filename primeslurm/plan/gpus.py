@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ class Gpu:
     bf16_tflops: float  # dense peak
     memory_tb_s: float  # bandwidth of its memory
     nic_gbps: float  # network bandwidth per GPU of a typical 8-GPU node [Gbit/s]
+    update_bytes_s: float = 4e12  # rate of AdamW in its memory, measured on an H200
+    link_bytes_s: float = math.inf  # measured rate between the GPUs of a node; inf: not measured
 
 
 # From the vendor's data sheets. Memory is what nvidia-smi shows, slightly less than on the sheet.

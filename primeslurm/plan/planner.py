@@ -13,20 +13,22 @@ from pathlib import Path
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
-from primeslurm.plan.auto_fields import choose_transport, resolve_auto_fields, with_kv_cache_size, with_limits
+from primeslurm.plan.auto_fields import choose_transport, resolve_auto_fields, with_kv_cache_size
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
-from primeslurm.plan.forecast import Quantity
+from primeslurm.plan.forecast import Estimate, Quantity
+from primeslurm.plan.memory.rates import measured_problems
 from primeslurm.plan.model import Finding, Plan, Replica, Totals, as_findings
 from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
 from primeslurm.plan.supervision import HeartbeatLimits
+from primeslurm.plan.time_limits import with_limits
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.teacher import ServedTeacher
 
@@ -76,7 +78,8 @@ def try_plan(
     about_files = [*files.absent, *as_findings(files.problems, "blocked")]
     if problems:
         return problems, [*findings, *about_files], None
-    located, limits = _with_limits(site, requests, files)
+    located, limits, about_limits = _with_limits(site, requests, files, estimate)
+    findings += about_limits
     located = with_kv_cache_size(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     try:
@@ -88,11 +91,14 @@ def try_plan(
     return [], findings, Planned(plan, located)
 
 
-def _with_limits(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Quantity]]:
-    """Return the recipe with time limits and `resolve_auto_fields` filled in, and the time limits as quantities."""
+def _with_limits(
+    site: Site, requests: list[ResourceRequest], files: RecipeFiles, estimate: Estimate | None
+) -> tuple[Recipe, list[Quantity], list[Finding]]:
+    """Return the recipe with time limits and `resolve_auto_fields` filled in, the limits, and findings about them."""
     teacher = files.teacher.shape if files.teacher else None
-    recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
-    return resolve_auto_fields(recipe, files.model.model_type, site.device, files.model.shape), limits
+    recipe, limits, findings = with_limits(files.located, site, requests, files.model.shape, teacher, estimate)
+    recipe = resolve_auto_fields(recipe, files.model.model_type, site.device, files.model.shape)
+    return recipe, limits, findings
 
 
 def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Planned:
@@ -143,7 +149,7 @@ def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Resour
 
     The requests are empty if the site cannot provide them. `local` is as in `derive`.
     """
-    problems, requests = batch_job.problems(recipe, site), []
+    problems, requests = batch_job.problems(recipe, site) + measured_problems(site), []
     try:
         requests = resource_requests(recipe, site)
     except UsageError as error:
@@ -194,7 +200,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
         prometheus=site.prometheus,
-        stall_timeout_s=recipe.orchestrator.stall_timeout_s,
+        stall_timeout_s=recipe.orchestrator.stall_s,
         max_attempts=recipe.slurm.max_attempts,
     )
 
@@ -245,7 +251,7 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int,
                 gpus=(local,),
                 restart="attempt",
                 restart_group="trainer" if world > 1 else None,
-                heartbeats=HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_timeout_s),
+                heartbeats=HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_s),
                 after=("orchestrator", *engines) if recipe.task == "rl" else (),
             )
             rank += 1

@@ -32,10 +32,10 @@ class PhaseLimits:
     @classmethod
     def of(cls, recipe: Recipe) -> PhaseLimits:
         trainer = recipe.trainer
-        step_s = float(trainer.hang_timeout_s)
+        step_s = float(trainer.hang_s)
         long_s = max(float(trainer.long_phase_timeout_s or LONG_PHASE_S), step_s)
         # Each wait has its own timeout. The limit is one step longer, so that the wait ends first and names its reason.
-        return cls(step_s, recipe.weights.timeout_s + step_s, trainer.batch_timeout_s + step_s, long_s)
+        return cls(step_s, recipe.weights.load_s + step_s, trainer.batch_wait_s + step_s, long_s)
 
     def of_phase(self, phase: str, *, first_step: bool) -> float:
         """Return the limit of a phase. During the first step, kernels are compiled."""

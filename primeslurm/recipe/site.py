@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import Directory, EnvironmentName, Module, Name, SearchPath, share_of
@@ -70,6 +70,33 @@ class Network(Section):
     """Bandwidth of the shared file system per node in GB/s, for estimates and start-up timeouts."""
 
 
+class MeasuredRates(Section):
+    """Rates of a partition's nodes while all of their GPUs work. `primeslurm calibrate` writes them."""
+
+    at: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\dZ$")
+    """Time of the measurement in UTC, for example `2026-11-30T13:05Z`."""
+    device: Literal["cuda", "cpu"]
+    """Device that was measured."""
+    nodes: PositiveInt
+    """Number of nodes that measured at the same time."""
+    ranks_per_node: PositiveInt
+    """Processes per node that measured at the same time, one per GPU."""
+    products_tflops: float = Field(gt=0, le=1e5)
+    """Matrix products of a GPU in bfloat16, or of a process on CPUs in float32 [TFLOPS]."""
+    memory_gbytes_per_s: float = Field(gt=0, le=1e6)
+    """Bytes read and written by a copy in the device's memory [GB/s]."""
+    node_gbytes_per_s: float | None = Field(None, gt=0, le=1e5)
+    """Bytes that a GPU sends to the others of its node by a collective [GB/s]. Default: not measured."""
+    network_gbps_per_gpu: float | None = Field(None, gt=0, le=1e5)
+    """The same between nodes, in Gbit/s per GPU. Default: not measured."""
+    storage_write_gbytes_per_s: float = Field(gt=0, le=1e5)
+    """Bytes that a node writes to the directory of runs, and flushes [GB/s]."""
+    storage_read_gbytes_per_s: float = Field(gt=0, le=1e5)
+    """Bytes that a node reads from there [GB/s]."""
+    spread: dict[str, NonNegativeFloat] = {}
+    """Largest minus smallest value of each rate, as a share of its median."""
+
+
 class Site(Section):
     """A cluster, described once for all its users. `primeslurm init` and `primeslurm cluster up` write a site file."""
 
@@ -108,6 +135,9 @@ class Site(Section):
     in third_party/ucx of the checkout is found automatically."""
     network: Network = Network()
     """Network between the nodes."""
+    measured: dict[Name, MeasuredRates] = {}
+    """Measured rates by partition. Estimates use them in place of data sheets and of `network`. `primeslurm calibrate`
+    writes this section."""
     prometheus: Literal["token", "open", "off"] = "token"
     """Access to `/metrics` of a run on its first node. token: with the bearer token in `prometheus.token` of the run
     directory. open: without a token, from every host that reaches the node. off: runs serve no metrics of their own.
@@ -126,6 +156,15 @@ class Site(Section):
     def kind(self, role: str) -> NodeKind | None:
         """Return the kind of node for a role; None if the site has none."""
         return next((self.nodes[name] for name in self.kind_names(role) if name in self.nodes), None)
+
+    @property
+    def storage_gbytes_per_s(self) -> float:
+        """Bandwidth of the shared file system per node [GB/s]: the lowest measured one, or that of `network`."""
+        rates = self.measured.values()
+        measured = [
+            value for each in rates for value in (each.storage_write_gbytes_per_s, each.storage_read_gbytes_per_s)
+        ]
+        return min(measured, default=self.network.storage_gbytes_per_s)
 
     @staticmethod
     def kind_names(role: str) -> tuple[str, ...]:

@@ -239,8 +239,10 @@ def missing_variables(plan: Plan) -> list[Violation]:
     ]
 
 
-def create(recipe: Recipe, plan: Plan, source: Path, job: JobRecord | None = None) -> Attempt:
+def create(recipe: Recipe, plan: Plan, source: Path | None, job: JobRecord | None = None) -> Attempt:
     """Create the run directory with its first attempt and a copy of the recipe file `source`.
+
+    Without a `source`, as for a calibration, the directory holds no recipe.
 
     Raises:
         UsageError: the name is in use, or other users could replace the directory.
@@ -271,11 +273,14 @@ def discard(attempt: Attempt) -> None:
     files.remove_tree(attempt.path.parents[1] if first else attempt.path, ignore_errors=True)
 
 
-def _fill(run_dir: Path, resolved: str, lock: LockRecord, plan: Plan, source: Path, job: JobRecord | None) -> Attempt:
+def _fill(
+    run_dir: Path, resolved: str, lock: LockRecord, plan: Plan, source: Path | None, job: JobRecord | None
+) -> Attempt:
     files.retrying(run_dir, lambda: run_dir.chmod(0o700))  # also if an empty directory existed
     secret.create(run_dir)
-    write_atomic(run_dir / "recipe.yaml", files.read_bytes(source))
-    write_atomic(run_dir / recipe_record.FILE, resolved + "\n")
+    if source is not None:
+        write_atomic(run_dir / "recipe.yaml", files.read_bytes(source))
+        write_atomic(run_dir / recipe_record.FILE, resolved + "\n")
     attempt = RunDirectory(run_dir).attempt(1)
     if job is not None:
         attempt.record_job(job)

@@ -94,7 +94,7 @@ def _task(
             announcing = TrainerLink(orchestrator, on_wait=liveness().heartbeat)
             transfer = FilesystemTransfer(publisher, run_dir, recipe.model.path, announcing, world)
         else:
-            sender = Sender(policy, encoding, link, world, recipe.weights.timeout_s)
+            sender = Sender(policy, encoding, link, world, recipe.weights.load_s)
             transfer = CollectiveTransfer(sender, publisher, recipe.max_steps, recipe.model.path, link, world)
         return RlTask(recipe, train_step, transfer, saver, world, link, journal)
     if recipe.sft is None:

@@ -63,7 +63,7 @@ async def connected(
 ) -> AsyncIterator[Worker]:
     """Connect a worker to the engine, as if a router were in front of it."""
     async with serving(worker._env) as clients:
-        timeout_s = recipe.orchestrator.request_timeout_s
+        timeout_s = recipe.orchestrator.request_s
         where = (ROUTER, lambda: engine.url, recipe.model.path, recipe.max_len)
         client = TokenClient(*where, timeout_s, routed=routed)
         worker._clients[ROUTER] = clients[client.key] = client

@@ -164,6 +164,8 @@ def _show_estimate(estimate: Estimate) -> None:
         out.print("longest, typical: sequences of seq_len, and of a quarter of it, that all engines hold at once")
     for amount in estimate.amounts:
         out.print(f"{amount.name}: {amount_text(amount)} ({amount.how})")
+    for rate in estimate.rates:
+        out.print(f"rate of {rate.name}: {rate.value:,g} {rate.unit} ({rate.how})", soft_wrap=True)
     out.print(f"model: {estimate.source}")
 
 

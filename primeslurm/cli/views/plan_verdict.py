@@ -59,7 +59,7 @@ def show_verdict(plan: Plan, recipe: Recipe) -> None:
     out.print(_lines({**resources(plan, rows), **_fixed_ports(recipe), **_least(plan, recipe)}))
     if rows:
         out.print(_table(rows, on_gpus=plan.device == "cuda"))
-    out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_rollouts(plan)}))
+    out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_rollouts(plan), **_rates(plan)}))
     out.print(_lines({**_start(plan), **_saving(plan, recipe)}))
 
 
@@ -201,6 +201,17 @@ def _rollouts(plan: Plan) -> dict[str, str]:
     """Return the rate at which engines sample, and what limits the run."""
     rate = _amount(plan, SAMPLED)
     return {SAMPLED: f"{number(rate.value)} tokens/s: {rate.how}"} if rate else {}
+
+
+def _rates(plan: Plan) -> dict[str, str]:
+    """Return which rates of the estimates were measured on this cluster, and which are assumptions."""
+    rates = plan.estimate.rates if plan.estimate else ()
+    measured = [rate for rate in rates if rate.how.startswith("measured")]
+    if not measured:
+        return {}
+    text = f"{', '.join(rate.name for rate in measured)}: {measured[0].how.partition(', spread')[0]}"
+    assumed = [rate.name for rate in rates if rate not in measured]
+    return {"rates": "; ".join([text, *([f"{', '.join(assumed)}: assumed"] if assumed else [])])}
 
 
 def _start(plan: Plan) -> dict[str, str]:

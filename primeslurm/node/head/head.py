@@ -63,7 +63,8 @@ class HeadTimings:
     """Period and timeouts of the head."""
 
     period_s: float = 0.5
-    checkpoint_grace_s: float = 300.0  # longest wait for last checkpoints if no time limit is near
+    # Longest wait for last checkpoints if no time limit is near, and the plan does not expect them to take longer
+    checkpoint_grace_s: float = 300.0
     gather_s: float = 60.0  # longest wait for the other nodes to end
     # A node that misses this many heartbeats at the end is not waited for. Requeueing ends what still runs there. It
     # must happen before Slurm itself starts a single component of the job again (`Plan.survives_nodes`).
@@ -107,7 +108,8 @@ class Head(threading.Thread):
         self._ticked_at = now
         self._job_ends_at = job_end.boot_clock() + job_end.seconds_left(agent.plan, os.environ, time.time())
         self._unreadable_since: dict[int, float] = {}  # by rank, for heartbeats that cannot be read
-        self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - job_end.MARGIN_S, 10.0))
+        self._grace_s = max(agent.plan.job.signal_s - job_end.MARGIN_S, 10.0)
+        self._longest_grace_s = max(timings.checkpoint_grace_s, self._grace_s)
 
     def end(self, ending: Ending) -> None:
         self._requested = self._requested or ending
@@ -187,7 +189,7 @@ class Head(threading.Thread):
             return
         self._killed_at = now + cause.left_s
         self.requeued_by_slurm = cause.requeued_by_slurm
-        self._grace_s = min(cause.checkpoint_s, self._timings.checkpoint_grace_s)
+        self._grace_s = min(cause.checkpoint_s, self._longest_grace_s)
         if self.ending is None:
             self._requested = cause.ending
             return

@@ -228,7 +228,7 @@ class Evaluator:
         assert self._recipe.evaluation is not None
         self._header = header
         environments = self._recipe.evaluation.environments
-        timeout_s = self._recipe.orchestrator.stall_timeout_s
+        timeout_s = self._recipe.orchestrator.stall_s
         self._run = EvaluationRun(
             header.step,
             header.version,

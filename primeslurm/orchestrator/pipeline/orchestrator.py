@@ -100,7 +100,7 @@ class OrchestratorPipeline:
         self._evaluator = Evaluator(
             recipe, arguments, newest, incarnation, self._journal, self._metrics, self._recorder
         )
-        sessions = TransferSessions(recipe.inference.parallel.tp, recipe.weights.timeout_s)
+        sessions = TransferSessions(recipe.inference.parallel.tp, recipe.weights.load_s)
         self._policy = weight_update_loop(
             recipe,
             arguments,
@@ -260,9 +260,9 @@ class OrchestratorPipeline:
             self._final_policy_at = time.monotonic()
         waited_s = time.monotonic() - self._final_policy_at
         if (self._policy.current_version or 0) < last and not self._evaluator.running:
-            if waited_s <= self._recipe.weights.timeout_s:
+            if waited_s <= self._recipe.weights.load_s:
                 return False
-            self._evaluator.give_up(last, f"no engine had its policy for {self._recipe.weights.timeout_s} s")
+            self._evaluator.give_up(last, f"no engine had its policy for {self._recipe.weights.load_s} s")
         return self._evaluator.settled(last)
 
     async def _before_update(self, version: int) -> None:

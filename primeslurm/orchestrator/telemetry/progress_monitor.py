@@ -61,7 +61,7 @@ class ProgressMonitor:
         resumed: bool = False,
         looked: Callable[[Mapping[str, Sample]], None] = lambda samples: None,
     ) -> None:
-        self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
+        self._stall_timeout_s = recipe.orchestrator.stall_s
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
         workers = {each.label: each.workers for each in recipe.environments}
         self._failures = RolloutFailures(self._max_failures, workers, hopeful=workers if resumed else ())

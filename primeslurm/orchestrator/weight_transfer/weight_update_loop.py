@@ -331,7 +331,7 @@ def weight_update_loop(
     return WeightUpdateLoop(
         engines,
         journal,
-        recipe.weights.timeout_s,
+        recipe.weights.load_s,
         before_update=before_update,
         after_update=after_update,
         sends=sessions.sends if sessions else lambda version: False,

@@ -112,7 +112,7 @@ class Worker:
                 functools.partial(self._addresses.url, router),
                 recipe.model.path,
                 recipe.max_len,
-                recipe.orchestrator.request_timeout_s,
+                recipe.orchestrator.request_s,
                 routed=recipe.trainer.router_replay and not self._evaluates,
                 images=recipe.model.vlm is not None,
                 rendering=self._rendering,

@@ -175,14 +175,14 @@ def _last_checkpoint(recipe: Recipe, site: Site, requests: list[ResourceRequest]
     """
     size = next((amount for amount in estimate.amounts if amount.name == "checkpoint"), None)
     nodes = sum(request.nodes for request in requests if request.role == "train")
-    lead, speed = recipe.slurm.checkpoint_signal_s, site.network.storage_gbytes_per_s
-    if size is None or size.value <= nodes * speed * lead:
+    lead, speed = recipe.slurm.checkpoint_signal_s, site.storage_gbytes_per_s
+    if size is None or lead is None or size.value <= nodes * speed * lead:
         return []
     seconds = size.value / nodes / speed
     text = f"{lead} s before the time limit is too late for the first checkpoint of a job: {size.value:g} GB from "
     text += f"{nodes} node{'s' * (nodes > 1)} take {duration(seconds)} at {speed:g} GB/s per node "
-    text += "(the site's network.storage_gbytes_per_s)"
-    fix = f"checkpoint_signal_s: {math.ceil(1.5 * seconds / 60) * 60}"
+    text += "(measured, or network.storage_gbytes_per_s of the site file)"
+    fix = f"leave it out, or checkpoint_signal_s: {math.ceil(1.5 * seconds / 60) * 60}"
     return [Finding(level="warning", field="slurm.checkpoint_signal_s", text=text, fix=fix)]
 
 
@@ -206,7 +206,7 @@ def _stall(recipe: Recipe, estimate: Estimate) -> list[Finding]:
     """Check the timeout without progress: during a step, all rollouts may wait for its policy."""
     steps = {amount.name: amount for amount in estimate.amounts}
     limit = recipe.orchestrator.stall_timeout_s
-    if recipe.task != "rl" or LONGEST_STEP not in steps or steps[LONGEST_STEP].value <= limit:
+    if recipe.task != "rl" or limit is None or LONGEST_STEP not in steps or steps[LONGEST_STEP].value <= limit:
         return []
     # Engines sample during most of a long step, which counts as progress, so only a long typical step is an error.
     is_error = steps[TYPICAL_STEP].value > limit
@@ -214,7 +214,7 @@ def _stall(recipe: Recipe, estimate: Estimate) -> list[Finding]:
     text = f"a step of {recipe.orchestrator.batch_size} rollouts of {length} takes {duration(step.value)} by the "
     text += "planner's estimate, so the run would end while engines wait for its policy"
     longest = steps[LONGEST_STEP].most or steps[LONGEST_STEP].value
-    fix = f"set it to at least {math.ceil(1.5 * longest / 60) * 60}, or use more train nodes"
+    fix = f"leave it out, set it to at least {math.ceil(1.5 * longest / 60) * 60}, or use more train nodes"
     level: Literal["error", "warning"] = "error" if is_error else "warning"
     return [Finding(level=level, field="orchestrator.stall_timeout_s", value=str(limit), text=text, fix=fix)]
 

@@ -84,7 +84,7 @@ def tokens_per_request(recipe: Recipe) -> int:
 def kv_lease_s(recipe: Recipe) -> int | None:
     # A decode engine that is paused for a weight update does not renew its leases, but at least half of each is left.
     # KV that it reads after the end of a lease may belong to another prompt.
-    return 2 * recipe.weights.timeout_s if recipe.task == "rl" else None
+    return 2 * recipe.weights.load_s if recipe.task == "rl" else None
 
 
 def _queue_depth(facts: EngineFacts) -> int | None:

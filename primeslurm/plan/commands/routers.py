@@ -54,7 +54,7 @@ def _llmd(router: LlmdRouter, replica: int, workers: ReplicaEngines) -> list[Fro
 
 def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, name: str) -> Command:
     options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
-    options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
+    options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_s}
     if workers.disaggregated:
         decode_policy = router.decode_policy or router.policy
         options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": decode_policy}

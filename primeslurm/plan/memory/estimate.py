@@ -22,6 +22,7 @@ from primeslurm.plan.memory.engine import (
 )
 from primeslurm.plan.memory.orchestrator_memory import orchestrator_memory
 from primeslurm.plan.memory.parameters import count
+from primeslurm.plan.memory.rates import line_rate, rate_sources, rated_gpu
 from primeslurm.plan.memory.rollout_rate import decode_seconds
 from primeslurm.plan.memory.step_time import SPREAD, StepTime, moving_state, step_time
 from primeslurm.plan.memory.trainer import (
@@ -73,7 +74,10 @@ def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         elif request.role in ENGINE_ROLES:
             scores_prompts = isinstance(recipe.teacher, PolicyTeacher) and request.role != "decode"
             roles.append(engine_role(recipe, request, shape, gpu, prompt_logprobs=scores_prompts))
-    return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, trained)))
+    train = next((request for request in requests if request.role == "train"), None)
+    rates = rate_sources(site, train.kind) if train else []
+    amounts = _amounts(recipe, site, requests, trained)
+    return Estimate(source=source, roles=tuple(roles), amounts=tuple(amounts), rates=tuple(rates))
 
 
 def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) -> EngineLayout:
@@ -223,7 +227,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     how = "float32 masters and optimizer state" + (" in bfloat16" if moments == "bfloat16" else "")
     saved = [Quantity(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how=how)]
     saved += local_amounts(recipe, size, train.nodes)
-    gpu = gpu_of(train.kind)
+    gpu = rated_gpu(site, train.kind)
     if gpu is None:
         return saved
     shared = f"each of the {train.gpus} ranks of a node uses the cores nearest to its GPU, with one thread per core"
@@ -231,7 +235,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     if recipe.trainer.memory.optimizer_state_offload:
         quantities.append(_moved_state(recipe, train, trained))
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
-    nic = _line_rate(site, train)
+    nic = line_rate(site, train.kind) or (1.0 if train.nodes == 1 else None)  # one node sends nothing to others
     if nic is None:
         return quantities
     most = math.ceil(rollouts * recipe.trainer.parallelism.cp / (train.nodes * train.gpus))
@@ -239,6 +243,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
         step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, tokens=most * length, length=length)
         for length in (recipe.seq_len, max(1, recipe.seq_len // TYPICAL))
     ]
+    quantities.append(_micro_batch(times[0], math.ceil(most / recipe.trainer.rows_at_once(recipe.seq_len))))
     return [*quantities, *(_step(time, how) for time, how in zip(times, (LONGEST_STEP, TYPICAL_STEP), strict=True))]
 
 
@@ -252,8 +257,17 @@ def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quanti
 
 
 SAMPLED = "rollouts"
+TOKEN = "token of a rollout"
+MICRO_BATCH = "micro batch"
 LONGEST_STEP = "trainer step, sequences of seq_len"
 TYPICAL_STEP = "trainer step, of a quarter of that"
+
+
+def _micro_batch(time: StepTime, passes: int) -> Quantity:
+    """Return the longest time between two signs of progress of a rank in a step."""
+    seconds = (time.longest - time.optimizer) / passes + time.optimizer
+    how = f"the last of {passes} of the longest step, with the optimizer's update and without network overlap"
+    return Quantity(name=MICRO_BATCH, value=round(seconds, 1), unit="s", how=how)
 
 
 def _step(time: StepTime, name: str) -> Quantity:
@@ -270,7 +284,7 @@ def _rollouts(
 ) -> list[Quantity]:
     """Return the rate at which engines sample rollouts of a typical length, and what the bottleneck is."""
     request = next((each for each in requests if each.role in ("decode", "inference")), None)
-    gpu = gpu_of(request.kind) if request and site.device == "cuda" else None
+    gpu = rated_gpu(site, request.kind) if request and gpu_of(request.kind) and site.device == "cuda" else None
     step = next((quantity for quantity in quantities if quantity.name == TYPICAL_STEP), None)
     if request is None or gpu is None or step is None or recipe.inference.model:
         return []
@@ -282,18 +296,14 @@ def _rollouts(
     at_once = min(room, recipe.max_inflight / engines, settings_of(recipe, role).max_num_seqs or math.inf)
     if at_once < 1:
         return []
-    rate = engines * at_once / decode_seconds(shape, layout, gpu, at_once, context)
+    token_s = decode_seconds(shape, layout, gpu, at_once, context)
+    rate = engines * at_once / token_s
     share = rate * step.value / (recipe.orchestrator.batch_size * length)
     limit = f"they are the bottleneck if they sample more than {share:.0%} of a rollout's tokens"
     how = f"{engines} engines with {at_once:.0f} rollouts of {units.tokens(length)} tokens each, never measured for "
     how += f"this model; {limit if share < 1 else 'the trainer is the bottleneck'}"
-    return [Quantity(name=SAMPLED, value=round(rate, -2), unit="tokens/s", how=how)]
-
-
-def _line_rate(site: Site, request: ResourceRequest) -> float | None:
-    """Return the bandwidth between nodes per GPU [Gbit/s]: the site's, or that of a typical node with such GPUs."""
-    gpu = gpu_of(request.kind)
-    return site.network.gbps_per_gpu or (gpu.nic_gbps if gpu else None)
+    token = Quantity(name=TOKEN, value=round(1e3 * token_s, 1), unit="ms", how="the time of a decode step")
+    return [Quantity(name=SAMPLED, value=round(rate, -2), unit="tokens/s", how=how), token]
 
 
 def _update(
@@ -313,10 +323,8 @@ def _update(
         quantities.append(Quantity(name="adapter", value=round(adapter / 1e6, 1), unit="MB", how=sent))
         size = adapter if recipe.sends_adapter else size
     if recipe.weights.transport != "nccl":
-        speed = site.network.storage_gbytes_per_s * train.nodes
-        how = (
-            f"{train.nodes} nodes write it and engines read it, at {site.network.storage_gbytes_per_s:g} GB/s per node"
-        )
+        speed = site.storage_gbytes_per_s * train.nodes
+        how = f"{train.nodes} nodes write it and engines read it, at {site.storage_gbytes_per_s:g} GB/s per node"
         return [*quantities, Quantity(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
     return [*quantities, *_sending(recipe, site, train, requests, common, experts)]
 
@@ -325,7 +333,7 @@ def _sending(
     recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], common: float, experts: float
 ) -> list[Quantity]:
     # Trainer GPUs share the sending. Each engine GPU takes its own experts, and everything else.
-    gbps = _line_rate(site, train)
+    gbps = line_rate(site, train.kind)
     if gbps is None:
         return []
     engines = [request for request in requests if request.role in ENGINE_ROLES]
@@ -360,7 +368,7 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Quantity
         return []
     per_token = BATCH_BYTES + _routed_bytes(recipe, shape)
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size / 1e9
-    speed, steps = site.network.storage_gbytes_per_s, min(recipe.checkpoint.interval, recipe.max_steps)
+    speed, steps = site.storage_gbytes_per_s, min(recipe.checkpoint.interval, recipe.max_steps)
     how = (
         f"{per_token} bytes per token; written in {units.duration(batch / speed)} at {speed:g} GB/s and kept until the "
     )

@@ -53,9 +53,9 @@ NETWORK_SHARE = 0.8
 UPDATED_BYTES = 12
 # Bytes read and written per parameter to add one gradient to another in float32
 ADDED_BYTES = 12
-# An H200's memory under AdamW, its link to the host with traffic both ways, and the 16 cores of one GPU under AdamW
-# (all measured); a node's host memory (assumed)
-GPU_BYTES_S, LINK_BYTES_S, CORES_BYTES_S, HOST_BYTES_S = 4e12, 4.7e10, 3.65e10, 2e11
+# An H200's link to the host with traffic both ways, and the 16 cores of one GPU under AdamW (both measured); a node's
+# host memory (assumed)
+LINK_BYTES_S, CORES_BYTES_S, HOST_BYTES_S = 4.7e10, 3.65e10, 2e11
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ def step_time(
         attention=_attention(shape, length, full) * tokens / peak,
         selection=_selection(shape, length) * (1 if trainer.memory.keep_dsa_indices or not full else 2) * tokens / peak,
         recurrences=_recurrences(shape, full) * tokens / peak,
-        dispatch=_sending(sent * routed, layout.ep, gpus, DISPATCH[layout.ep_backend], line),
-        exchange=_sending(sent * _exchanged(shape, layout), layout.cp, gpus, EXCHANGE, line),
+        dispatch=_sending(sent * routed, layout.ep, gpus, min(DISPATCH[layout.ep_backend], gpu.link_bytes_s), line),
+        exchange=_sending(sent * _exchanged(shape, layout), layout.cp, gpus, min(EXCHANGE, gpu.link_bytes_s), line),
         weights=passes * _weight_bytes(recipe, shape, nodes * gpus) / (gpu.memory_tb_s * 1e12 * WEIGHTS_SHARE),
         offload=_offloaded(recipe, shape) * tokens / LINK_BYTES_S,
-        optimizer=_optimizer(recipe, nodes, gpus, shape, passes),
+        optimizer=_optimizer(recipe, nodes, gpus, shape, passes, gpu.update_bytes_s),
         network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * line),
     )
 
@@ -228,14 +228,14 @@ def moving_state(size: float, gpus: int) -> float:
     return max(size / LINK_BYTES_S, 2 * gpus * size / HOST_BYTES_S)
 
 
-def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int) -> float:
+def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int, gpu_bytes_s: float) -> float:
     copies, state = recipe.trainer.parallelism.dp_replicate, STATE_BYTES[recipe.trainer.optimizer.type]
     parameters = 0.0 if recipe.trainer.lora else copies * count(shape).total / (nodes * gpus)
     size = parameters * (UPDATED_BYTES + 2 * state)
     if recipe.trainer.memory.optimizer_state_offload:
-        return max(size / GPU_BYTES_S, moving_state(parameters * state, gpus))
+        return max(size / gpu_bytes_s, moving_state(parameters * state, gpus))
     if not recipe.trainer.memory.optimizer_offload:
-        return size / GPU_BYTES_S
+        return size / gpu_bytes_s
     return max(size / CORES_BYTES_S, gpus * size / HOST_BYTES_S) + _gradients_on_host(parameters, gpus, passes)
 
 

@@ -22,6 +22,8 @@ AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
 COLDEST, HOTTEST = 0.01, 2.0
 # Default of SPIRAL (arXiv 2506.24119).
 RAE_DECAY = 0.95
+# Least values of the time limits that the planner derives [s]
+REQUEST_S, STALL_S = 1800, 1800
 
 
 class SamplingChanges(Section):
@@ -172,8 +174,9 @@ class Orchestrator(Section):
     """Handling of groups older than `max_off_policy_steps`, and of groups with a straggler."""
     sampling: Sampling = Sampling()
     """Sampling parameters of training rollouts."""
-    request_timeout_s: PositiveInt = 1800
-    """Seconds that one generation request may take. After that it is retried."""
+    request_timeout_s: PositiveInt | None = None
+    """Seconds that one generation request may take. After that it is retried. Default: three times the estimate of the
+    longest turn, at least 30 minutes. `plan --verbose` shows it."""
     extra_headers_from_state: dict[HeaderName, StateField] = {}
     """Further HTTP headers of generation requests, for routers and proxies, for example `{X-Group-ID: group_id}`. Each
     gets a value of its rollout: trajectory_id (one agent's conversation), rollout_id, group_id, example_id or
@@ -184,6 +187,16 @@ class Orchestrator(Section):
     worker_hang_timeout_s: PositiveInt = 300
     """Seconds for which an environment worker's event loop may be blocked, for example by code of its environment.
     After that it is restarted; its rollouts are reassigned much earlier."""
-    stall_timeout_s: PositiveInt = 1800
+    stall_timeout_s: PositiveInt | None = None
     """Seconds without a new token, a finished rollout or a new policy after which the attempt ends. The report names
-    the suspected process."""
+    the suspected process. Default: 1.5 times the estimate of the longest step, at least 30 minutes."""
+
+    @property
+    def request_s(self) -> int:
+        """Seconds that one generation request may take."""
+        return self.request_timeout_s or REQUEST_S
+
+    @property
+    def stall_s(self) -> int:
+        """Seconds without progress after which the attempt ends."""
+        return self.stall_timeout_s or STALL_S

@@ -25,6 +25,8 @@ from primeslurm.recipe.fields.types import (
 )
 
 DEFAULT_TIME = "24:00:00"
+# Least value of `checkpoint_signal_s` that the planner derives [s]
+CHECKPOINT_SIGNAL_S = 120
 
 
 class ComponentOptions(Section):
@@ -145,8 +147,9 @@ class Slurm(Submission):
     max_attempts: PositiveInt = 10
     """Largest number of attempts of a run. Attempts that Slurm ended after they committed a step do not count. Three
     failed attempts in a row without a new committed step end the run earlier."""
-    checkpoint_signal_s: int = Field(120, ge=0, le=65535)
-    """Seconds before the time limit at which Slurm signals the job, so that it writes a checkpoint and requeues."""
+    checkpoint_signal_s: int | None = Field(None, ge=0, le=65535)
+    """Seconds before the time limit at which Slurm signals the job, so that it writes a checkpoint and requeues.
+    Default: 1.5 times the estimate of writing a checkpoint, at least 2 minutes and at most half of the time."""
     control: Component = Component()
     """Options for the node of head and orchestrator."""
     train: Component = Component()
@@ -161,6 +164,11 @@ class Slurm(Submission):
     """Options for nodes of the teacher's engines."""
     environments: Component = Component()
     """Options for nodes of environment workers."""
+
+    @property
+    def signal_s(self) -> int:
+        """Seconds before the time limit at which Slurm signals the job."""
+        return CHECKPOINT_SIGNAL_S if self.checkpoint_signal_s is None else self.checkpoint_signal_s
 
 
 class Wandb(Section):

@@ -11,6 +11,8 @@ from primeslurm.recipe.fields.types import Json, SearchPath
 from primeslurm.recipe.sections.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
+# Least values of the time limits that the planner derives [s]
+RANK_HANG_S, BATCH_WAIT_S, WEIGHT_LOAD_S = 300, 3600, 600
 # Memory of a trainer GPU for the CUDA context and NCCL communicators. Torch does not report it as reserved.
 CONTEXT_BYTES = 2 * 2**30
 # Memory of an engine outside its fraction of a GPU: vLLM creates its CUDA context before it measures free memory.
@@ -231,15 +233,27 @@ class Trainer(Section):
     compile: bool | None = None
     """Compile each layer with torch.compile; bfloat16 only. That takes about a minute, in RL while engines start. null:
     compile on GPUs for the model families and modes that were measured to be faster."""
-    hang_timeout_s: PositiveInt = 300
+    hang_timeout_s: PositiveInt | None = None
     """Seconds without progress within a step after which a rank counts as hung. The attempt then ends. A single torch
-    collective may take twice as long."""
+    collective may take twice as long. Default: 1.5 times the estimate of the longest micro batch, at least 5
+    minutes."""
     long_phase_timeout_s: PositiveInt | None = None
     """The same limit in seconds for loading, the first step, publishing and checkpoints. Default: two hours plus the
     time that a node needs to read its shards of model and checkpoint at a tenth of the site's
     `network.storage_gbytes_per_s`. `plan` shows the value."""
-    batch_timeout_s: PositiveInt = 3600
-    """Seconds that the trainer waits for a batch. After that the attempt ends and the job is requeued."""
+    batch_timeout_s: PositiveInt | None = None
+    """Seconds that the trainer waits for a batch. After that the attempt ends and the job is requeued. Default: ten
+    times the estimate of sampling a batch, at least an hour."""
+
+    @property
+    def hang_s(self) -> int:
+        """Seconds without progress within a step after which a rank counts as hung."""
+        return self.hang_timeout_s or RANK_HANG_S
+
+    @property
+    def batch_wait_s(self) -> int:
+        """Seconds that the trainer waits for a batch."""
+        return self.batch_timeout_s or BATCH_WAIT_S
 
     def rows_at_once(self, seq_len: int) -> int:
         """Return the number of rows of a micro batch, if rows have `seq_len` tokens."""
@@ -291,8 +305,14 @@ class Weights(Section):
     by bit. Engines read both versions and check all tensors. A version is also whole if the deltas since the last whole
     version take as many bytes. For slow file systems: engines pause longer to load deltas. Works with FP8, but not if
     engines get adapters."""
-    timeout_s: PositiveInt = 600
-    """Seconds that an engine may take to load new weights. After that it is restarted."""
+    timeout_s: PositiveInt | None = None
+    """Seconds that an engine may take to load new weights. After that it is restarted. Default: ten times the estimate
+    of a weight update, at least 10 minutes."""
+
+    @property
+    def load_s(self) -> int:
+        """Seconds that an engine may take to load new weights."""
+        return self.timeout_s or WEIGHT_LOAD_S
 
 
 class JsonlData(Section):

@@ -144,7 +144,7 @@ class EmulatedEnvironment:
 
     async def _sample(self, job: Job, tokens: list[int]) -> Completion:
         if job.router not in self._endpoints:
-            timeout_s = self._recipe.orchestrator.request_timeout_s
+            timeout_s = self._recipe.orchestrator.request_s
             where = functools.partial(self._addresses.url, job.router)
             self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s, tally=self.tally)
         environment = self._recipe.environment(job.environment)

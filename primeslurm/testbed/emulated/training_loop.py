@@ -124,7 +124,7 @@ class EmulatedTrainer:
         return True
 
     def _batch(self, step: int) -> Batch | None:
-        timeout_s = self._recipe.trainer.batch_timeout_s
+        timeout_s = self._recipe.trainer.batch_wait_s
         while True:
             try:
                 return self._link.get_batch(step, RankShard(0, self._dp_world), timeout_s, self._ranks.interrupted)
@@ -144,7 +144,7 @@ class EmulatedTrainer:
 
     def _send(self, version: int) -> None:
         """Take part in the weight-update sessions, without sending tensors."""
-        done, deadline = "", time.monotonic() + self._recipe.weights.timeout_s
+        done, deadline = "", time.monotonic() + self._recipe.weights.load_s
         while session := self._link.offer_transfer(version, "emulated", self._world, done, deadline):
             done = session.id
 

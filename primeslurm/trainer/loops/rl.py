@@ -154,7 +154,7 @@ class RlTask:
     def __post_init__(self) -> None:
         policy = self.train_step.policy
         self._shard = RankShard(policy.dp_rank, policy.dp_world, policy.cp_rank, policy.cp_world)
-        self._prefetch = Prefetch(self.link, self._shard, self.recipe.trainer.batch_timeout_s)
+        self._prefetch = Prefetch(self.link, self._shard, self.recipe.trainer.batch_wait_s)
         self._limits = PhaseLimits.of(self.recipe)
         self._timer = PhaseTimer(self.journal, self.world.is_main, self._limits)
 
@@ -239,7 +239,7 @@ class RlTask:
             return batch
         if self.world.is_main and self.transfer.pending():
             raise TransferWanted  # the batch may need rollouts of this policy, and a full disk may delay it for hours
-        timeout_s = self.recipe.trainer.batch_timeout_s
+        timeout_s = self.recipe.trainer.batch_wait_s
         return self.link.get_batch(step, self._shard, timeout_s, interrupted)
 
     def _prefetched(self, step: int) -> Batch | None:

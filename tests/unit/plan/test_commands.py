@@ -77,7 +77,7 @@ def test_disaggregated_engines_transfer_kv(role: Any, kv_role: str, device: Any)
         "kv_connector": "NixlConnector",
         "kv_role": kv_role,
         "kv_buffer_device": device,
-        "kv_connector_extra_config": {"kv_lease_duration": 2 * recipe().weights.timeout_s},
+        "kv_connector_extra_config": {"kv_lease_duration": 2 * recipe().weights.load_s},
     }
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "${host}"
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "${port:nixl}"
