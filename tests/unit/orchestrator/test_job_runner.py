@@ -121,7 +121,7 @@ async def test_any_exception_of_a_rollout_becomes_a_failure(
 
     worker._send = say  # type: ignore[method-assign]
     worker.handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
-    await asyncio.wait(list(worker._running.values()), timeout=60)
+    await asyncio.wait(list(worker._running.values()), timeout=600)
     assert not worker._running and not worker._jobs
     assert [each.job for each in said] == ["j"] and (said[0].error or "").startswith(words)
 
@@ -166,7 +166,7 @@ async def test_result_is_held_until_it_is_cancelled(
     worker = make_worker(finished)
     for name in ("a", "b", "c", "bad"):
         worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
-        await asyncio.wait(list(worker._running.values()), timeout=60)
+        await asyncio.wait(list(worker._running.values()), timeout=600)
     assert list(worker._unsent) == list(worker._jobs) == ["a", "b", "c"], "a failure is not kept"
     for name in ("a", "b", "c", "bad"):
         await worker._send_result(name)
@@ -177,7 +177,7 @@ async def test_result_is_held_until_it_is_cancelled(
     worker.handle(Cancel(["c"]))
     assert not worker._held and worker._held_bytes == 0
     worker.handle(Job("unasked", "g", "e", 0, 0, "router-0", "salt"))
-    await asyncio.wait(list(worker._running.values()), timeout=20)
+    await asyncio.wait(list(worker._running.values()), timeout=600)
     worker.handle(Cancel(["unasked"]))
     assert not worker._unsent and not worker._jobs and worker._held_bytes == 0
     monkeypatch.setattr(job_runner, "SMALL_RESULT", size)
@@ -188,7 +188,7 @@ async def test_result_is_held_until_it_is_cancelled(
 
     worker._send = say  # type: ignore[method-assign]
     worker.handle(Job("s", "g", "e", 0, 0, "router-0", "salt"))
-    await asyncio.wait(list(worker._running.values()), timeout=20)
+    await asyncio.wait(list(worker._running.values()), timeout=600)
     assert [result.job for result in said] == list(worker._held) == list(worker._jobs) == ["s"]
 
 
