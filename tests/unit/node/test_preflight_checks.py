@@ -390,7 +390,7 @@ def test_a_check_that_takes_too_long_fails_the_node(
     clock.offset_s = 60.0
     assert check.verdict == (
         PreflightState.UNFIT,
-        "preflight takes longer than 60 s; it checks its file systems",
+        "preflight takes longer than 1 min; it checks its file systems",
     )
 
 
