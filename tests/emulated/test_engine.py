@@ -117,9 +117,10 @@ async def test_pending_requests_wait_for_an_update(start: Start, tmp_path: Path)
     server = start()
     control = client(server)
     await control.apply(PolicyVersion(0, "/models/tiny"), 60)
-    running = asyncio.create_task(asyncio.to_thread(generate, server.url, [5, 6, 7], 240))
+    update = publish(tmp_path, 1)
+    running = asyncio.create_task(asyncio.to_thread(generate, server.url, [5, 6, 7], 500))
     await wait_until_async(lambda: metric(server.url, "vllm:generation_tokens_total") >= 10)
-    await control.apply(publish(tmp_path, 1), 60)
+    await control.apply(update, 60)
     versions = [version for version, _, _ in spans(await running)]
     assert versions == [0, 1]
     await control.close()

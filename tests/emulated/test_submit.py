@@ -69,19 +69,19 @@ def test_script_submits_and_waits_unaffected_by_another_user(place: Path) -> Non
     example, recipe = ROOT / "examples" / "submit_from_python.py", place / "small.yaml"
     small = (ROOT / "tests" / "emulated" / "small.yaml").read_text()
     recipe.write_text(small.replace("orchestrator: {", "orchestrator: {rollout_transport: filesystem, ", 1))
-    run = RunDirectory(place / "runs" / "s")
+    run, steps = RunDirectory(place / "runs" / "s"), 3 * STEPS  # enough for all attacks before its end
     place.chmod(0o755)  # as homes and directories of runs often are; the run directory itself is private
     neighbour = Neighbour(run)
     neighbour.start()
     with watching_for(run.path / "secret"):
-        done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(STEPS))
+        done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(steps))
     neighbour.over.set()
     neighbour.join()
     assert neighbour.worked == {}
     assert neighbour.targets is not None and neighbour.targets.places and neighbour.targets.claims
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == f"submitted s to {run.path}\ns completed: step {STEPS} of {STEPS}\n"
-    assert run.attempt(1).plan().emulated and checkpoints.newest(run.path) == STEPS
+    assert done.stdout == f"submitted s to {run.path}\ns completed: step {steps} of {steps}\n"
+    assert run.attempt(1).plan().emulated and checkpoints.newest(run.path) == steps
     assert (run.path / "batches" / "1").is_dir(), "batches were given as files"
     assert not (place / ".primeslurm" / "clusters" / "emulate-s").exists()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 _NAMESPACES = (
     "setpriv",
     "--pdeathsig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -191,5 +192,8 @@ def _spooled(run_dir: Path) -> dict[str, Versions]:
 def _trained(run_dir: Path) -> frozenset[str]:
     files = [run_dir / PROGRESS]
     files += [checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART for step in checkpoints.committed(run_dir)]
-    records = [msgspec.msgpack.decode(path.read_bytes(), type=RunProgress) for path in files if path.is_file()]
+    records: list[RunProgress] = []
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # the trainer removes old checkpoints at any time
+            records.append(msgspec.msgpack.decode(path.read_bytes(), type=RunProgress))
     return frozenset(group for record in records for groups in record.batches.values() for group in groups)

@@ -104,7 +104,7 @@ class Run:
             time.sleep(0.1)
 
     def link(self) -> TrainerLink:
-        return TrainerLink(self.wire, timeout_s=90, retry_s=6)
+        return TrainerLink(self.wire, timeout_s=600, retry_s=6)
 
     def publish(self, link: TrainerLink, version: int) -> None:
         link.announce(version, str(self.publish_weights(self.run_dir, version)))

@@ -21,6 +21,7 @@ from primeslurm.slurm.client import JobComponent, JobState
 from primeslurm.slurm.local import submit
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
+from tests.support.waiting import wait_until
 
 CHECKOUT = str(Path(__file__).parents[3])
 
@@ -69,16 +70,12 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     attempt.record_job(JobRecord(job_id, "local", time.time(), submission="w"))
     yield directory
     submit.cancel(plan, job_id)
-    while submit.is_running(plan, job_id):
-        time.sleep(0.1)
+    wait_until(lambda: not submit.is_running(plan, job_id))
 
 
 def test_local_process_is_found_by_process_role_or_node(run: RunDirectory, tmp_path: Path) -> None:
     attempt = run.attempt(1)
-    deadline = time.monotonic() + 60
-    while (read_json(attempt.fleet_file) or {}).get("states") != {"trainer-rank-0": "HEALTHY"}:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: (read_json(attempt.fleet_file) or {}).get("states") == {"trainer-rank-0": "HEALTHY"})
     result = primeslurm("attach", "here", "trainer", "--", "sh", "-c", "echo $RANK $PWD; exit 5", cwd=tmp_path)
     assert (result.code, result.out) == (5, f"0 {run.path}\n"), result.err
     placement = read_outline(attempt)

@@ -156,7 +156,7 @@ def test_prometheus_can_scrape_head_and_engines_until_the_attempt_ends(
     assert of_engine == f"127.0.0.2:{read_json(running.attempt.agent_file(1))['ports']['engine-r0-0']['http']}"
     token = (running.run.path / TOKEN_FILE).read_text()
     request = urllib.request.Request(f"http://{head}/metrics", headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         assert f'primeslurm_attempt{{run="{running.run.name}"}} 1.0' in answer.read().decode()
     running.head.end(Ending(Outcome.CANCELLED, "test over"))
     running.join()

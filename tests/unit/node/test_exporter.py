@@ -74,7 +74,7 @@ def get(address: str, path: str = "/metrics", token: str = "") -> str:
     request = urllib.request.Request(f"http://{address}{path}")
     if token:
         request.add_header("Authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -252,8 +252,8 @@ def test_idle_connections_are_bounded(served: Exporter) -> None:
     host, port = served.address.split(":")
     with contextlib.ExitStack() as idle:
         for _ in range(MAX_CONNECTIONS):
-            idle.enter_context(socket.create_connection((host, int(port)), timeout=30))
-        with socket.create_connection((host, int(port)), timeout=30) as refused:
+            idle.enter_context(socket.create_connection((host, int(port)), timeout=600))
+        with socket.create_connection((host, int(port)), timeout=600) as refused:
             assert refused.recv(1) == b""
     wait_until(lambda: answers(served.address))
 

@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from primeslurm.base import files
 from primeslurm.base.files import write_json
-from primeslurm.node.preflight import checks
+from primeslurm.node.preflight import checks, recipe_inputs
 from primeslurm.node.preflight.checks import (
     PreflightCheck,
     clock_check,
@@ -29,6 +30,7 @@ from primeslurm.node.preflight.checks import (
     version_checks,
 )
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
+from primeslurm.plan.checks.environments import ProbeReport, probe_environments
 from primeslurm.plan.model import Plan, Process
 from primeslurm.records.fleet import PreflightState, SharedCheck
 from primeslurm.records.journal import Journal
@@ -315,6 +317,13 @@ def test_environments_are_loaded_where_workers_may_run(
     model = model_dir(tmp_path)
     write_model(model, CHATML, "<|im_end|>")
     write_json(Path(plan.run_dir) / "recipe.resolved.json", {"model": {"path": str(model)}, "environments": wrong})
+    may_probe = threading.Event()
+
+    def held(*args: Any, **options: Any) -> ProbeReport:
+        assert may_probe.wait(600)
+        return probe_environments(*args, **options)
+
+    monkeypatch.setattr(recipe_inputs, "probe_environments", held)
     elsewhere = preflight(plan, 1, tmp_path, clock_wait_s=0.2)
     here = preflight(plan.model_copy(update={"nodes": nodes}), 0, tmp_path, clock_wait_s=0.2)
     here.start()
@@ -322,9 +331,8 @@ def test_environments_are_loaded_where_workers_may_run(
     assert verdict(elsewhere) == (PreflightState.FIT, "") and not elsewhere.environments_fail
     why = "environments.1.args.n = many: input should be a valid integer, unable to parse string as an integer"
     assert verdict(here)[0] is PreflightState.FIT and here.checks_environments, "only workers wait for environments"
-    deadline = time.monotonic() + 120
-    while here.checks_environments and time.monotonic() < deadline:
-        time.sleep(0.05)
+    may_probe.set()
+    wait_until(lambda: not here.checks_environments)
     assert verdict(here) == (PreflightState.UNFIT, why) and here.environments_fail == why
 
 
@@ -345,16 +353,6 @@ def test_environments_that_cannot_be_checked_fail_like_those_that_do_not_load(
     assert check.verdict == (PreflightState.UNFIT, why) and check.environments_fail == why
 
 
-def test_a_check_that_takes_too_long_fails_the_node(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("primeslurm.node.preflight.checks.space_checks", lambda *_: time.sleep(60))
-    assert judged(preflight(plan, 1, tmp_path, limit_s=0.2)) == (
-        PreflightState.UNFIT,
-        "preflight takes longer than 0.2 s; it checks its file systems",
-    )
-
-
 class Clock:
     """A fake module `time` whose monotonic clock can be advanced."""
 
@@ -373,6 +371,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("primeslurm.node.preflight.preflight.time", clock)
     return clock
+
+
+def test_a_check_that_takes_too_long_fails_the_node(
+    plan: Plan, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def endless(*_: object) -> None:
+        begun.set()
+        time.sleep(3600)
+
+    monkeypatch.setattr(checks, "space_checks", endless)
+    check = preflight(plan, 1, tmp_path)
+    check.start()
+    assert begun.wait(600)
+    assert check.verdict == (PreflightState.CHECKING, "")
+    clock.offset_s = 60.0
+    assert check.verdict == (
+        PreflightState.UNFIT,
+        "preflight takes longer than 1 min; it checks its file systems",
+    )
 
 
 def test_preflight_waits_for_a_full_disk(

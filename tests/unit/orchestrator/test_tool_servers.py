@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,27 +30,23 @@ from tests.support.verifiers_restored import restored
 from tests.unit.fuzz.mutations import bounded
 from tests.unit.orchestrator import test_harbor
 
-LONG_S = 120.0
-"""verifiers alone takes 180 s to find out."""
-
 
 async def outcome(
     runtime: Any, monkeypatch: pytest.MonkeyPatch, tools: type[vf.Toolset[Any, Any]] = BrokenTools, path: str = ROOT
-) -> tuple[str, float]:
+) -> str:
+    """Return why the server does not start. verifiers alone would only find out that it takes too long."""
     monkeypatch.setenv("PYTHONPATH", path)
-    began = time.monotonic()
     with pytest.raises(ToolsetError) as caught:
         await serve_in_runtime(tools(vf.ToolsetConfig()), runtime, exposed=True)
-    return str(caught.value), time.monotonic() - began
+    return str(caught.value)
 
 
 async def test_server_on_this_host_that_exits_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess_runtime, "CACHE_DIR", tmp_path)
     async with provision_runtime(SubprocessConfig()) as runtime:
-        text, seconds = await outcome(runtime, monkeypatch)
+        text = await outcome(runtime, monkeypatch)
     assert text.startswith("tool server 'broken_tools' ended with exit code 1: ")
     assert text.endswith("FileNotFoundError: the index /data/wiki.faiss is not there")
-    assert seconds < LONG_S
 
 
 class Unserved(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
@@ -63,7 +58,7 @@ async def test_module_that_serves_nothing_gets_a_hint(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Unserved, "__module__", "unserved_tools")
     monkeypatch.setattr(subprocess_runtime, "CACHE_DIR", tmp_path)
     async with provision_runtime(SubprocessConfig()) as runtime:
-        text, _ = await outcome(runtime, monkeypatch, Unserved, str(tmp_path))
+        text = await outcome(runtime, monkeypatch, Unserved, str(tmp_path))
     assert text.startswith("tool server 'unserved' ended with exit code 0: nothing serves")
     assert text.endswith(
         "`python -m unserved_tools`, so that this module has to end with `if __name__ == '__main__': Unserved.run()`"
@@ -77,10 +72,9 @@ async def test_server_in_a_sandbox_that_exits_is_reported(tmp_path: Path, monkey
         install(SubprocessRuntime(visible=(ROOT,)), tmp_path, tmp_path / "images", [])
         async with provision_runtime(SubprocessConfig()) as runtime:
             assert isinstance(runtime, SandboxedRuntime)
-            text, seconds = await outcome(runtime, monkeypatch)
+            text = await outcome(runtime, monkeypatch)
     assert "ended with exit code 1: " in text
     assert text.endswith("FileNotFoundError: the index /data/wiki.faiss is not there")
-    assert seconds < LONG_S
 
 
 @pytest.mark.parametrize(
@@ -107,9 +101,8 @@ async def test_server_that_reports_an_invalid_port_is_refused(
     monkeypatch.setattr(launch, "uuid", SimpleNamespace(uuid4=lambda: name))
     with bounded(0, beside=32 << 20):
         async with provision_runtime(SubprocessConfig()) as runtime:
-            text, seconds = await outcome(runtime, monkeypatch, HostileTools)
+            text = await outcome(runtime, monkeypatch, HostileTools)
     assert text == f"tool server 'hostile_tools' reports an invalid port: {shown!r}"
-    assert seconds < LONG_S
     assert looked_at == {str(own / f"vf-port-{name.hex}")}, "who is killed leaves it in the agent's directory"
     assert not any(own.iterdir()), "nothing is left in a directory that all rollouts share"
 

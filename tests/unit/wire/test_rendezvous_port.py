@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous
+from tests.support.waiting import wait_until
 
 
 def gate() -> rendezvous._Gate:
@@ -16,13 +18,18 @@ def gate() -> rendezvous._Gate:
 
 
 def listening() -> tuple[socket.socket, int]:
-    found = socket.create_server(("127.0.0.1", 0))
+    found = socket.create_server(("127.0.0.1", free_port()))
     return found, found.getsockname()[1]
 
 
 def test_gate_waits_for_its_port(caplog: pytest.LogCaptureFixture) -> None:
     other, port = listening()
-    threading.Timer(1.5, other.close).start()
+
+    def close() -> None:
+        wait_until(lambda: "is taken" in caplog.text)
+        other.close()
+
+    threading.Thread(target=close).start()
     assert rendezvous._run(gate().open("127.0.0.1", port)) == port
     assert f"is taken by process {os.getpid()}" in caplog.text
 
