@@ -99,7 +99,7 @@ WIDE_WARM_START = {
     "checkpoint.interval": "400",
 }
 TINY = "scripts.models.tiny_model"
-TOOL_USE = "primeslurm.orchestrator.environments.tool_use"
+TOOL_USE = "scripts.models.tool_use_demonstrations"
 CELLS = {
     "reverse-text-sft": Cell(
         "reverse_text_sft.yaml", 1, 220, BF16, tiny=("model",), demonstrations=(TINY, "demonstrations")

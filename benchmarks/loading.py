@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.support.meta_rank import _group, _in_transformers, config_of
 from benchmarks.trainer_layouts import trainer_gpus
+from primeslurm.base.model_files import INDEX
 from primeslurm.models import model_builder
 from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.recipe import Recipe
@@ -35,7 +36,7 @@ from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.checkpoints.staging import tensor_bytes
 from primeslurm.trainer.weights import four_bits, loading
-from primeslurm.trainer.weights.tensor_files import INDEX, TensorFiles
+from primeslurm.trainer.weights.tensor_files import TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from primeslurm.recipe.sections.slurm import (
     ComponentOptions,
     Container,
     Pyxis,
+    Submission,
 )
 from primeslurm.wire.transport import secret
 
@@ -96,24 +97,14 @@ def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
     """Return the options of the whole job. The recipe's options take precedence over the site's."""
     slurm, submission = recipe.slurm, recipe.slurm.over(site.slurm)
+    same = {name: getattr(submission, name) for name in JobOptions.model_fields.keys() & Submission.model_fields.keys()}
     return JobOptions(
+        **same | {"time": submission.time or DEFAULT_TIME},
         name=recipe.name,
-        time=submission.time or DEFAULT_TIME,
-        time_min=submission.time_min,
-        account=submission.account,
-        qos=submission.qos,
-        reservation=submission.reservation,
-        comment=submission.comment,
-        exclude=submission.exclude,
-        dependency=submission.dependency,
         mail_user=submission.mail.user if submission.mail else None,
         mail_types=submission.mail.types if submission.mail else (),
-        licenses=submission.licenses,
-        nice=submission.nice,
-        priority=submission.priority,
         requeue=slurm.requeue,
         signal_s=slurm.signal_s,
-        extra=submission.extra,
         modules=site.modules,
         prologue=site.prologue,
         srun=_pyxis(submission.container, run_dir) if isinstance(submission.container, Pyxis) else (),

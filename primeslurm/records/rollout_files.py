@@ -164,11 +164,8 @@ class StoredRollout(msgspec.Struct, frozen=True):
         """Return the rollout as readers show it. Raise DamagedFileError. `trainer`: see `StoredSequence.shown`."""
         conversations = [
             AgentConversation(
-                agent=each.agent,
-                reward=each.reward,
-                messages=each.messages,
-                tools=each.tools,
-                sequences=[sequence.shown(self.pieces, trainer) for sequence in each.sequences],
+                **msgspec.structs.asdict(each)
+                | {"sequences": [sequence.shown(self.pieces, trainer) for sequence in each.sequences]}
             )
             for each in self.conversations
         ]

@@ -23,15 +23,7 @@ from primeslurm.records.events.processes import (
 from primeslurm.records.events.training import EnvironmentFails, Stalled, StepTrained, TaskGivenUp
 from primeslurm.records.fleet import AgentReport, FleetView
 from primeslurm.records.record import Event
-from primeslurm.run.status.event_text import (
-    DIED,
-    damaged_answers_text,
-    describe_wait,
-    exit_text,
-    rank_names,
-    router_incomplete_text,
-    task_given_up_text,
-)
+from primeslurm.run.status.event_text import DIED, describe_wait, exit_text, rank_names, words_of
 from primeslurm.wire import exit_codes
 
 # A node is lost if its last heartbeat is older than this at the end of the attempt; else it ended with the others.
@@ -90,29 +82,29 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             )
         case RanksUnresponsive(behind=[first, *_]):
             return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {describe_wait(event)}")
-        case ProcessStartFailed(name=name, error=error):
-            return Failure(at, name, host, f"cannot be started: {error}")
         case nodes.FileSystemFault(what=what) if what:
             return Failure(at, FILE_SYSTEM, "", f"keeps the run waiting: {what}")
-        case RouterIncomplete():
-            return Failure(at, by, host, router_incomplete_text(event))
         case RouterRestarted(reason=reason):
             return Failure(at, by, host, f"was restarted: {reason}", recovered=True)
         case nodes.AgentFailed(error=error) | nodes.HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
-        case EngineUpdateFailed(engine=engine, error=error):
-            return Failure(at, engine, "", f"did not load the new weights: {error}")
-        case EngineAnswersDamaged(engine=engine):
-            return Failure(at, engine, "", damaged_answers_text(event))
-        case TaskGivenUp(environment=environment):
-            return Failure(at, f"environment {environment}", "", task_given_up_text(event), recovered=True)
-        case EnvironmentFails(environment=environment, error=error):
-            return Failure(at, f"environment {environment}", "", f"fails every time: {error}")
+        case ProcessStartFailed() | RouterIncomplete():
+            return _as_told(event, host)
+        case EngineUpdateFailed() | EngineAnswersDamaged() | EnvironmentFails():
+            return _as_told(event)
+        case TaskGivenUp():
+            return _as_told(event, recovered=True)
         case Stalled(suspect=suspect, error=error):
             why = error or f"no finished rollout and no new policy for {duration(event.seconds or 0)}"
             return Failure(at, suspect, "", f"no progress: {why}")
         case _:
             return None
+
+
+def _as_told(event: Event, node: str = "", recovered: bool = False) -> Failure:
+    told = words_of(event)
+    assert told is not None
+    return Failure(event.time, told.who, node, told.text, recovered=recovered)
 
 
 def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:

@@ -33,7 +33,7 @@ def notable(events: Iterable[Event]) -> list[EventText]:
     texts: list[EventText] = []
     times = 1
     for event in events:
-        text = _words(event)
+        text = words_of(event)
         if text is None:
             continue
         if texts and (texts[-1].who, _without_count(texts[-1])) == (text.who, text.text):
@@ -66,27 +66,8 @@ def exit_text(code: int | None) -> str:
         return f"was ended by signal {-code}"
 
 
-def router_incomplete_text(event: processes.RouterIncomplete) -> str:
-    more = f", and {len(event.foreign)} engines of another run" if event.foreign else ""
-    return f"served {event.serves} of {event.planned} engines{more}; its list of engines is corrected"
-
-
-def damaged_answers_text(event: policy.EngineAnswersDamaged) -> str:
-    return f"gave damaged answers, {event.damaged} of {event.answers}, and is restarted; last error: {event.error}"
-
-
-def task_given_up_text(event: training.TaskGivenUp) -> str:
-    chosen = f" (index {event.task})" if event.task is not None else ""
-    return f"task {event.example}{chosen} is given up: {event.reason}"
-
-
-def storage_fault_text(event: processes.StorageFault) -> str:
-    end = "it works again" if event.recovered else "the operation was given up"
-    where = "" if event.path in event.error else f"{event.path}: "
-    return f"shared file system: {where}{event.error} ({event.failures} failures in {duration(event.seconds)}), {end}"
-
-
-def _words(event: Event) -> EventText | None:
+def words_of(event: Event) -> EventText | None:
+    """Return the text of an event. None if it is for programs only, or every agent or rank repeats it."""
     match event:
         case processes.ProcessStarted(restarts=restarts):
             return _tell(event, event.name, f"restarted (restart {restarts})") if restarts else None
@@ -103,7 +84,9 @@ def _words(event: Event) -> EventText | None:
         case processes.RanksUnresponsive():
             return _tell(event, rank_names(event), describe_wait(event), "warning")
         case processes.RouterIncomplete():
-            return _tell(event, event.process, router_incomplete_text(event), "warning")
+            more = f", and {len(event.foreign)} engines of another run" if event.foreign else ""
+            text = f"served {event.serves} of {event.planned} engines{more}; its list of engines is corrected"
+            return _tell(event, event.process, text, "warning")
         case processes.RouterComplete(planned=planned, seconds=seconds):
             return _tell(event, event.process, f"serves all {planned} engines again after {duration(seconds)}")
         case processes.RouterRestarted(reason=reason):
@@ -122,12 +105,18 @@ def _words(event: Event) -> EventText | None:
             text = f"step {step} was skipped: its gradient norm is {norm}"
             return _tell(event, event.process, text, "warning")
         case training.TaskGivenUp():
-            return _tell(event, f"environment {event.environment}", task_given_up_text(event), "warning")
+            chosen = f" (index {event.task})" if event.task is not None else ""
+            text = f"task {event.example}{chosen} is given up: {event.reason}"
+            return _tell(event, f"environment {event.environment}", text, "warning")
         case training.CheckpointSetAside(step=step, reason=reason, path=path):
             text = f"the checkpoint of step {step} is damaged and was moved to {path}" + _because(reason)
             return _tell(event, "trainer", text, "error")
         case processes.StorageFault():
-            return _tell(event, event.process, storage_fault_text(event), "warning" if event.recovered else "error")
+            end = "it works again" if event.recovered else "the operation was given up"
+            where = "" if event.path in event.error else f"{event.path}: "
+            why = f"{where}{event.error} ({event.failures} failures in {duration(event.seconds)})"
+            text = f"shared file system: {why}, {end}"
+            return _tell(event, event.process, text, "warning" if event.recovered else "error")
         case training.NothingKept(rollouts=rollouts, reasons=reasons):
             why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
             return _tell(
@@ -148,8 +137,9 @@ def _words(event: Event) -> EventText | None:
         case policy.EventLoopDelayed(seconds=seconds):
             text = f"was blocked for {duration(seconds)}: its node is overloaded; engines are not blamed for it"
             return _tell(event, event.process, text, "warning")
-        case policy.EngineAnswersDamaged(engine=engine):
-            return _tell(event, engine, damaged_answers_text(event), "error")
+        case policy.EngineAnswersDamaged(engine=engine, damaged=damaged, answers=answers, error=error):
+            text = f"gave damaged answers, {damaged} of {answers}, and is restarted; last error: {error}"
+            return _tell(event, engine, text, "error")
         case policy.EngineRestarted(engine=engine, reason=reason):
             return _tell(event, engine, f"is restarted: {reason or 'it did not load the new weights'}", "warning")
         case nodes.AttemptEnds(process="head" | "batch", outcome=outcome, reason=reason):
@@ -195,7 +185,7 @@ def _words(event: Event) -> EventText | None:
         case nodes.PublishFailed(error=error):
             return _tell(event, event.process, "cannot write fleet.json" + _because(error), "warning")
         case _:
-            return None  # other events are for programs, or every agent or rank repeats them
+            return None
 
 
 def rank_names(event: processes.RanksUnresponsive) -> str:

@@ -21,7 +21,6 @@ from primeslurm.orchestrator.environments import TaskStream, checks, probe
 from primeslurm.orchestrator.environments.reverse_text import (
     ReverseTextTask,
     ReverseTextTaskset,
-    demonstrations,
     similarity,
     words,
 )
@@ -38,7 +37,6 @@ def test_reverse_text_has_seeded_words_and_their_reverse() -> None:
     assert [task.data.prompt for task in tasks] == [f"Reverse: {word}" for word in words(5, 1, 2, 3)]
     assert all(task.data.answer == task.data.prompt.removeprefix("Reverse: ")[::-1] for task in tasks)
     assert all(2 <= len(task.data.answer) <= 3 and task.data.system_prompt is None for task in tasks)
-    assert all(answer == prompt.removeprefix("Reverse: ")[::-1] for prompt, answer in demonstrations(20, 3))
 
 
 @pytest.mark.parametrize(
