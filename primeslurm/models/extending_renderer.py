@@ -65,6 +65,8 @@ class ExtendingRenderer:
 
 def _remember_short_texts(tokenizer: Any) -> None:
     """Let a tokenizer encode short texts once: renderers encode the same headers in every turn, in 0.1 ms each."""
+    if "encode" in vars(tokenizer):  # another renderer has done it
+        return
     encode, convert = tokenizer.encode, tokenizer.convert_tokens_to_ids
     encoded = lru_cache(REMEMBERED_TEXTS)(lambda text: tuple(encode(text, add_special_tokens=False)))
     converted = lru_cache(REMEMBERED_TEXTS)(convert)
