@@ -32,7 +32,7 @@ THOUGHTS = ("<think>", "</think>")
 # Characters of a text whose tokens are remembered, and number of such texts.
 LONGEST_HEADER, REMEMBERED_TEXTS = 64, 4096
 # Bytes of a prompt, as JSON, whose rendering is remembered, and number of such prompts.
-LONGEST_PROMPT, REMEMBERED_PROMPTS = 8192, 256
+LONGEST_PROMPT, REMEMBERED_PROMPTS = 8192, 64
 
 
 class ExtendingConfig(BaseRendererConfig):
