@@ -37,6 +37,7 @@ RESULT = ROOT / "benchmarks" / "results" / "small_loop.json"
 MODEL = ROOT / ".primeslurm" / "smollm2" / "model"
 GROUP = 16
 OF_A_GROUP = 4  # rollouts of a group that one of four workers gets
+COSTS = ("worker_ms", "orchestrator_ms")  # CPU time of a rollout
 WARM_UP = 64  # rollouts before the first round
 ANSWER = "The sum of these two numbers is 42."
 HOST = "127.0.0.1"
@@ -109,9 +110,11 @@ def report(options: argparse.Namespace) -> None:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each value, and the CPU cores that workers and orchestrator take for 1,000 rollouts/s."""
+    """Return the median of each value, the lowest costs, and the cores that 1,000 rollouts per second take."""
     found = {name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]}
-    return found | {"cores_for_1000_per_s": round(found["worker_ms"] + found["orchestrator_ms"], 2)}
+    # Other work on the machine only adds CPU time.
+    lowest = {f"lowest_{name}": round(min(each[name] for each in rounds), 3) for name in COSTS}
+    return found | lowest | {"cores_for_1000_per_s": round(sum(found[name] for name in COSTS), 2)}
 
 
 def start_part(

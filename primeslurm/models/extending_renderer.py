@@ -32,7 +32,7 @@ THOUGHTS = ("<think>", "</think>")
 # Characters of a text whose tokens are remembered, and number of such texts.
 LONGEST_HEADER, REMEMBERED_TEXTS = 64, 4096
 # Bytes of a prompt, as JSON, whose rendering is remembered, and number of such prompts.
-LONGEST_PROMPT, REMEMBERED_PROMPTS = 8192, 256
+LONGEST_PROMPT, REMEMBERED_PROMPTS = 8192, 64
 
 
 class ExtendingConfig(BaseRendererConfig):
@@ -65,6 +65,8 @@ class ExtendingRenderer:
 
 def _remember_short_texts(tokenizer: Any) -> None:
     """Let a tokenizer encode short texts once: renderers encode the same headers in every turn, in 0.1 ms each."""
+    if "encode" in vars(tokenizer):  # another renderer has done it
+        return
     encode, convert = tokenizer.encode, tokenizer.convert_tokens_to_ids
     encoded = lru_cache(REMEMBERED_TEXTS)(lambda text: tuple(encode(text, add_special_tokens=False)))
     converted = lru_cache(REMEMBERED_TEXTS)(convert)
