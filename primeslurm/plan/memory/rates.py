@@ -7,7 +7,6 @@ H200 that measures what the recorded ones did keeps its estimates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from primeslurm.base import units
