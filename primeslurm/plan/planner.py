@@ -22,13 +22,13 @@ from primeslurm.plan.commands.processes import environment_command, orchestrator
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.memory.rates import measured_problems
+from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Finding, Plan, Replica, Totals, as_findings
 from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
 from primeslurm.plan.supervision import HeartbeatLimits
-from primeslurm.plan.time_limits import with_limits
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.teacher import ServedTeacher
 

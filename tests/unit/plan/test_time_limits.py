@@ -11,8 +11,8 @@ import pytest
 from primeslurm.models.catalog import catalog
 from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.memory.parameters import count
+from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.planner import Planned, RecipeFiles, requests_of, try_plan
-from primeslurm.plan.time_limits import with_limits
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
