@@ -19,7 +19,15 @@ from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.run_checks import check_plan, check_run
-from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.commands.processes import (
+    TENANT_HOST,
+    TINKER,
+    environment_command,
+    orchestrator_command,
+    tenant_host_command,
+    tinker_command,
+    trainer_command,
+)
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.model import Finding, Plan, Replica, Totals
@@ -27,7 +35,8 @@ from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
-from primeslurm.plan.supervision import HeartbeatLimits
+from primeslurm.plan.supervision import Health, HeartbeatLimits
+from primeslurm.recipe.phase_limits import LONG_PHASE_S
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.teacher import ServedTeacher
 
@@ -180,7 +189,10 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     # Engines that share GPUs with the trainer start first. vLLM refuses to start if its share of a GPU is not free, and
     # while it profiles, it counts memory that others allocate as its own.
     engines = [name for replica in replicas for name in replica.engines] if recipe.colocated else []
-    trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
+    if recipe.task == "tenants":
+        trainer_gpus = _tenants(recipe, site, builders, replicas[0])
+    else:
+        trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
     if recipe.samples:
         _control(recipe, builders[0], replicas, teachers)
         _environments(recipe, site, builders)
@@ -267,6 +279,26 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int,
             )
             rank += 1
     return world
+
+
+def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], replica: Replica) -> int:
+    """Add the Tinker service to the trainer's node, and the tenant host to the head. Returns the service's GPUs."""
+    limit = recipe.trainer.long_phase_timeout_s or LONG_PHASE_S
+    next(builder for builder in builders if builder.role == "train").add(
+        TINKER,
+        "tinker",
+        tinker_command(recipe, site.device),
+        gpus=(0,),
+        health=Health(port="http", start_timeout_s=limit, hang_timeout_s=recipe.trainer.hang_timeout_s),
+    )
+    builders[0].add(
+        TENANT_HOST,
+        "tenant-host",
+        tenant_host_command(replica.router),
+        heartbeats=HeartbeatLimits(hang_timeout_s=recipe.orchestrator.hang_timeout_s),
+        after=(TINKER, replica.router),
+    )
+    return 1
 
 
 def _control(recipe: Recipe, head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,11 @@ class TinkerServer:
     store: TinkerStore
     listener: socket.socket
 
-    def serve(self, model: str, max_rank: int) -> None:
-        """Load the model, and answer requests until SIGINT or SIGTERM. Raises UsageError if it cannot be trained."""
+    def serve(self, model: str, max_rank: int, users: Mapping[str, str] | None = None) -> None:
+        """Load the model, and answer requests until SIGINT or SIGTERM. Raises UsageError if it cannot be trained.
+
+        `users` has the user of each key. Default: those of `keys`.
+        """
         # These import torch, for seconds.
         from primeslurm.tinker.backbone import Backbone
         from primeslurm.tinker.routes import application
@@ -42,7 +45,7 @@ class TinkerServer:
             raise UsageError([Violation("--model", model, str(error))]) from None
         service = Service(self.store, backbone, TrainerSampler(backbone))
         config = uvicorn.Config(
-            application(service, {key: user for user, key in self.keys.items()}),
+            application(service, {key: user for user, key in self.keys.items()} if users is None else users),
             log_level="warning",
             lifespan="on",
             ws="none",
