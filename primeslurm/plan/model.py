@@ -26,8 +26,17 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.records.heartbeats import NODE_HEARTBEAT_S
 
 Role = Literal[
-    *("orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"),
-    *("tinker", "tenant-host"),
+    "orchestrator",
+    "environment",
+    "trainer",
+    "engine",
+    "prefill",
+    "decode",
+    "router",
+    "store",
+    "teacher",
+    "tinker",
+    "tenant-host",
 ]
 # Roles that run a vLLM server
 VLLM_ROLES: tuple[Role, ...] = ("engine", "prefill", "decode", "teacher")

@@ -36,8 +36,8 @@ from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
 from primeslurm.plan.supervision import Health, HeartbeatLimits
-from primeslurm.recipe.phase_limits import LONG_PHASE_S
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.phase_limits import LONG_PHASE_S
 from primeslurm.recipe.sections.teacher import ServedTeacher
 
 

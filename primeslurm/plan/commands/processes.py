@@ -100,6 +100,6 @@ def tenant_host_command(router: str) -> Command:
     """Return the command of the process that runs the tenants of a deployment."""
     argv = (
         *("${python}", "-m", "primeslurm.api.tenants.host_process", "--run-dir", "${run_dir}"),
-        *("--attempt", "${attempt}", "--service", url_of(TINKER), "--router", url_of(router)),
+        *("--service", url_of(TINKER), "--router", url_of(router)),
     )
     return Command(argv=argv, env={}, ports=())

@@ -43,7 +43,7 @@ from primeslurm.recipe.fields.types import minutes
 from primeslurm.recipe.sections.kv_offload import NativeOffload
 from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.recipe.sections.tenants import LOGIT_TOKENS, BATCH_TOKENS
+from primeslurm.recipe.sections.tenants import BATCH_TOKENS, LOGIT_TOKENS
 from primeslurm.recipe.sections.trainer import ENGINE_CONTEXT_BYTES
 
 # Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)
