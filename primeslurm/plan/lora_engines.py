@@ -15,7 +15,7 @@ from primeslurm.recipe.sections.trainer import Lora
 def resolved(recipe: Recipe, shape: ModelShape | None) -> Lora | None:
     """Return `trainer.lora` with `engines` filled in if it is open."""
     lora = recipe.trainer.lora
-    if lora is None or lora.engines != "auto":
+    if lora is None or lora.engines != "auto" or recipe.tenant is not None:
         return lora
     return lora.model_copy(update={"engines": "merged" if obstacle(recipe, shape) else "adapter"})
 
@@ -25,6 +25,8 @@ def reason(recipe: Recipe, shape: ModelShape | None) -> str:
     lora = recipe.trainer.lora
     if recipe.task != "rl" or lora is None:
         return ""
+    if recipe.tenant is not None:
+        return "the deployment's engines load the adapter that a request names"
     why = "as trainer.lora.engines says" if lora.engines != "auto" else obstacle(recipe, shape)
     if lora.engines == "adapter" or not why:
         return "engines get only the adapter"

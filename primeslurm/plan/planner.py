@@ -20,11 +20,14 @@ from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.run_checks import check_plan, check_run
 from primeslurm.plan.commands.processes import (
+    GATEWAY,
     TENANT_HOST,
     TINKER,
     environment_command,
+    gateway_command,
     orchestrator_command,
     tenant_host_command,
+    tenant_trainer_command,
     tinker_command,
     trainer_command,
 )
@@ -39,6 +42,7 @@ from primeslurm.plan.supervision import Health, HeartbeatLimits
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_PHASE_S
 from primeslurm.recipe.sections.teacher import ServedTeacher
+from primeslurm.wire.names import DEPLOYMENT_TOKEN, STATUS_PATH, TINKER_API_KEY
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         UsageError: processes cannot have the ports that the recipe fixes.
     """
     builders = _builders(recipe, site, requests, local)
-    replicas = place_inference(recipe, site, builders)
+    replicas = place_inference(recipe, site, builders) if recipe.tenant is None else _tenant(recipe, builders[0])
     teachers = place_teacher(recipe, site, builders)
     # Engines that share GPUs with the trainer start first. vLLM refuses to start if its share of a GPU is not free, and
     # while it profiles, it counts memory that others allocate as its own.
@@ -218,7 +222,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         interface=site.network.interface,
         hcas=site.network.hcas,
         addresses=site.network.addresses,
-        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_teacher_key(recipe), *_secrets(recipe)))),
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_keys(recipe), *_secrets(recipe)))),
         node_silent_s=site.node_silent_s,
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
@@ -301,6 +305,16 @@ def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], replica: R
     return 1
 
 
+def _tenant(recipe: Recipe, head: NodeBuilder) -> list[Replica]:
+    """Add the gateway and the trainer of a tenant's run. Returns the gateway as a replica of one engine."""
+    health = Health(port="http", path=STATUS_PATH, hang_timeout_s=recipe.inference.hang_timeout_s)
+    head.add(GATEWAY, "router", gateway_command(), replica=0, health=health)
+    heartbeats = HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_timeout_s)
+    # It resumes from its checkpoint beside the running orchestrator, also after a restart of the service.
+    head.add("trainer-rank-0", "trainer", tenant_trainer_command(), heartbeats=heartbeats, after=("orchestrator",))
+    return [Replica(index=0, router=GATEWAY, engines=(GATEWAY,), nodes=(head.index,))]
+
+
 def _control(recipe: Recipe, head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:
     engines = [name for replica in replicas for name in replica.engines]
     routers = [replica.router for replica in replicas]
@@ -325,10 +339,11 @@ def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -
         )
 
 
-def _teacher_key(recipe: Recipe) -> tuple[str, ...]:
-    """Return the variable with the API key of a teacher that is served elsewhere."""
+def _keys(recipe: Recipe) -> tuple[str, ...]:
+    """Return the variables with the API key of a teacher that is served elsewhere, and with keys of a deployment."""
     teacher = recipe.teacher
-    return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
+    key = (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
+    return key if recipe.tenant is None else (*key, TINKER_API_KEY, DEPLOYMENT_TOKEN)
 
 
 def _secrets(recipe: Recipe) -> tuple[str, ...]:

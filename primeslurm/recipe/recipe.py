@@ -16,6 +16,7 @@ from primeslurm.recipe.sections.logs import Logging
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment, Orchestrator, Sampling
 from primeslurm.recipe.sections.slurm import MetricsOptions, Monitor, Slurm
 from primeslurm.recipe.sections.teacher import Teacher
+from primeslurm.recipe.sections.tenant import Tenant
 from primeslurm.recipe.sections.tenants import Tenants
 from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, Weights
 
@@ -62,6 +63,9 @@ class Recipe(Section):
     """Data and batch size of supervised fine-tuning. Needed for `task: sft`."""
     tenants: Tenants | None = None
     """Limits of a deployment. Needed for `task: tenants`."""
+    tenant: Tenant | None = None
+    """Train an adapter on a deployment (`task: tenants`), which has the model, the trainer and the engines. Default:
+    the run has its own."""
     deployment: Deployment = Deployment()
     """Number of nodes and GPUs of each role."""
     slurm: Slurm = Slurm()
@@ -81,8 +85,12 @@ class Recipe(Section):
 
     @property
     def sends_adapter(self) -> bool:
-        """True if engines get only the LoRA adapter of each policy. False if the plan has yet to decide."""
-        return self.task == "rl" and self.trainer.lora is not None and self.trainer.lora.engines == "adapter"
+        """True if engines load only the LoRA adapter of each policy. False if the plan has yet to decide.
+
+        The engines of a tenant's run load nothing: requests name the adapter of a version.
+        """
+        lora = self.trainer.lora
+        return self.task == "rl" and self.tenant is None and lora is not None and lora.engines == "adapter"
 
     @property
     def colocated(self) -> bool:

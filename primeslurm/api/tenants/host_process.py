@@ -93,9 +93,9 @@ class TenantHost:
         attempt = tenant.run.latest()
         job, end = attempt.job(), attempt.end()
         section = (files.read_json(tenant.run.path / recipe_record.FILE) or {}).get("tenant") or {}
-        here = job is not None and job.host == socket.gethostname()
+        local_id = job.job_id if job is not None and job.host == socket.gethostname() else ""
         return view(
-            active=here and bool(job.job_id) and submit.is_running(attempt.plan(), job.job_id),
+            active=bool(local_id) and submit.is_running(attempt.plan(), local_id),
             current=(section.get("service"), section.get("router"))
             == (self._addresses.service, self._addresses.router),
             completed=end is not None and end.outcome == Outcome.COMPLETED,

@@ -23,6 +23,7 @@ from primeslurm.api.tenants.recipes import (
 from primeslurm.base import durable, files
 from primeslurm.base.errors import PrimeslurmError, UsageError
 from primeslurm.plan.planner import make_plan
+from primeslurm.recipe import Recipe
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.run.directory import was_never_submitted
 from primeslurm.run.tenants import Tenant, key_of
@@ -39,7 +40,7 @@ def start(run_dir: Path, tenant: Tenant, addresses: Addresses) -> None:
     deployment = deployment_recipe(run_dir)
     recipe = read_tenant(tenant.recipe_file, run_dir, deployment, addresses, name=tenant.name).draft.valid_value()
     if tenant.run.exists():
-        _readdress(tenant, recipe.tenant.model_dump(mode="json"))
+        _readdress(tenant, recipe)
         submission.resume(tenant.run, tenant.run.latest())
         return
     if problems := limit_violations(recipe, deployment):
@@ -49,10 +50,12 @@ def start(run_dir: Path, tenant: Tenant, addresses: Addresses) -> None:
     submission.submit(planned, tenant.recipe_file, None)
 
 
-def _readdress(tenant: Tenant, section: object) -> None:
+def _readdress(tenant: Tenant, recipe: Recipe) -> None:
     """Put the present addresses of the deployment into the recipe that the run's processes read."""
+    assert recipe.tenant is not None
     path = tenant.run.path / recipe_record.FILE
-    durable.write_json(path, (files.read_json(path) or {}) | {"tenant": section})
+    resolved = files.read_json(path) or {}
+    durable.write_json(path, resolved | {"tenant": recipe.tenant.model_dump(mode="json")})
 
 
 def main() -> None:

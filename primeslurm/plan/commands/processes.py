@@ -9,6 +9,8 @@ from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 RECIPE = "${run_dir}/recipe.resolved.json"
+# Only router and engine of a tenant's run
+GATEWAY = "gateway"
 _OF_RUN = ("--recipe", RECIPE, "--run-dir", "${run_dir}", "--attempt", "${attempt}")
 WORKER = "primeslurm.orchestrator.worker.main"
 # Names of the two processes of a deployment that tenants share
@@ -28,6 +30,18 @@ def orchestrator_command(engines: list[str], routers: list[str], teachers: list[
     if teachers:
         argv += ("--teachers", ",".join(teachers))
     return Command(argv=argv, env=HUGE_PAGES, ports=("wire", "envs"))
+
+
+def gateway_command() -> Command:
+    """Return the command of the process that passes a tenant's requests on to the deployment's engines."""
+    argv = ("${python}", "-m", "primeslurm.tenants.gateway", "--recipe", RECIPE, "--host", "${host}")
+    return Command(argv=(*argv, "--port", "${port:http}"), env={}, ports=("http",))
+
+
+def tenant_trainer_command() -> Command:
+    """Return the command of the process that trains a tenant's adapter in the deployment's Tinker service."""
+    argv = ("${python}", "-m", "primeslurm.tenants.trainer", *_OF_RUN, "--orchestrator")
+    return Command(argv=(*argv, "tcp://${addr:orchestrator:wire}"), env={}, ports=())
 
 
 def environment_command(label: str, worker: int, scratch: str | None = None) -> Command:

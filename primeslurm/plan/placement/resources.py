@@ -170,6 +170,8 @@ def _role_requests(recipe: Recipe) -> list[_RoleRequest]:
         return [train]
     # In a single allocation the control processes share the first trainer node.
     control = [_RoleRequest("control", "deployment", 1, 0)] if deployment.layout == "het" else []
+    if recipe.tenant is not None:
+        return control  # the deployment has the others
     first = {"rl": [*control, train], "tenants": [*control, train], "eval": control}.get(recipe.task, [])
     teacher, environments = _teacher_request(recipe), _environments_request(recipe)
     where, replicas = "deployment.inference", inference.num_replicas

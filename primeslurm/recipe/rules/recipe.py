@@ -5,7 +5,16 @@ from __future__ import annotations
 from primeslurm.base.errors import Violation
 from primeslurm.models.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
 from primeslurm.recipe.recipe import Recipe
-from primeslurm.recipe.rules import engine_options, environments, evaluation, sampling, sandboxes, speculation, tenants
+from primeslurm.recipe.rules import (
+    engine_options,
+    environments,
+    evaluation,
+    sampling,
+    sandboxes,
+    speculation,
+    tenant,
+    tenants,
+)
 from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Orchestrator
@@ -26,6 +35,7 @@ def violations(recipe: Recipe) -> list[Violation]:
     problems += sandboxes.tunnel_violations(_environments_by_field(recipe)) + speculation.violations(recipe)
     if recipe.tenants is not None and recipe.task != "tenants":
         problems.append(Violation("tenants", "", f"task {recipe.task} has no tenants", "use task: tenants"))
+    problems += tenant.violations(recipe)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         problems.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
