@@ -11,7 +11,7 @@ from primeslurm.api.checks.recipe_check import Examination, examine
 from primeslurm.api.sites import local_site, with_python
 from primeslurm.base import files
 from primeslurm.base.errors import RunError, UsageError, Violation
-from primeslurm.plan.commands.engine import ADAPTERS
+from primeslurm.plan.commands.engine import EXPORTS
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import Draft, read_recipe
 from primeslurm.recipe.reading.validation_errors import InputFault
@@ -82,7 +82,7 @@ def read_tenant(
         if isinstance(tenant, dict):
             input_faults += [_fault(f"tenant.{key}", "the deployment sets it") for key in _ADDRESSES if key in tenant]
             own = {"service": addresses.service, "router": addresses.router}
-            data["tenant"] = tenant | own | {"adapters": ADAPTERS.replace("${run_dir}", str(run_dir))}
+            data["tenant"] = tenant | own | {"adapters": EXPORTS.replace("${run_dir}", str(run_dir))}
         data["model"] = deployment.model.model_dump(mode="json", exclude_defaults=True)
         data.setdefault("schema", 1)
         data.setdefault("seq_len", deployment.seq_len)

@@ -18,7 +18,7 @@ from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 from primeslurm.recipe.sections.speculation import Speculation
 from primeslurm.recipe.sections.tenants import Tenants
-from primeslurm.wire.names import ADAPTER_BACKEND, SERVED_MODEL
+from primeslurm.wire.names import ADAPTER_BACKEND, ADAPTERS, SERVED_MODEL
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
@@ -41,7 +41,7 @@ UNQUANTISED = ("*.in_proj_a", "*.in_proj_b", "*.gate")
 # vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
 # Directory of the adapters that a deployment's Tinker service exports. Requests name them by their path below it.
-ADAPTERS = "${run_dir}/tinker/checkpoints"
+EXPORTS = "${run_dir}/tinker/checkpoints"
 # Ranks that vLLM accepts as the largest one of an engine
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -283,7 +283,7 @@ def _engine_env(
     if recipe.sends_adapter or recipe.tenants is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise requests cannot name the adapter
     if recipe.tenants is not None:
-        env["PRIMESLURM_ADAPTERS"] = ADAPTERS
+        env[ADAPTERS] = EXPORTS
     if recipe.inference.batch_invariant:
         env["VLLM_BATCH_INVARIANT"] = "1"
     if recipe.samples and recipe.trainer.fp8:
