@@ -14,9 +14,9 @@ import yaml
 from primeslurm.api.runs.run import Run, find_run
 from primeslurm.api.tenants.recipes import Addresses, deployment_recipe, limit_violations, read_tenant
 from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.paths import is_file, shipped
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.suggestions import suggestion
-from primeslurm.recipe.reading.recipe_files import file_or_ready
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory_security import permission_problems
 from primeslurm.run.status.run_status import RunStatus
@@ -63,7 +63,7 @@ class Deployment:
         """Check a tenant's recipe, and add the tenant. Raises UsageError with all reasons why it cannot be one."""
         limits = self.recipe.tenants
         assert limits is not None
-        read = read_tenant(file_or_ready(path), self.run.path, self.recipe, Addresses(), overrides, name)
+        read = read_tenant(_file_or_ready(path), self.run.path, self.recipe, Addresses(), overrides, name)
         problems = list(permission_problems(self.run.path))
         examination = read.examined(self.run.path / "tenants", environments=True)
         problems += examination.errors
@@ -147,6 +147,12 @@ class Deployment:
             ),
             status,
         )
+
+
+def _file_or_ready(path: Path) -> Path:
+    """Return the file of a ready tenant if the path is its bare name and no such file exists; else the path."""
+    ready = shipped("recipes") / "tenants" / f"{path.name.removesuffix('.yaml')}.yaml"
+    return ready if path.parent == Path() and not is_file(path) and is_file(ready) else path
 
 
 def find_deployment(name: str, runs: Path | None = None) -> Deployment:
