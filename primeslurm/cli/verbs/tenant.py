@@ -121,7 +121,7 @@ def remove(run: RunArg, name: NameArg, runs: RunsOpt = None, yes: YesOpt = False
 
 def _want(deployment: Deployment, name: str, wanted: Wanted) -> None:
     deployment.want(name, wanted)
-    note(f"{name}: {wanted} as soon as the deployment runs; see: primeslurm tenant list {deployment.run.name}")
+    note(f"{name} will be {wanted} while the deployment runs; see: primeslurm tenant list {deployment.run.name}")
 
 
 def key(
