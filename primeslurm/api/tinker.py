@@ -9,7 +9,9 @@ from primeslurm.base.paths import expanded
 from primeslurm.tinker.server import TinkerServer, prepare
 
 
-def tinker_server(host: str, port: int, data: Path, users: Sequence[str] = ()) -> TinkerServer:
+def tinker_server(
+    host: str, port: int, data: Path, users: Sequence[str] = (), engines: Sequence[str] = ()
+) -> TinkerServer:
     """Return a service with an open port. Its `serve` loads the model and answers until it is interrupted.
 
     Args:
@@ -17,8 +19,10 @@ def tinker_server(host: str, port: int, data: Path, users: Sequence[str] = ()) -
         port: port to listen on. 0: any free one.
         data: directory for API keys and checkpoints. It is created if it does not exist.
         users: names of users besides the first one. Each has its own key, runs and checkpoints.
+        engines: URLs of vLLM engines that sample, or of their routers. They have the model that the service loads, and
+            name adapters by their path. None: the service samples with the model that it trains.
 
     Raises:
-        UsageError: the port or the directory cannot be used.
+        UsageError: the port, the directory or an engine's URL cannot be used.
     """
-    return prepare(host, port, expanded(data).absolute(), users)
+    return prepare(host, port, expanded(data).absolute(), users, engines)

@@ -174,8 +174,10 @@ def use(root: Path) -> None:
     """Let requests name any adapter below `root`."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+    from vllm.lora import model_manager
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -185,6 +187,7 @@ def use(root: Path) -> None:
     expect(OpenAIServingModels, "resolve_lora", ("lora_name",))
     expect(AsyncLLM, "generate", ("lora_request",))
     read = expect(WorkerLoRAManager, "_load_adapter", ("lora_request",))
+    is_supported = expect(model_manager, "is_supported_lora_module", ("module_name", "module"))
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM resolves no names
 
     @functools.wraps(init)
@@ -231,6 +234,13 @@ def use(root: Path) -> None:
         check_layers(self._adapter_manager, adapter)
         return adapter
 
+    # Trainers adapt neither the embedding nor the output layer. If vLLM prepared the latter, a request for
+    # log-probabilities of a prompt would end the engine.
+    @functools.wraps(is_supported)
+    def is_supported_lora_module(module_name: str, module: Any, *args: Any) -> bool:
+        return is_supported(module_name, module, *args) and not isinstance(module, VocabParallelEmbedding)
+
+    model_manager.is_supported_lora_module = is_supported_lora_module
     OpenAIServingModels.__init__ = __init__
     OpenAIServingModels.resolve_lora = resolve_lora
     WorkerLoRAManager._load_adapter = _load_adapter

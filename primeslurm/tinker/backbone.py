@@ -112,6 +112,11 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def saved(path: Path) -> Adapter:
+    """Return the adapter that `Adapter.save` wrote, with a new optimizer."""
+    return Adapter.of({name: tensor for name, tensor in read(path).items() if not name.startswith(_OPTIMIZER)})
+
+
 @dataclass(frozen=True)
 class Pass:
     """A forward pass of an adapter over data. `backward` adds to the adapter's gradients.

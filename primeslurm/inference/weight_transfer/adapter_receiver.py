@@ -78,8 +78,9 @@ class AdapterTransferEngine(WeightTransferEngine):
 
 def check_layers(manager: Any, adapter: LoRAModel) -> None:
     """Raise ValueError if the engine lacks a layer of an adapter that was read."""
-    # vLLM ignores what it finds no layer for, and would sample from another policy. `base_layer`: gate and up of experts
+    # vLLM ignores what it finds no layer for, and would sample from another policy.
     layers = {*manager.modules, *(name for names in manager.packed_modules.values() for name in names)}
+    # `base_layer` stands for gate and up of stacked experts.
     if unknown := {name.removesuffix(".base_layer") for name in adapter.loras} - layers:
         raise ValueError(f"the engine has no layer for {len(unknown)} parts: {first_three(unknown)}")
 
