@@ -291,7 +291,7 @@ def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], replica: R
     next(builder for builder in builders if builder.role == "train").add(
         TINKER,
         "tinker",
-        tinker_command(recipe, site.device),
+        tinker_command(recipe, site.device, replica.router),
         gpus=(0,),
         health=Health(port="http", start_timeout_s=limit, hang_timeout_s=recipe.trainer.hang_timeout_s),
     )

@@ -20,9 +20,10 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-rank", type=int, required=True)
+    parser.add_argument("--engines", nargs="*", default=(), help="URLs of engines or routers that sample")
     arguments = parser.parse_args()
     secret.take()
-    server = prepare(arguments.host, arguments.port, arguments.run_dir / "tinker")
+    server = prepare(arguments.host, arguments.port, arguments.run_dir / "tinker", engines=arguments.engines)
     server.serve(arguments.model, arguments.max_rank, KeyFiles(arguments.run_dir))
 
 

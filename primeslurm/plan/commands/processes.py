@@ -100,12 +100,13 @@ def trainer_command(
     return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else (), scratch=copies)
 
 
-def tinker_command(recipe: Recipe, device: str) -> Command:
-    """Return the command of a deployment's Tinker service."""
+def tinker_command(recipe: Recipe, device: str, router: str) -> Command:
+    """Return the command of a deployment's Tinker service, whose clients sample through a router."""
     assert recipe.tenants is not None
     argv = (
         *("${python}", "-m", "primeslurm.tinker", "--model", recipe.model.path, "--run-dir", "${run_dir}"),
         *("--host", "${host}", "--port", "${port:http}", "--max-rank", str(recipe.tenants.max_rank)),
+        *("--engines", url_of(router)),
     )
     return Command(argv=argv, env=COMPILED_CODE if device == "cuda" else {}, ports=("http",))
 

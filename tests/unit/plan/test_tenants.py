@@ -43,6 +43,8 @@ def test_a_deployment_has_a_service_engines_a_router_and_a_tenant_host() -> None
     assert processes["tinker"].gpus == (0,) and plan.totals.trainer_gpus == 1
     assert {process.restart for process in processes.values()} == {"in_place"}, "each restarts alone"
     assert processes["tenant-host"].after == ("tinker", "router-0")
+    service = processes["tinker"].argv
+    assert service[service.index("--engines") + 1] == "http://${addr:router-0:http}"
     host = processes["tenant-host"].argv
     assert host[host.index("--service") + 1] == "http://${addr:tinker:http}"
     assert host[host.index("--router") + 1] == "http://${addr:router-0:http}"
