@@ -20,7 +20,7 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory_security import permission_problems
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.run.tenants import Tenant, Wanted, add_tenant, key_of, remove_key, tenants_of
+from primeslurm.run.tenants import Tenant, Wanted, add_tenant, key_of, tenants_of
 from primeslurm.wire.transport.addresses import Addresses as RunAddresses
 
 _USER = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
@@ -103,8 +103,6 @@ class Deployment:
         """Tell the tenant host to run, pause or remove a tenant. Raises UsageError if there is none of that name."""
         tenant = self.tenant(name)
         tenant.want(wanted)
-        if wanted == "removed":
-            remove_key(self.run.path, name)
         return tenant
 
     def key(self, user: str) -> tuple[str | None, str]:

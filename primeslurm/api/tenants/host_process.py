@@ -28,7 +28,7 @@ from primeslurm.base.parent_death import end_with_parent
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.fleet import Outcome
 from primeslurm.records.heartbeats import liveness
-from primeslurm.run.tenants import Tenant, TenantState, tenants_of
+from primeslurm.run.tenants import Tenant, TenantState, remove_key, tenants_of
 from primeslurm.slurm.local import submit
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
@@ -130,6 +130,8 @@ class TenantHost:
         state = hosted.supervisor
         record = TenantState(state.state, state.reason, state.failures, hosted.recorded.time)
         if record != hosted.recorded:
+            if state.state == "removed":  # before, the run needed the key for its last checkpoint
+                remove_key(self._run_dir, hosted.tenant.name)
             hosted.recorded = TenantState(state.state, state.reason, state.failures, time.time())
             hosted.tenant.record(hosted.recorded)
 

@@ -20,6 +20,8 @@ from primeslurm.records import resolved_recipe as recipe_record
 # Sections of a recipe that the deployment sets for all tenants.
 _OF_DEPLOYMENT = ("model", "deployment", "inference", "slurm", "tenants")
 _ADDRESSES = ("service", "router", "adapters")
+# A tenant's run has this long, less half a minute, to end its step and write its last checkpoint [s].
+CHECKPOINT_S = 330
 # Address of a deployment that does not run.
 UNKNOWN = "http://unknown:1"
 
@@ -84,6 +86,7 @@ def read_tenant(
             own = {"service": addresses.service, "router": addresses.router}
             data["tenant"] = tenant | own | {"adapters": EXPORTS.replace("${run_dir}", str(run_dir))}
         data["model"] = deployment.model.model_dump(mode="json", exclude_defaults=True)
+        data["slurm"] = {"checkpoint_signal_s": CHECKPOINT_S}
         data.setdefault("schema", 1)
         data.setdefault("seq_len", deployment.seq_len)
         return input_faults

@@ -107,7 +107,7 @@ def resume(run: RunArg, name: NameArg, runs: RunsOpt = None) -> None:
 
 
 def remove(run: RunArg, name: NameArg, runs: RunsOpt = None, yes: YesOpt = False) -> None:
-    """Stop a tenant's run with a last checkpoint, revoke its key, and make room for another tenant.
+    """Stop a tenant's run with a last checkpoint, then revoke its key, and make room for another tenant.
 
     Its results stay in the directory of the deployment.
 

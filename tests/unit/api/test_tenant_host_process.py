@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.tenants.recipes import UNKNOWN
-from primeslurm.run.tenants import Tenant, add_tenant
+from primeslurm.run.tenants import Tenant, add_tenant, key_of
 from primeslurm.slurm.local.submit import is_running
 from tests.support.cli import ROOT
 from tests.support.deployments import make_deployment, write_tenant
@@ -80,7 +80,9 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     assert end is not None and end.outcome == "cancelled"
     assert wait_until(lambda: alice.state().state == "running" and controller(alice)) == pids[0], "it was adopted"
 
+    key_of(lab, "broken")
     broken.want("removed")  # makes room
+    wait_until(lambda: not (lab / "keys" / "broken").exists())
     wait_until(lambda: controller(late))
     host.send_signal(signal.SIGUSR1)
     assert host.wait(120) == 0
