@@ -63,7 +63,7 @@ class Policy:
         """Return the policy in a directory. Raises ValueError if engines cannot load adapters from there."""
         if directory.version == 0:
             return cls(0, SERVED_MODEL)
-        return cls(directory.version, str(Path(directory.path).relative_to(adapters)))
+        return cls(directory.version, str(Path(os.path.normpath(directory.path)).relative_to(adapters)))
 
 
 class Gateway:
@@ -75,7 +75,7 @@ class Gateway:
 
     def __init__(self, tenant: Tenant, http: httpx.AsyncClient, budget: TokenBudget | None = None) -> None:
         self._url = tenant.router.rstrip("/") + GENERATE
-        self._adapters = Path(tenant.adapters)
+        self._adapters = Path(os.path.normpath(tenant.adapters))
         self._http = http
         self._quota = Quota(tenant.max_inflight, budget or TokenBudget(tenant.tokens_per_second))
         self._policy: Policy | None = None
@@ -190,7 +190,16 @@ async def _serve(tenant: Tenant, host: str, port: int) -> None:
     async with internal_client(None, headers={"Authorization": f"Bearer {token}"}) as http:
         gate = VersionGate(Gateway(tenant, http))
         await uvicorn.Server(
-            uvicorn.Config(gate, host=host, port=port, log_level="warning", access_log=False, lifespan="off", ws="none")
+            uvicorn.Config(
+                gate,
+                host=host,
+                port=port,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=1,  # clients ask again
+            )
         ).serve()
 
 
