@@ -12,8 +12,7 @@ import pytest
 
 from primeslurm.inference.version_gate import VersionGate
 from primeslurm.recipe.sections.tenant import Tenant
-from primeslurm.tenants.gateway import GENERATE, Gateway
-from primeslurm.tenants.quota import TokenBudget
+from primeslurm.tenants.gateway import GENERATE, Gateway, TokenBudget
 from primeslurm.wire.names import ENGINE_HEADER
 from primeslurm.wire.transport import secret
 
@@ -57,12 +56,12 @@ async def deployment() -> FakeDeployment:
     return FakeDeployment()
 
 
-def gateway(deployment: FakeDeployment, budget: TokenBudget | None = None, **quotas: Any) -> Gateway:
+def gateway(deployment: FakeDeployment, **quotas: Any) -> Gateway:
     http = httpx.AsyncClient(
         transport=httpx.MockTransport(deployment), headers={"Authorization": "Bearer deployments-token"}
     )
     tenant = Tenant(service="http://service", router="http://router:1/", adapters=ADAPTERS, **quotas)
-    return Gateway(tenant, http, budget)
+    return Gateway(tenant, http)
 
 
 @pytest.fixture
@@ -176,7 +175,6 @@ async def test_requests_above_the_limit_wait(deployment: FakeDeployment) -> None
 
 async def test_request_of_a_client_that_left_is_dropped(deployment: FakeDeployment) -> None:
     app, sent = gateway(deployment), list[Any]()
-    app._control("/update_weight_version", b'{"new_version": "0"}')
     deployment.go.clear()
     messages = [{"type": "http.request", "body": json.dumps(BODY).encode()}]
 
