@@ -1,8 +1,8 @@
 """The training loop of a tenant: ask for a batch, train, announce the new adapter, report, checkpoint.
 
-A checkpoint of the run names a checkpoint of the Tinker service, which has the adapter and its optimizer. Everything
-else that the service holds is in memory there. So a trainer that starts, for whatever reason, begins a new session and
-loads the newest committed checkpoint.
+A checkpoint of the run names a checkpoint of the Tinker service, which has the adapter and its optimizer. The service
+keeps nothing else on disk. So each start of the trainer begins a new session, and loads the newest committed
+checkpoint.
 """
 
 from __future__ import annotations

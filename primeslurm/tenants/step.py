@@ -1,8 +1,7 @@
 """One training step of a tenant, with passes of a Tinker service.
 
-The loss is computed here, from log-probabilities of a forward pass. A backward pass of the service has the loss
-`sum(-weight * logprob)`. With `weight = -dL/dlogprob` its gradient is that of the loss L, for any L of these
-log-probabilities.
+The loss L is computed here, from log-probabilities of a forward pass. A backward pass of the service has the loss
+`sum(-weight * logprob)`. With `weight = -dL/dlogprob`, its gradient equals that of L.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PackedSequence:
     row: Row
     start: int
     trained: NDArray[np.bool_]
-    """Whether each position predicts a trained token."""
+    """True for each position that predicts a trained token."""
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -97,7 +96,7 @@ class TenantStep:
         return _metrics(sums, tokens) | of_step | {"tokens_per_s": tokens / seconds}
 
     def _update(self, lr: float) -> float:
-        """Step the optimizer, and return the norm of the gradient. NaN: it was not finite."""
+        """Step the optimizer, and return the norm of the gradient. NaN if it is not finite."""
         settings = self._optimizer
         (beta1, beta2), clip, decay = settings.betas, settings.max_norm or 0.0, settings.weight_decay
         adam = {"learning_rate": lr, "beta1": beta1, "beta2": beta2, "eps": settings.eps}

@@ -27,7 +27,7 @@ def violations(recipe: Recipe) -> list[Violation]:
     trainer, teacher, out = recipe.trainer, recipe.teacher, "leave it out"
     lora, weights, checkpoint = trainer.lora or Lora(), recipe.weights, recipe.checkpoint
     owned = teacher is None or isinstance(teacher, ServedTeacher)
-    # Whether a setting is refused, its field and value, the reason, and what to do.
+    # True if a setting is refused; its field and value, the reason, and the fix.
     refused: list[tuple[object, str, str, str, str]] = [
         (recipe.task != "rl", "task", recipe.task, "a tenant's run is an RL run", "use task: rl"),
         (recipe.deployment != Deployment(), "deployment", "", _OF_DEPLOYMENT, out),

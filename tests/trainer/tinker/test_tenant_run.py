@@ -1,4 +1,4 @@
-"""A tenant's run on the command line, with the service of these tests and a fake engine as the deployment."""
+"""A tenant's run on the command line, with a service in this process and a fake engine."""
 
 from __future__ import annotations
 

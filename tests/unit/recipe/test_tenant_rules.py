@@ -1,4 +1,4 @@
-"""What a tenant's run cannot have, and what its plan holds."""
+"""Rules and plan of a tenant's run."""
 
 from __future__ import annotations
 
