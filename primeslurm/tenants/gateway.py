@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -20,156 +22,120 @@ import msgspec
 import uvicorn
 
 from primeslurm.base import files, logs
-from primeslurm.inference.auth import Message, Receive, Scope, Send, answer
-from primeslurm.inference.version_gate import VersionGate
+from primeslurm.inference.auth import Receive, Scope, Send, answer
+from primeslurm.inference.version_gate import VersionGate, read_body
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.tenant import Tenant
-from primeslurm.tenants.quota import Quota, TokenBudget
 from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.names import DEPLOYMENT_TOKEN, SERVED_MODEL
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.http import internal_client
-from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 
 GENERATE = "/inference/v1/generate"
-# Request headers that concern one connection, or that this run's processes use among themselves
+# Headers of a request that concern its connection, or its authentication
 _OWN_HEADERS = {b"host", b"content-length", b"connection", b"authorization", b"accept-encoding", b"transfer-encoding"}
 # Control routes of an engine for which there is nothing to do
 _IGNORED = {"/pause", "/resume", "/start_weight_update", "/init_weight_transfer_engine", "/is_paused", "/health"}
+_Answer = tuple[int, dict[str, Any] | msgspec.Raw]
 
 
-class _Update(msgspec.Struct):
-    update_info: PolicyDirectory
+class TokenBudget:
+    """Limits the average rate of sampled tokens. Pure; `clock` is in seconds.
 
+    The length of an answer is known only at its end. So a request may start once all earlier answers are paid for.
+    """
 
-class _Version(msgspec.Struct):
-    weight_version: str = ""
-    new_version: str = ""
+    def __init__(self, tokens_per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._clock = tokens_per_second, clock
+        self._paid_at = clock()
+
+    def spend(self, tokens: int) -> None:
+        if self._rate is not None:
+            self._paid_at = max(self._paid_at, self._clock()) + tokens / self._rate
 
     @property
-    def number(self) -> int:
-        return int(self.weight_version or self.new_version)
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A version, and its model name in requests to the deployment's engines."""
-
-    version: int
-    model: str
-
-    @classmethod
-    def of(cls, directory: PolicyDirectory, adapters: Path) -> Policy:
-        """Return the policy in a directory. Raises ValueError if engines cannot load adapters from there."""
-        if directory.version == 0:
-            return cls(0, SERVED_MODEL)
-        return cls(directory.version, str(Path(directory.path).relative_to(adapters)))
+    def wait_s(self) -> float:
+        """Return the time until the next request may start [s]."""
+        return max(0.0, self._paid_at - self._clock())
 
 
 class Gateway:
-    """The ASGI application behind the gate.
+    """The ASGI application behind the gate. `http` is a client with the deployment's token."""
 
-    Args:
-        http: Client with the deployment's token.
-    """
-
-    def __init__(self, tenant: Tenant, http: httpx.AsyncClient, budget: TokenBudget | None = None) -> None:
-        self._url = tenant.router.rstrip("/") + GENERATE
-        self._adapters = Path(tenant.adapters)
-        self._http = http
-        self._quota = Quota(tenant.max_inflight, budget or TokenBudget(tenant.tokens_per_second))
-        self._policy: Policy | None = None
-        self._updated: Policy | None = None  # policy of an update that has not finished
+    def __init__(self, tenant: Tenant, http: httpx.AsyncClient) -> None:
+        self._url, self._http = tenant.router.rstrip("/") + GENERATE, http
+        self._adapters = os.path.normpath(tenant.adapters)
+        self._slots = asyncio.Semaphore(tenant.max_inflight) if tenant.max_inflight else contextlib.nullcontext()
+        self._budget = TokenBudget(tenant.tokens_per_second)
+        self._models = {"0": SERVED_MODEL}  # model name in requests of version 0, and of the last update
+        self._version = "0"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise NotImplementedError(scope["type"])  # uvicorn does without lifespan then
         path: str = scope["path"]
-        if path == GENERATE and scope["method"] == "POST":
-            await self._generate(scope, receive, send)
-        elif path in ("/update_weights", "/finish_weight_update", "/update_weight_version"):
-            try:
-                self._control(path, await _body(receive))
-            except (DamagedError, ValueError) as error:
-                await answer(send, HTTPStatus.BAD_REQUEST, {"error": str(error)})
-            else:
-                await answer(send, HTTPStatus.OK, {})
-        elif path in _IGNORED:
+        try:
+            if path == GENERATE:
+                await self._generate(scope, receive, send)
+                return
+            if path == "/update_weights":
+                self._announce(decode_json(await read_body(receive) or b"", dict[str, Any])["update_info"])
+            elif path in ("/finish_weight_update", "/update_weight_version"):
+                body = decode_json(await read_body(receive) or b"", dict[str, Any])
+                version = body.get("weight_version") or body["new_version"]
+                self._models = {name: self._models[name] for name in {"0", version}}
+                self._version = version
+            elif path not in _IGNORED:
+                await answer(send, HTTPStatus.NOT_FOUND, {"error": f"the gateway of a tenant's run has no {path}"})
+                return
             await answer(send, HTTPStatus.OK, {})
-        else:
-            await answer(send, HTTPStatus.NOT_FOUND, {"error": f"the gateway of a tenant's run has no route {path}"})
+        except (DamagedError, LookupError, ValueError) as error:
+            await answer(send, HTTPStatus.BAD_REQUEST, {"error": f"{path}: {type(error).__name__} {error}"})
 
-    def _control(self, path: str, body: bytes) -> None:
-        """Follow a weight update. Raises DamagedError or ValueError if it cannot be followed."""
-        if path == "/update_weights":
-            self._updated = Policy.of(decode_json(body, _Update).update_info, self._adapters)
-            return
-        version = decode_json(body, _Version).number
-        policy = Policy(0, SERVED_MODEL) if version == 0 else self._updated
-        if policy is None or policy.version != version:
-            raise ValueError(f"version {version} was not announced by /update_weights")
-        self._policy = policy
+    def _announce(self, info: dict[str, Any]) -> None:
+        """Remember the adapter of a version. Raises ValueError if engines cannot load it by a name."""
+        if info["version"]:
+            name = Path(os.path.normpath(info["path"])).relative_to(self._adapters)
+            self._models[str(info["version"])] = str(name)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, unless its client disconnects. Then the deployment's engine drops it, too."""
-        body = await _body(receive)
-        forwarding = asyncio.ensure_future(self._forward(body, scope["headers"]))
+        request = decode_json(await read_body(receive) or b"", dict[str, Any])
+        forwarding = asyncio.ensure_future(self._forward(request, scope["headers"]))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({forwarding, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if forwarding.done():
-                status, content = forwarding.result()
-                await _send(send, status, content)
+                await answer(send, *forwarding.result())
         finally:
             forwarding.cancel()
             leaving.cancel()
 
-    async def _forward(self, body: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
-        """Return status and body of the answer of the deployment."""
-        try:
-            request = decode_json(body, dict[str, Any])
-        except DamagedError as error:
-            return HTTPStatus.BAD_REQUEST, msgspec.json.encode({"error": str(error)})
-        async with self._quota.request() as budget:
-            policy = self._policy
-            assert policy is not None  # the gate is open
-            content = msgspec.json.encode(request | {"model": policy.model})
+    async def _forward(self, request: dict[str, Any], headers: list[tuple[bytes, bytes]]) -> _Answer:
+        """Return status and body of the deployment's answer."""
+        async with self._slots:
+            while wait_s := self._budget.wait_s:
+                await asyncio.sleep(wait_s)
+            version = self._version
+            content = msgspec.json.encode(request | {"model": self._models[version]})
             kept = [(name, value) for name, value in headers if name.lower() not in _OWN_HEADERS]
             try:
                 got = await self._http.post(self._url, content=content, headers=kept)
-            except httpx.HTTPError as error:
-                text = f"the deployment's router {self._url} gave no answer: {type(error).__name__} {error}"
-                return HTTPStatus.BAD_GATEWAY, msgspec.json.encode({"error": text})
-            # A 500 with this engine's header would count as a fault of the gateway, and restart it.
-            status = HTTPStatus.BAD_GATEWAY if got.status_code == HTTPStatus.INTERNAL_SERVER_ERROR else got.status_code
-            if not got.is_success:
-                return status, got.content
-            try:
-                answered = decode_json(got.content, dict[str, Any])
-                budget.spend(_label(answered, policy.version))
-            except (DamagedError, LookupError, TypeError) as error:
-                text = f"the deployment's router gave a damaged answer: {type(error).__name__} {error}"
-                return HTTPStatus.BAD_GATEWAY, msgspec.json.encode({"error": text})
-            return status, msgspec.json.encode(answered)
+                if got.is_success:
+                    answered = decode_json(got.content, dict[str, Any])
+                    self._budget.spend(_label(answered, version))
+                    return HTTPStatus.OK, answered
+            except (httpx.HTTPError, DamagedError, LookupError, TypeError) as error:
+                text = f"the deployment's router {self._url} gave no usable answer: {type(error).__name__} {error}"
+                return HTTPStatus.BAD_GATEWAY, {"error": text}
+        # A 500 with this engine's header would count as a fault of the gateway, and restart it.
+        is_fault = got.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
+        return HTTPStatus.BAD_GATEWAY if is_fault else got.status_code, msgspec.Raw(got.content or b"{}")
 
 
-def _label(answered: dict[str, Any], version: int) -> int:
+def _label(answered: dict[str, Any], version: str) -> int:
     """Add the policy version to each sample of an answer. Return the number of sampled tokens."""
-    tokens = 0
     for choice in answered["choices"]:
-        sampled = len(choice["token_ids"])
-        choice["weight_versions"] = [{"version": str(version), "start": 0, "end": sampled}]
-        tokens += sampled
-    return tokens
-
-
-async def _body(receive: Receive) -> bytes:
-    chunks, more = [], True
-    while more:
-        message = await receive()
-        chunks.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(chunks)
+        choice["weight_versions"] = [{"version": version, "start": 0, "end": len(choice["token_ids"])}]
+    return sum(len(choice["token_ids"]) for choice in answered["choices"])
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -177,21 +143,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _send(send: Send, status: int, content: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    start: Message = {"type": "http.response.start", "status": int(status), "headers": headers}
-    await send(start)
-    await send({"type": "http.response.body", "body": content})
-
-
 async def _serve(tenant: Tenant, host: str, port: int) -> None:
-    token = os.environ.pop(DEPLOYMENT_TOKEN, "")
-    # Requests have the time limit of their clients, who disconnect then.
-    async with internal_client(None, headers={"Authorization": f"Bearer {token}"}) as http:
+    token = {"Authorization": f"Bearer {os.environ.pop(DEPLOYMENT_TOKEN, '')}"}
+    async with internal_client(None, headers=token) as http:  # clients limit the time of their requests
         gate = VersionGate(Gateway(tenant, http))
-        await uvicorn.Server(
-            uvicorn.Config(gate, host=host, port=port, log_level="warning", access_log=False, lifespan="off", ws="none")
-        ).serve()
+        config = uvicorn.Config(gate, host=host, port=port, log_level="warning", access_log=False, lifespan="off")
+        config.timeout_graceful_shutdown = 1  # clients ask again
+        await uvicorn.Server(config).serve()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -203,8 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     secret.take()
     logs.configure()
     tenant = Recipe.model_validate_json(files.read_bytes(arguments.recipe)).tenant
-    if tenant is None:
-        parser.error("the recipe has no section `tenant`")
+    assert tenant is not None  # as the plan says
     asyncio.run(_serve(tenant, arguments.host, arguments.port))
 
 

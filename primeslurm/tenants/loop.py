@@ -1,20 +1,19 @@
 """The training loop of a tenant: ask for a batch, train, announce the new adapter, report, checkpoint.
 
-A checkpoint of the run names a checkpoint of the Tinker service, which has the adapter and its optimizer. Everything
-else that the service holds is in memory there. So a trainer that starts, for whatever reason, begins a new session and
-loads the newest committed checkpoint.
+A checkpoint of the run names a checkpoint of the Tinker service, which has the adapter and its optimizer. The service
+keeps nothing else on disk. So each start of the trainer begins a new session, and loads the newest committed
+checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from primeslurm.base import durable, files
 from primeslurm.base.durable import retry_until_written
@@ -29,27 +28,19 @@ from primeslurm.records.events.training import (
     TrainerStopped,
     WeightsPublished,
 )
-from primeslurm.records.heartbeats import liveness
 from primeslurm.tenants.step import TenantStep
 from primeslurm.tenants.tinker_client import MissingError, TinkerClient
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch, RankShard
-from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.stored import checkpoints
 
 log = logging.getLogger(__name__)
-# File in a checkpoint of the run
-RECORD = "trainer/tinker.json"
+# File in a checkpoint of the run, with the path of the service's checkpoint
+RECORD = "trainer/tinker"
 # Metadata of this run's checkpoints in the service
 _RUN, _VERSION = "primeslurm_run", "version"
-
-
-class ServiceCheckpoint(msgspec.Struct, frozen=True):
-    """The trainer's part of a checkpoint: the path of the service's own checkpoint."""
-
-    path: str
 
 
 @dataclass
@@ -78,7 +69,7 @@ class TenantTask:
             with self.timer.phase("wait"):
                 require_newest(self.run_dir, self.attempt)
                 timeout_s = self.recipe.trainer.batch_timeout_s
-                batch = self.link.get_batch(step + 1, RankShard(0, 1), timeout_s, self._is_interrupted)
+                batch = self.link.get_batch(step + 1, RankShard(0, 1), timeout_s, self.interrupted)
             if batch is None:
                 interrupted = self.interrupted()
                 break
@@ -92,16 +83,14 @@ class TenantTask:
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exit_codes.CHECKPOINTED if interrupted else 0
 
-    def _is_interrupted(self) -> bool:
-        liveness().heartbeat()
-        return self.interrupted()
-
     def _resume(self) -> int:
         with self.timer.phase("load"):
             model = self.client.open(self.recipe.name)
-            self._check_model(model)
-            earlier = {str(each["tinker_path"]) for each in self._checkpoints()}
-            for session in {_session(path) for path in earlier} - {self.client.session}:
+            if Path(model).resolve() != Path(self.recipe.model.path).resolve():
+                why = f"the Tinker service has {model}; use that path"
+                raise ValueError(f"model.path = {self.recipe.model.path}: {why}")
+            earlier = [each["tinker_path"].removeprefix("tinker://") for each in self._checkpoints()]
+            for session in {path.partition(":")[0] for path in earlier}:
                 self.client.finish(session)  # of a killed trainer: its adapter would stay in the service's memory
             step = self._load(model)
         self.timer.step = self._saved = step
@@ -113,16 +102,11 @@ class TenantTask:
             self._announce_commit(step)
         return step
 
-    def _check_model(self, model: str) -> None:
-        if Path(model).resolve() != Path(self.recipe.model.path).resolve():
-            raise ValueError(f"model.path = {self.recipe.model.path}: the Tinker service has {model}. Use that path")
-
     def _load(self, model: str) -> int:
         """Create the training run from the newest checkpoint, and return its step; 0 for a new adapter."""
         while step := checkpoints.set_damaged_aside(self.run_dir, self.attempt, self._note_damage):
-            record = decode_json(files.read_bytes(checkpoints.step_dir(self.run_dir, step) / RECORD), ServiceCheckpoint)
             try:
-                self.client.load(record.path)
+                self.client.load(self._recorded(step))
                 return step
             except MissingError as error:
                 path = checkpoints.set_aside(self.run_dir, step, self.attempt, [str(error)])
@@ -155,14 +139,14 @@ class TenantTask:
     def _export(self, version: int) -> str:
         """Write the adapter for the deployment's engines, and return its directory."""
         assert self.recipe.tenant is not None  # checked at the start
-        path = self.client.export(f"v{version:06d}", self._metadata(version))
+        path = self.client.save(f"v{version:06d}", self._metadata(version), external=True)
         return str(Path(self.recipe.tenant.adapters) / path.removeprefix("tinker://"))
 
     def _save(self, step: int) -> None:
         """Commit a checkpoint, or raise. The service's part comes first: a committed checkpoint names it."""
         with self.timer.phase("checkpoint"):
             require_newest(self.run_dir, self.attempt)
-            path = self.client.save(f"step_{step:06d}", self._metadata(step))
+            path = self.client.save(f"step_{step:06d}", self._metadata(step), external=False)
             retry_until_written(partial(self._commit, step, path))
             self._saved = step
             self._announce_commit(step)
@@ -175,7 +159,7 @@ class TenantTask:
         self._journal.sync()
         self.link.save(step, str(directory))
         durable.make_directory((directory / RECORD).parent)
-        durable.write(directory / RECORD, msgspec.json.encode(ServiceCheckpoint(path)))
+        durable.write(directory / RECORD, path)
         checkpoints.commit(directory, step, self.attempt)
 
     def _announce_commit(self, step: int) -> None:
@@ -185,8 +169,7 @@ class TenantTask:
     def _prune(self) -> None:
         """Delete exported versions beyond `weights.keep`, and checkpoints that no checkpoint of the run names."""
         steps = checkpoints.committed(self.run_dir)
-        records = [checkpoints.step_dir(self.run_dir, step) / RECORD for step in steps]
-        needed = {decode_json(files.read_bytes(record), ServiceCheckpoint).path for record in records}
+        needed = {self._recorded(step) for step in steps}
         exports: dict[int, list[str]] = {}
         obsolete = []
         for each in self._checkpoints():
@@ -199,7 +182,12 @@ class TenantTask:
         kept = {*newest, *steps, self._announced}
         obsolete += [path for version, paths in exports.items() if version not in kept for path in paths]
         for path in obsolete:
-            self.client.delete(path)
+            with contextlib.suppress(MissingError):  # a repeated request
+                self.client.delete(path)
+
+    def _recorded(self, step: int) -> str:
+        """Return the path of the service's part of a checkpoint."""
+        return files.read_text(checkpoints.step_dir(self.run_dir, step) / RECORD)
 
     def _checkpoints(self) -> list[Mapping[str, Any]]:
         """Return descriptions of this run's checkpoints in the service."""
@@ -208,8 +196,3 @@ class TenantTask:
 
     def _metadata(self, version: int) -> dict[str, str]:
         return {_RUN: str(self.run_dir), _VERSION: str(version)}
-
-
-def _session(path: str) -> str:
-    """Return the session of a checkpoint of the service."""
-    return path.removeprefix("tinker://").partition(":")[0]

@@ -1,13 +1,11 @@
 """One training step of a tenant, with passes of a Tinker service.
 
-The loss is computed here, from log-probabilities of a forward pass. A backward pass of the service has the loss
-`sum(-weight * logprob)`. With `weight = -dL/dlogprob` its gradient is that of the loss L, for any L of these
-log-probabilities.
+The loss L is computed here, from log-probabilities of a forward pass. A backward pass of the service has the loss
+`sum(-weight * logprob)`. With `weight = -dL/dlogprob`, its gradient equals that of L.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +17,12 @@ from numpy.typing import NDArray
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Optimizer
-from primeslurm.tenants.tinker_client import NotFiniteError, TinkerClient
+from primeslurm.tenants.tinker_client import TinkerClient
 from primeslurm.tinker.requests import AdamParams, Datum
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import Documents, Sums, Targets, from_recipe
 from primeslurm.wire.batches.batch import Batch, Row, lengths_of
 
-log = logging.getLogger(__name__)
 # Consecutive steps without a finite gradient after which training fails, as in the trainer
 MAX_SKIPPED = 3
 # Fields of a row that a loss gets, for the token that a position predicts. The last two may be missing.
@@ -39,7 +36,7 @@ class PackedSequence:
     row: Row
     start: int
     trained: NDArray[np.bool_]
-    """Whether each position predicts a trained token."""
+    """True for each position that predicts a trained token."""
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -77,46 +74,36 @@ class TenantStep:
         tokens = max(1, batch.info.loss_tokens)
         sequences = [sequence for row in batch.rows for sequence in sequences_of(row)]
         with timer.phase("forward_backward"):
-            logprobs = self._client.forward([each.datum() for each in sequences])
+            logprobs = self._client.forward_backward([each.datum() for each in sequences], forward_only=True)
             scores = torch.from_numpy(_joined([all_[s.trained] for all_, s in zip(logprobs, sequences, strict=True)]))
             sums = self._loss(scores.requires_grad_(), torch.zeros_like(scores), targets_of(sequences))
             (gradient,) = torch.autograd.grad(sums.loss / tokens, scores)
-            norm = 0.0 if (finite := bool(gradient.isfinite().all())) else math.nan
+            finite = bool(gradient.isfinite().all())
             if finite and sequences:
                 parts = np.split(-gradient.numpy(), np.cumsum([each.trained.sum() for each in sequences])[:-1])
                 data = [each.datum(part) for each, part in zip(sequences, parts, strict=True)]
                 self._client.forward_backward(data)
         lr = learning_rate(self._optimizer, batch.info.step, self._max_steps)
         with timer.phase("optimizer"):
-            if finite:
-                norm = self._update(lr)
-        self._count_skipped(batch.info.step, norm)
+            norm = self._update(lr) if finite else math.nan
+        skipped = not math.isfinite(norm)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= MAX_SKIPPED:
+            text = f"no gradient was finite in {MAX_SKIPPED} consecutive steps"
+            raise FloatingPointError(f"step {batch.info.step}: {text}")
         seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
-        of_step = {"grad_norm": norm, "skipped": float(not math.isfinite(norm)), "lr": lr, "tokens": float(tokens)}
+        of_step = {"grad_norm": norm, "skipped": float(skipped), "lr": lr, "tokens": float(tokens)}
         return _metrics(sums, tokens) | of_step | {"tokens_per_s": tokens / seconds}
 
     def _update(self, lr: float) -> float:
-        """Step the optimizer, and return the norm of the gradient. NaN: it was not finite."""
+        """Step the optimizer, and return the norm of the gradient. NaN if it is not finite."""
         settings = self._optimizer
-        params = AdamParams(
-            learning_rate=lr,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            grad_clip_norm=settings.max_norm or 0.0,
-        )
+        (beta1, beta2), clip, decay = settings.betas, settings.max_norm or 0.0, settings.weight_decay
+        adam = {"learning_rate": lr, "beta1": beta1, "beta2": beta2, "eps": settings.eps}
         try:
-            return self._client.optim_step(params)
-        except NotFiniteError:
+            return self._client.optim_step(AdamParams(**adam, weight_decay=decay, grad_clip_norm=clip))
+        except FloatingPointError:
             return math.nan
-
-    def _count_skipped(self, step: int, norm: float) -> None:
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= MAX_SKIPPED:
-            raise FloatingPointError(f"step {step}: no gradient was finite in {MAX_SKIPPED} consecutive steps")
-        if self._skipped_in_a_row:
-            log.warning("step %d does not update the weights: the gradient is not finite", step)
 
 
 def sequences_of(row: Row) -> list[PackedSequence]:
@@ -139,14 +126,13 @@ def targets_of(sequences: Sequence[PackedSequence]) -> Targets:
     def join(name: str) -> torch.Tensor:
         return torch.from_numpy(_joined([each.following(name)[each.trained] for each in sequences]))
 
-    has = {name: bool(sequences) and getattr(sequences[0].row, name) is not None for name in _TARGETS}
-    fields = {name: join(name) for name in _TARGETS if has[name]}
+    rows = [each.row for each in sequences[:1]]
+    fields = {name: join(name) for name in _TARGETS if any(getattr(row, name) is not None for row in rows)}
     counts = torch.tensor([int(each.trained.sum()) for each in sequences], dtype=torch.int64)
     index = torch.repeat_interleave(torch.arange(len(sequences)), counts)
-    labels = join("token_ids").long()
-    nothing = torch.zeros(len(labels))
-    fields = dict.fromkeys(_TARGETS[:-1], nothing) | fields
-    return Targets(labels=labels, documents=Documents(index, len(sequences)), **fields)
+    missing = dict.fromkeys(_TARGETS[:-1], torch.zeros(len(index)))
+    documents = Documents(index, len(sequences))
+    return Targets(labels=join("token_ids").long(), documents=documents, **(missing | fields))
 
 
 def learning_rate(config: Optimizer, step: int, max_steps: int) -> float:
