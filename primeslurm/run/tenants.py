@@ -34,7 +34,7 @@ class TenantState(msgspec.Struct, frozen=True):
     time: float = 0.0  # Unix time at which the state began
 
 
-class Tenant:
+class TenantDirectory:
     """One tenant: `RUN/tenants/NAME/`."""
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class Tenant:
 
     @property
     def wanted(self) -> Wanted:
-        """What the user wants of it."""
+        """The state that the last command asks for."""
         text = files.read_text(self.path / "wanted").strip()
         return next((word for word in _WANTED if word == text), "paused")
 
@@ -66,23 +66,23 @@ class Tenant:
         files.write_json(self.path / "state.json", msgspec.to_builtins(state))
 
 
-def tenants_of(run_dir: Path) -> list[Tenant]:
+def tenants_of(run_dir: Path) -> list[TenantDirectory]:
     """Return all tenants of a deployment, the oldest first. Removed ones are among them."""
     added = []
     for path in files.listing(run_dir / "tenants"):
         if path.name[0] != "." and (status := files.status(path / "tenant.yaml")) is not None:
             added.append((status.st_mtime, path.name, path))
-    return [Tenant(path) for *_, path in sorted(added)]
+    return [TenantDirectory(path) for *_, path in sorted(added)]
 
 
-def add_tenant(run_dir: Path, name: str, recipe: str) -> Tenant | None:
+def add_tenant(run_dir: Path, name: str, recipe: str) -> TenantDirectory | None:
     """Add a tenant, which is wanted to run. Return None if there is one of that name. Raises OSError."""
     target = run_dir / "tenants" / name
     staged = target.with_name(f".{name}.{secrets.token_hex(6)}")
     durable.make_directory(staged, 0o700)
     try:
         durable.write(staged / "tenant.yaml", recipe)
-        Tenant(staged).want("running")
+        TenantDirectory(staged).want("running")
         try:
             staged.rename(target)
         except OSError:
@@ -92,7 +92,7 @@ def add_tenant(run_dir: Path, name: str, recipe: str) -> Tenant | None:
     finally:
         files.remove_tree(staged, ignore_errors=True)
     durable.sync(target.parent)
-    return Tenant(target)
+    return TenantDirectory(target)
 
 
 def key_of(run_dir: Path, user: str) -> str:

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from primeslurm.api.runs.run import Run, find_run
-from primeslurm.api.tenants.recipes import Addresses, deployment_recipe, limit_violations, read_tenant
+from primeslurm.api.tenants.recipes import DeploymentUrls, deployment_recipe, limit_violations, read_tenant
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.paths import is_file, shipped
 from primeslurm.recipe import Recipe
@@ -20,8 +20,8 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory_security import permission_problems
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.run.tenants import Tenant, Wanted, add_tenant, key_of, tenants_of
-from primeslurm.wire.transport.addresses import Addresses as RunAddresses
+from primeslurm.run.tenants import TenantDirectory, Wanted, add_tenant, key_of, tenants_of
+from primeslurm.wire.transport.addresses import Addresses
 
 _USER = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
 
@@ -45,7 +45,7 @@ class TenantStatus(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Deployment:
+class SharedDeployment:
     """A run of `task: tenants`. It need not run for any of these methods, except for the URL of its service."""
 
     run: Run
@@ -55,15 +55,15 @@ class Deployment:
         """The recipe of the deployment. Raises UsageError if the run is another kind of run, and RunError."""
         return deployment_recipe(self.run.path)
 
-    def tenants(self) -> list[Tenant]:
+    def tenants(self) -> list[TenantDirectory]:
         """Return the tenants that are not removed, the oldest first."""
         return [each for each in tenants_of(self.run.path) if each.wanted != "removed"]
 
-    def add(self, path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Tenant:
+    def add(self, path: Path, overrides: Sequence[str] = (), name: str | None = None) -> TenantDirectory:
         """Check a tenant's recipe, and add the tenant. Raises UsageError with all reasons why it cannot be one."""
         limits = self.recipe.tenants
         assert limits is not None
-        read = read_tenant(_file_or_ready(path), self.run.path, self.recipe, Addresses(), overrides, name)
+        read = read_tenant(_file_or_ready(path), self.run.path, self.recipe, DeploymentUrls(), overrides, name)
         problems = list(permission_problems(self.run.path))
         examination = read.examined(self.run.path / "tenants", environments=True)
         problems += examination.errors
@@ -91,15 +91,15 @@ class Deployment:
         text = "is a tenant already" if there[name].wanted != "removed" else "was a tenant, and its results are kept"
         return [Violation("name", name, text, "choose another name with --name")]
 
-    def tenant(self, name: str) -> Tenant:
+    def tenant(self, name: str) -> TenantDirectory:
         """Return a tenant by name. Raises UsageError if there is none."""
         names = [each.name for each in self.tenants()]
         if name not in names:
             why = f"{self.run.name} has no such tenant"
             raise UsageError([Violation("NAME", name, why, suggestion(name, names))])
-        return Tenant(self.run.path / "tenants" / name)
+        return TenantDirectory(self.run.path / "tenants" / name)
 
-    def want(self, name: str, wanted: Wanted) -> Tenant:
+    def want(self, name: str, wanted: Wanted) -> TenantDirectory:
         """Tell the tenant host to run, pause or remove a tenant. Raises UsageError if there is none of that name."""
         tenant = self.tenant(name)
         tenant.want(wanted)
@@ -120,12 +120,12 @@ class Deployment:
 
     def _service(self) -> str | None:
         attempt = self.run.directory.latest()
-        addresses = find_record(attempt.addresses_file, RunAddresses)
+        addresses = find_record(attempt.addresses_file, Addresses)
         if attempt.end() is not None or addresses is None:
             return None
         return f"http://{addresses.hosts['tinker']}:{addresses.ports['tinker']['http']}"
 
-    def status(self, tenant: Tenant) -> tuple[TenantStatus, RunStatus | None]:
+    def status(self, tenant: TenantDirectory) -> tuple[TenantStatus, RunStatus | None]:
         """Return the state of a tenant, and of its run, if it has one. Raises RunError if the run is damaged."""
         run, state = Run(tenant.run.path), tenant.state()
         status = run.status() if tenant.run.exists() and tenant.run.attempts() else None
@@ -153,8 +153,8 @@ def _file_or_ready(path: Path) -> Path:
     return ready if path.parent == Path() and not is_file(path) and is_file(ready) else path
 
 
-def find_deployment(name: str, runs: Path | None = None) -> Deployment:
+def find_deployment(name: str, runs: Path | None = None) -> SharedDeployment:
     """Return a deployment by its name or directory. Raises RunError if there is none, UsageError if it is not one."""
-    deployment = Deployment(find_run(name, runs))
+    deployment = SharedDeployment(find_run(name, runs))
     _ = deployment.recipe
     return deployment

@@ -21,14 +21,14 @@ from pathlib import Path
 
 from primeslurm.api.jobs import record_interrupted_submission
 from primeslurm.api.tenants.host import Action, StarterState, TenantSupervisor, View
-from primeslurm.api.tenants.recipes import Addresses, deployment_recipe
+from primeslurm.api.tenants.recipes import DeploymentUrls, deployment_recipe
 from primeslurm.base import durable, files
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.base.parent_death import end_with_parent
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.fleet import Outcome
 from primeslurm.records.heartbeats import liveness
-from primeslurm.run.tenants import Tenant, TenantState, remove_key, tenants_of
+from primeslurm.run.tenants import TenantDirectory, TenantState, remove_key, tenants_of
 from primeslurm.slurm.local import submit
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
@@ -43,7 +43,7 @@ _REASON = 300
 class HostedTenant:
     """A tenant, its state, and the process that starts its run."""
 
-    tenant: Tenant
+    tenant: TenantDirectory
     supervisor: TenantSupervisor = field(default_factory=TenantSupervisor)
     starter: subprocess.Popen[bytes] | None = None
     recorded: TenantState = field(default_factory=TenantState)
@@ -52,9 +52,9 @@ class HostedTenant:
 class TenantHost:
     """All tenants of a deployment."""
 
-    def __init__(self, run_dir: Path, addresses: Addresses) -> None:
+    def __init__(self, run_dir: Path, urls: DeploymentUrls) -> None:
         """Raises RunError if the recipe of the deployment cannot be read."""
-        self._run_dir, self._addresses = run_dir, addresses
+        self._run_dir, self._urls = run_dir, urls
         limits = deployment_recipe(run_dir).tenants
         assert limits is not None
         self._max_tenants = limits.max_tenants
@@ -96,8 +96,7 @@ class TenantHost:
         local_id = job.job_id if job is not None and job.host == socket.gethostname() else ""
         return view(
             active=bool(local_id) and submit.is_running(attempt.plan(), local_id),
-            current=(section.get("service"), section.get("router"))
-            == (self._addresses.service, self._addresses.router),
+            current=(section.get("service"), section.get("router")) == (self._urls.service, self._urls.router),
             completed=end is not None and end.outcome == Outcome.COMPLETED,
             committed=checkpoints.newest(tenant.run.path) or 0,
             reason=reason or (end.reason if end else ""),
@@ -118,9 +117,9 @@ class TenantHost:
         if action != "nothing":
             log.info("tenant %s: %s (%s)", tenant.name, action, hosted.supervisor.reason or hosted.supervisor.state)
 
-    def _start(self, tenant: Tenant) -> subprocess.Popen[bytes]:
+    def _start(self, tenant: TenantDirectory) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "primeslurm.api.tenants.starting", "--run-dir", str(self._run_dir)]
-        argv += ["--tenant", tenant.name, "--service", self._addresses.service, "--router", self._addresses.router]
+        argv += ["--tenant", tenant.name, "--service", self._urls.service, "--router", self._urls.router]
         with tenant.log.open("ab") as output:
             return subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=end_with_parent
@@ -161,7 +160,7 @@ def main() -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda received, _: signals.append(received))
     secret.take()
-    host, reporter = TenantHost(arguments.run_dir, Addresses(arguments.service, arguments.router)), liveness()
+    host, reporter = TenantHost(arguments.run_dir, DeploymentUrls(arguments.service, arguments.router)), liveness()
     reporter.enter("watch")
     while True:
         host.ending = bool(signals)

@@ -27,7 +27,7 @@ UNKNOWN = "http://unknown:1"
 
 
 @dataclass(frozen=True)
-class Addresses:
+class DeploymentUrls:
     """URLs of a deployment's Tinker service and router."""
 
     service: str = UNKNOWN
@@ -65,7 +65,7 @@ def read_tenant(
     path: Path,
     run_dir: Path,
     deployment: Recipe,
-    addresses: Addresses,
+    urls: DeploymentUrls,
     overrides: Sequence[str] = (),
     name: str | None = None,
 ) -> TenantRecipe:
@@ -83,7 +83,7 @@ def read_tenant(
         tenant = data.get("tenant") or {}
         if isinstance(tenant, dict):
             input_faults += [_fault(f"tenant.{key}", "the deployment sets it") for key in _ADDRESSES if key in tenant]
-            own = {"service": addresses.service, "router": addresses.router}
+            own = {"service": urls.service, "router": urls.router}
             data["tenant"] = tenant | own | {"adapters": EXPORTS.replace("${run_dir}", str(run_dir))}
         data["model"] = deployment.model.model_dump(mode="json", exclude_defaults=True)
         data["slurm"] = {"checkpoint_signal_s": CHECKPOINT_S}

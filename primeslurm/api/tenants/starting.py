@@ -14,7 +14,7 @@ from pathlib import Path
 from primeslurm.api import submission
 from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.api.tenants.recipes import (
-    Addresses,
+    DeploymentUrls,
     deployment_recipe,
     limit_violations,
     read_tenant,
@@ -26,19 +26,19 @@ from primeslurm.plan.planner import make_plan
 from primeslurm.recipe import Recipe
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.run.directory import was_never_submitted
-from primeslurm.run.tenants import Tenant, key_of
+from primeslurm.run.tenants import TenantDirectory, key_of
 from primeslurm.wire.names import DEPLOYMENT_TOKEN, TINKER_API_KEY
 from primeslurm.wire.transport import secret
 
 
-def start(run_dir: Path, tenant: Tenant, addresses: Addresses) -> None:
+def start(run_dir: Path, tenant: TenantDirectory, urls: DeploymentUrls) -> None:
     """Submit a tenant's run to the local executor, or resume it. Raises PrimeslurmError or OSError."""
     os.environ[TINKER_API_KEY] = key_of(run_dir, tenant.name)
     os.environ[DEPLOYMENT_TOKEN] = secret.read(run_dir)
     if was_never_submitted(tenant.run.path):  # the host was killed while the run was submitted
         files.remove_tree(tenant.run.path)
     deployment = deployment_recipe(run_dir)
-    recipe = read_tenant(tenant.recipe_file, run_dir, deployment, addresses, name=tenant.name).draft.valid_value()
+    recipe = read_tenant(tenant.recipe_file, run_dir, deployment, urls, name=tenant.name).draft.valid_value()
     if tenant.run.exists():
         _readdress(tenant, recipe)
         submission.resume(tenant.run, tenant.run.latest())
@@ -50,7 +50,7 @@ def start(run_dir: Path, tenant: Tenant, addresses: Addresses) -> None:
     submission.submit(planned, tenant.recipe_file, None)
 
 
-def _readdress(tenant: Tenant, recipe: Recipe) -> None:
+def _readdress(tenant: TenantDirectory, recipe: Recipe) -> None:
     """Put the present addresses of the deployment into the recipe that the run's processes read."""
     assert recipe.tenant is not None
     path = tenant.run.path / recipe_record.FILE
@@ -65,9 +65,9 @@ def main() -> None:
     parser.add_argument("--service", required=True)
     parser.add_argument("--router", required=True)
     arguments = parser.parse_args()
-    tenant = Tenant(arguments.run_dir / "tenants" / arguments.tenant)
+    tenant = TenantDirectory(arguments.run_dir / "tenants" / arguments.tenant)
     try:
-        start(arguments.run_dir, tenant, Addresses(arguments.service, arguments.router))
+        start(arguments.run_dir, tenant, DeploymentUrls(arguments.service, arguments.router))
     except (PrimeslurmError, OSError, secret.SecretError) as error:
         sys.exit(f"error: {error}".replace("\n", "; "))
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from primeslurm.api.tenants.deployment import Deployment, TenantStatus, find_deployment
+from primeslurm.api.tenants.deployment import SharedDeployment, TenantStatus, find_deployment
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
 from primeslurm.cli.options import JsonOpt, NameOpt, RunArg, RunsOpt, SetOpt, YesOpt, confirm
 from primeslurm.cli.output import note, print_json
@@ -119,7 +119,7 @@ def remove(run: RunArg, name: NameArg, runs: RunsOpt = None, yes: YesOpt = False
     _want(deployment, name, "removed")
 
 
-def _want(deployment: Deployment, name: str, wanted: Wanted) -> None:
+def _want(deployment: SharedDeployment, name: str, wanted: Wanted) -> None:
     deployment.want(name, wanted)
     note(f"{name} will be {wanted} while the deployment runs; see: primeslurm tenant list {deployment.run.name}")
 

@@ -1,4 +1,4 @@
-"""What the tenant host does about a tenant, without processes and with its own clock."""
+"""Decisions of the tenant host about a tenant, without processes and with its own clock."""
 
 from __future__ import annotations
 

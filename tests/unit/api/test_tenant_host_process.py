@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.tenants.recipes import UNKNOWN
-from primeslurm.run.tenants import Tenant, add_tenant, key_of
+from primeslurm.run.tenants import TenantDirectory, add_tenant, key_of
 from primeslurm.slurm.local.submit import is_running
 from tests.support.cli import ROOT
 from tests.support.deployments import make_deployment, write_tenant
@@ -44,13 +44,13 @@ def start_host(lab: Path) -> Iterator[Host]:
         host.wait(60)
 
 
-def added(lab: Path, name: str, **changes: object) -> Tenant:
+def added(lab: Path, name: str, **changes: object) -> TenantDirectory:
     tenant = add_tenant(lab, name, write_tenant(lab.parents[1] / f"{name}.yaml", **changes).read_text())
     assert tenant is not None
     return tenant
 
 
-def controller(tenant: Tenant) -> str | None:
+def controller(tenant: TenantDirectory) -> str | None:
     """Return the pid of the tenant's local controller, if it runs."""
     if not tenant.run.exists() or not tenant.run.attempts():
         return None
@@ -65,7 +65,8 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     alice, bob = added(lab, "alice"), added(lab, "bob")
     late = added(lab, "late")
     host = start_host()
-    pids = [wait_until(lambda each=each: controller(each)) for each in (alice, bob)]
+    pid = wait_until(lambda: controller(alice))
+    wait_until(lambda: controller(bob))
     wait_until(lambda: broken.state().state == "back-off")
     assert "the deployment allows at most 16" in broken.state().reason
     assert (late.state().state, late.state().reason) == ("waiting", "the deployment is full")
@@ -78,7 +79,7 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     assert controller(bob) is None
     end = bob.run.latest().end()
     assert end is not None and end.outcome == "cancelled"
-    assert wait_until(lambda: alice.state().state == "running" and controller(alice)) == pids[0], "it was adopted"
+    assert wait_until(lambda: alice.state().state == "running" and controller(alice)) == pid, "it was adopted"
 
     key_of(lab, "broken")
     broken.want("removed")  # makes room

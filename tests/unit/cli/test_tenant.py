@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.run.tenants import Tenant, tenants_of
+from primeslurm.run.tenants import TenantDirectory, tenants_of
 from tests.support.cli import Result, primeslurm
 from tests.support.deployments import make_deployment, write_tenant
 
@@ -78,9 +78,9 @@ def test_a_full_deployment_admits_a_tenant_after_another_is_removed(lab: Path) -
 def test_pause_and_resume_are_recorded_for_the_tenant_host(lab: Path) -> None:
     add(lab, "alice")
     assert tenant(lab, "pause", "lab", "alice").code == 0
-    assert Tenant(lab / "tenants" / "alice").wanted == "paused"
+    assert TenantDirectory(lab / "tenants" / "alice").wanted == "paused"
     assert tenant(lab, "resume", "lab", "alice").code == 0
-    assert Tenant(lab / "tenants" / "alice").wanted == "running"
+    assert TenantDirectory(lab / "tenants" / "alice").wanted == "running"
     unknown = tenant(lab, "pause", "lab", "alicia")
     assert unknown.code == 2 and "lab has no such tenant (did you mean alice?)" in unknown.err
 
