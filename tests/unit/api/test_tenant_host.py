@@ -8,7 +8,8 @@ from primeslurm.api.tenants.host import BACKOFF_S, MAX_BACKOFF_S, START_S, STOP_
 
 
 def view(**changes: Any) -> View:
-    return View(**{"wanted": "running", "wanted_since": 1.0} | changes)
+    values: dict[str, Any] = {"wanted": "running", "wanted_since": 1.0}
+    return View(**values | changes)
 
 
 def running(now: float = 0.0) -> TenantSupervisor:
