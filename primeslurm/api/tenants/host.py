@@ -66,7 +66,7 @@ class TenantSupervisor:
         if not wants:
             rest: State = "waiting" if view.wanted == "running" else view.wanted
             self._become("completed" if view.completed and view.wanted == "running" else rest, now)
-            self.reason = "" if admitted else "the deployment is full"
+            self.reason = "" if admitted or view.wanted != "running" else "the deployment is full"
             return "nothing"
         if view.completed:
             self._become("completed", now)
