@@ -39,8 +39,8 @@ from primeslurm.wire.stored import checkpoints
 log = logging.getLogger(__name__)
 # File in a checkpoint of the run, with the path of the service's checkpoint
 RECORD = "trainer/tinker"
-# Metadata of this run's checkpoints in the service
-_RUN, _VERSION = "primeslurm_run", "version"
+# Key of the metadata of this run's checkpoints in the service
+_RUN = "primeslurm_run"
 
 
 @dataclass
@@ -139,14 +139,14 @@ class TenantTask:
     def _export(self, version: int) -> str:
         """Write the adapter for the deployment's engines, and return its directory."""
         assert self.recipe.tenant is not None  # checked at the start
-        path = self.client.save(f"v{version:06d}", self._metadata(version), external=True)
+        path = self.client.save(f"v{version:06d}", {_RUN: str(self.run_dir)}, external=True)
         return str(Path(self.recipe.tenant.adapters) / path.removeprefix("tinker://"))
 
     def _save(self, step: int) -> None:
         """Commit a checkpoint, or raise. The service's part comes first: a committed checkpoint names it."""
         with self.timer.phase("checkpoint"):
             require_newest(self.run_dir, self.attempt)
-            path = self.client.save(f"step_{step:06d}", self._metadata(step), external=False)
+            path = self.client.save(f"step_{step:06d}", {_RUN: str(self.run_dir)}, external=False)
             retry_until_written(partial(self._commit, step, path))
             self._saved = step
             self._announce_commit(step)
@@ -173,9 +173,9 @@ class TenantTask:
         exports: dict[int, list[str]] = {}
         obsolete = []
         for each in self._checkpoints():
-            path, version = str(each["tinker_path"]), int(each["user_metadata"][_VERSION])
+            path = str(each["tinker_path"])
             if each["checkpoint_type"] == "external":
-                exports.setdefault(version, []).append(path)
+                exports.setdefault(int(path.rpartition("/v")[2]), []).append(path)
             elif path not in needed:
                 obsolete.append(path)
         newest = sorted(exports)[-self.recipe.weights.keep :]
@@ -193,6 +193,3 @@ class TenantTask:
         """Return descriptions of this run's checkpoints in the service."""
         mine = str(self.run_dir)
         return [each for each in self.client.checkpoints() if (each["user_metadata"] or {}).get(_RUN) == mine]
-
-    def _metadata(self, version: int) -> dict[str, str]:
-        return {_RUN: str(self.run_dir), _VERSION: str(version)}
