@@ -105,12 +105,11 @@ class TenantTask:
     def _load(self, model: str) -> int:
         """Create the training run from the newest checkpoint, and return its step; 0 for a new adapter."""
         while step := checkpoints.set_damaged_aside(self.run_dir, self.attempt, self._note_damage):
-            try:
-                self.client.load(self._recorded(step))
+            if (path := self._recorded(step)) in {each["tinker_path"] for each in self.client.checkpoints()}:
+                self.client.load(path)
                 return step
-            except MissingError as error:
-                path = checkpoints.set_aside(self.run_dir, step, self.attempt, [str(error)])
-                self._note_damage(step, str(error), path)
+            why = f"the Tinker service has no checkpoint {path}"
+            self._note_damage(step, why, checkpoints.set_aside(self.run_dir, step, self.attempt, [why]))
         lora = self.recipe.trainer.lora
         assert lora is not None  # a rule of the recipe
         self.client.create(model, lora.rank, self.recipe.seed)
