@@ -39,8 +39,8 @@ from primeslurm.wire.stored import checkpoints
 log = logging.getLogger(__name__)
 # File in a checkpoint of the run, with the path of the service's checkpoint
 RECORD = "trainer/tinker"
-# Metadata of this run's checkpoints in the service
-_RUN, _VERSION = "primeslurm_run", "version"
+# Key of the metadata of this run's checkpoints in the service
+_RUN = "primeslurm_run"
 
 
 @dataclass
@@ -105,12 +105,11 @@ class TenantTask:
     def _load(self, model: str) -> int:
         """Create the training run from the newest checkpoint, and return its step; 0 for a new adapter."""
         while step := checkpoints.set_damaged_aside(self.run_dir, self.attempt, self._note_damage):
-            try:
-                self.client.load(self._recorded(step))
+            if (path := self._recorded(step)) in {each["tinker_path"] for each in self.client.checkpoints()}:
+                self.client.load(path)
                 return step
-            except MissingError as error:
-                path = checkpoints.set_aside(self.run_dir, step, self.attempt, [str(error)])
-                self._note_damage(step, str(error), path)
+            why = f"the Tinker service has no checkpoint {path}"
+            self._note_damage(step, why, checkpoints.set_aside(self.run_dir, step, self.attempt, [why]))
         lora = self.recipe.trainer.lora
         assert lora is not None  # a rule of the recipe
         self.client.create(model, lora.rank, self.recipe.seed)
@@ -139,14 +138,14 @@ class TenantTask:
     def _export(self, version: int) -> str:
         """Write the adapter for the deployment's engines, and return its directory."""
         assert self.recipe.tenant is not None  # checked at the start
-        path = self.client.save(f"v{version:06d}", self._metadata(version), external=True)
+        path = self.client.save(f"v{version:06d}", {_RUN: str(self.run_dir)}, external=True)
         return str(Path(self.recipe.tenant.adapters) / path.removeprefix("tinker://"))
 
     def _save(self, step: int) -> None:
         """Commit a checkpoint, or raise. The service's part comes first: a committed checkpoint names it."""
         with self.timer.phase("checkpoint"):
             require_newest(self.run_dir, self.attempt)
-            path = self.client.save(f"step_{step:06d}", self._metadata(step), external=False)
+            path = self.client.save(f"step_{step:06d}", {_RUN: str(self.run_dir)}, external=False)
             retry_until_written(partial(self._commit, step, path))
             self._saved = step
             self._announce_commit(step)
@@ -173,9 +172,9 @@ class TenantTask:
         exports: dict[int, list[str]] = {}
         obsolete = []
         for each in self._checkpoints():
-            path, version = str(each["tinker_path"]), int(each["user_metadata"][_VERSION])
+            path = str(each["tinker_path"])
             if each["checkpoint_type"] == "external":
-                exports.setdefault(version, []).append(path)
+                exports.setdefault(int(path.rpartition("/v")[2]), []).append(path)
             elif path not in needed:
                 obsolete.append(path)
         newest = sorted(exports)[-self.recipe.weights.keep :]
@@ -193,6 +192,3 @@ class TenantTask:
         """Return descriptions of this run's checkpoints in the service."""
         mine = str(self.run_dir)
         return [each for each in self.client.checkpoints() if (each["user_metadata"] or {}).get(_RUN) == mine]
-
-    def _metadata(self, version: int) -> dict[str, str]:
-        return {_RUN: str(self.run_dir), _VERSION: str(version)}

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.tinker.requests import NOT_FINITE, AdamParams, Datum
+from primeslurm.tinker.requests import AdamParams, Datum
 from primeslurm.tinker.wire import MESSAGES, encode_datum
 from primeslurm.wire.transport.http import CONNECT_S, UNCOMPRESSED, error_text
 
@@ -27,6 +27,8 @@ HEARTBEAT_S = 10.0
 # A service that cannot be reached for this long raises ConnectionError [s].
 UNREACHABLE_S = 600.0
 RETRY_S = 1.0
+# End of the service's error for a gradient that is not finite
+_NOT_FINITE = "the weights are unchanged"
 # Longest wait for one answer [s]. The caller's own heartbeats pause meanwhile.
 ANSWER_S = 10.0
 _CHECKPOINTS = 1_000_000  # more than one user has
@@ -132,7 +134,7 @@ class TinkerClient:
         """Return the result of a request: a JSON object, or bytes."""
         result = self._request("POST", "retrieve_future", {"request_id": sent["request_id"]})
         if isinstance(result, dict) and "error" in result:
-            raise (FloatingPointError if NOT_FINITE in result["error"] else TinkerError)(result["error"])
+            raise (FloatingPointError if _NOT_FINITE in result["error"] else TinkerError)(result["error"])
         return result
 
     def _request(self, method: str, route: str, body: Mapping[str, object] | bytes | None = None) -> Any:

@@ -23,8 +23,6 @@ LOSS_INPUTS = {
 }
 # Tinker's default clip thresholds of the ratio.
 CLIP = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
-# End of the error of a step whose gradient is not finite
-NOT_FINITE = "the weights are unchanged"
 Config = Mapping[str, float | str]
 # One hour to ten years. None: a checkpoint never expires.
 Ttl = Annotated[int, Field(ge=3600, le=315_360_000)] | None

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from primeslurm.records.attempt import TakenOverError
+from primeslurm.tenants import tinker_client
 from primeslurm.tenants.loop import TenantTask
 from primeslurm.tenants.tinker_client import MissingError, TinkerClient
 from primeslurm.wire import exit_codes
@@ -121,6 +122,28 @@ def test_killed_trainer_resumes_at_its_checkpoint_exactly(
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in expected.items())
 
 
+def test_lost_answers_change_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = FakeLink()
+    assert run.train(expected) == 0
+    expected_adapter = adapter(expected.announced[4])
+    request, sent = run.api.http.request, list[str]()
+
+    def lossy(method: str, url: str, **options: Any) -> Any:
+        answer = request(method, url, **options)
+        sent.append(url)
+        if len(sent) % 2:
+            raise httpx.ReadError("the connection was reset")
+        return answer
+
+    monkeypatch.setattr(tinker_client, "RETRY_S", 0)
+    monkeypatch.setattr(run.api.http, "request", lossy)
+    run.directory = run.directory / "lossy"
+    (run.directory / "run").mkdir(parents=True)
+    link = FakeLink()
+    assert run.train(link) == 0 and link.trained == [1, 2, 3, 4]
+    assert all(torch.equal(tensor, expected_adapter[name]) for name, tensor in adapter(link.announced[4]).items())
+
+
 def test_session_of_a_killed_trainer_ends(run: Run) -> None:
     with pytest.raises(Killed):
         run.train(FakeLink(kill_at=2))
@@ -159,12 +182,6 @@ def test_ended_session_ends_the_trainer(run: Run) -> None:
     with pytest.raises(MissingError, match=r"session_id|model_id"):
         run.train(link, interrupted=ending)
     assert link.trained == [1]
-
-
-def test_newer_attempt_ends_the_trainer(run: Run) -> None:
-    (run.directory / "run" / "attempts" / "2").mkdir(parents=True)
-    with pytest.raises(TakenOverError):
-        run.train(FakeLink())
 
 
 def test_another_model_is_refused(run: Run) -> None:
