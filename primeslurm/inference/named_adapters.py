@@ -2,8 +2,8 @@
 
 An adapter's name is its path relative to the directory in PRIMESLURM_ADAPTERS, for example `a1b2c3:train:0/v000012`. It
 stands for one version for ever: an engine keeps the files that it read first, so writers must use new names for new
-weights. vLLM reads an adapter again after it has made room for others, even in the middle of a request, and ends if the
-files are gone. So the engine works with its own copy, which it keeps while requests use it.
+weights. vLLM drops adapters to load others, and reads them again, even in the middle of a request. It ends if the files
+are missing. So the engine works with its own copy, which it keeps while requests use it.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         engines: EngineSampler | None = None,
     ) -> None:
-        """Serve what is in `store`. With `engines`, they sample instead of `sampler`."""
+        """Serve the runs in `store`. Samples come from `engines`, or from `sampler` if there are none."""
         self.store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
         self._engines = engines
         self.limits = backbone.limits

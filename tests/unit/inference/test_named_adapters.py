@@ -69,14 +69,6 @@ async def test_requests_at_the_same_time_load_an_adapter_once(tmp_path: Path) ->
     assert len(loads.loaded) == 4, "the next request tries again"
 
 
-async def test_adapter_that_becomes_visible_late_is_loaded(tmp_path: Path) -> None:
-    adapters = NamedAdapters(tmp_path, Loads())
-    waiting = asyncio.create_task(adapters.resolve("run/late"))
-    await asyncio.sleep(0)
-    write_adapter(tmp_path / "run" / "late")
-    assert Path((await waiting).lora_path).exists()
-
-
 @pytest.mark.parametrize("name", ["", "/etc", "a/../b", "..", "a//b", "a/", "./a", "a\n", ".a", "ä", "a" * 501])
 def test_other_names_than_plain_relative_paths_are_refused(tmp_path: Path, name: str) -> None:
     write_adapter(tmp_path / "b")
