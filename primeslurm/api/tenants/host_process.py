@@ -28,6 +28,7 @@ from primeslurm.base.parent_death import end_with_parent
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.fleet import Outcome
 from primeslurm.records.heartbeats import liveness
+from primeslurm.run.directory import CANCEL_NOW, RunDirectory
 from primeslurm.run.tenants import TenantDirectory, TenantState, remove_key, tenants_of
 from primeslurm.slurm.local import submit
 from primeslurm.wire.stored import checkpoints
@@ -112,6 +113,7 @@ class TenantHost:
             durable.write(tenant.run.latest().cancel_file, "")
         elif action == "end":
             attempt = tenant.run.latest()
+            durable.write(attempt.cancel_file, CANCEL_NOW)
             if (job := attempt.job()) is not None:
                 submit.cancel(attempt.plan(), job.job_id)
         if action != "nothing":
@@ -141,6 +143,11 @@ class TenantHost:
                 self._act(hosted, "end" if hosted.starter is None else "end_starter")
 
 
+def _cancelled_now(run_dir: Path) -> bool:
+    file = RunDirectory(run_dir).latest().cancel_file
+    return files.is_file(file) and files.read_text(file) == CANCEL_NOW
+
+
 def _last_line(path: Path) -> str:
     try:
         lines = files.read_bytes(path)[-8192:].decode(errors="replace").strip().splitlines()
@@ -168,7 +175,8 @@ def main() -> int:
         reporter.heartbeat()
         if host.ending and not active:
             return 0
-        if signal.SIGUSR1 in signals and signals[-1] == signal.SIGTERM:  # the time for checkpoints is over
+        late = len(signals) > 1 and signals[-1] == signal.SIGTERM  # the time for checkpoints is over
+        if late or (host.ending and _cancelled_now(arguments.run_dir)):
             host.end_all()
             return 1
         time.sleep(POLL_S)

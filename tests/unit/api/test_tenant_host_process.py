@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.tenants.recipes import UNKNOWN
+from primeslurm.base import durable
+from primeslurm.run.directory import CANCEL_NOW, RunDirectory
 from primeslurm.run.tenants import TenantDirectory, add_tenant, key_of
 from primeslurm.slurm.local.submit import is_running
 from tests.support.cli import ROOT
@@ -85,6 +87,7 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     broken.want("removed")  # makes room
     wait_until(lambda: not (lab / "keys" / "broken").exists())
     wait_until(lambda: controller(late))
-    host.send_signal(signal.SIGUSR1)
-    assert host.wait(120) == 0
-    assert [controller(each) for each in (alice, bob, late)] == [None] * 3
+    durable.write(RunDirectory(lab).latest().cancel_file, CANCEL_NOW)
+    host.send_signal(signal.SIGTERM)
+    host.wait()
+    wait_until(lambda: [controller(each) for each in (alice, bob, late)] == [None] * 3)
