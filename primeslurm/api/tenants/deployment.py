@@ -46,7 +46,7 @@ class TenantStatus(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SharedDeployment:
-    """A run of `task: tenants`. It need not run for any of these methods, except for the URL of its service."""
+    """A run of `task: tenants`. Only the URL of its service needs a running job."""
 
     run: Run
 

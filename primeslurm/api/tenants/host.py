@@ -21,7 +21,7 @@ State = Literal["waiting", "starting", "running", "stopping", "back-off", "pause
 
 @dataclass(frozen=True)
 class View:
-    """What the host sees of a tenant."""
+    """A tenant as the host sees it."""
 
     wanted: Wanted
     wanted_since: float  # time of the user's last command; only compared with other times of commands
@@ -46,7 +46,7 @@ class TenantSupervisor:
     _command: float = field(default=0.0, repr=False)  # time of the command that was obeyed last
 
     def decide(self, view: View, now: float, *, admitted: bool = True, ending: bool = False) -> Action:
-        """Compare what is wanted with what is there.
+        """Return the next action towards the state that the last command asks for.
 
         Args:
             now: monotonic clock [s].

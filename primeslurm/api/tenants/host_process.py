@@ -175,7 +175,7 @@ def main() -> int:
         reporter.heartbeat()
         if host.ending and not active:
             return 0
-        late = len(signals) > 1 and signals[-1] == signal.SIGTERM  # the time for checkpoints is over
+        late = len(signals) > 1 and signals[-1] == signal.SIGTERM  # no time is left for checkpoints
         if late or (host.ending and _cancelled_now(arguments.run_dir)):
             host.end_all()
             return 1

@@ -81,7 +81,7 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     assert controller(bob) is None
     end = bob.run.latest().end()
     assert end is not None and end.outcome == "cancelled"
-    assert wait_until(lambda: alice.state().state == "running" and controller(alice)) == pid, "it was adopted"
+    assert wait_until(lambda: alice.state().state == "running" and controller(alice)) == pid, "the same run"
 
     key_of(lab, "broken")
     broken.want("removed")  # makes room
