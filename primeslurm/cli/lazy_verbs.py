@@ -59,6 +59,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "resume": Verb("submit:resume", "Resume a run from its last checkpoint.", _RUN_FAILED),
         "cancel": Verb("runs:cancel", "Stop a run cleanly and cancel its job."),
         "eval": Verb("submit:eval_", "Evaluate a model, or a policy of a run.", _RUN_FAILED),
+        "tenant": Verb("tenant:app", "Train adapters of several tenants on one deployment."),
         "tinker": Verb("tinker:app", "Serve the Tinker API on this machine."),
     },
     "Watch": {

@@ -61,7 +61,7 @@ class SecretGate:
         return hmac.compare_digest(token, self._secret)
 
 
-async def answer(send: Send, status: int, content: dict[str, Any] | msgspec.Struct) -> None:
+async def answer(send: Send, status: int, content: dict[str, Any] | msgspec.Struct | msgspec.Raw) -> None:
     raw = msgspec.json.encode(content)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

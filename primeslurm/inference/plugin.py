@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 
 from primeslurm.base import compiled_code
-from primeslurm.wire.names import ADAPTER_BACKEND, KV_EVENTS_HIDE_SALT, KV_EVENTS_READER
+from primeslurm.wire.names import ADAPTER_BACKEND, ADAPTERS, KV_EVENTS_HIDE_SALT, KV_EVENTS_READER
 from primeslurm.wire.transport import secret
 
 # Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
@@ -57,7 +58,9 @@ def register() -> None:
     prefill_version.apply()
     if routed_experts.REPLAY_OPTION in sys.argv:
         routed_experts.apply()
-    if "--enable-lora" in sys.argv:
+    if root := os.environ.get(ADAPTERS):
+        importlib.import_module("primeslurm.inference.named_adapters").use(Path(root))
+    elif "--enable-lora" in sys.argv:
         importlib.import_module("primeslurm.inference.weight_transfer.adapter_receiver").use()
     if reader := os.environ.get(KV_EVENTS_READER):
         kv_events.use(reader, hides_salt=KV_EVENTS_HIDE_SALT in os.environ)

@@ -122,7 +122,7 @@ class VersionGate(LivenessGate):
         """Forward a request unless it needs a newer policy. Name this engine in a header of the response."""
         # The orchestrator may be unable to reach an engine that workers can reach. Such an engine learns from a request
         # that it has missed an update, because the cache salt ends with the version at which the group was opened.
-        body = await _whole(receive)
+        body = await read_body(receive)
         if body is None:
             return
         body = hidden_salt.reveal(body)
@@ -142,7 +142,7 @@ class VersionGate(LivenessGate):
 
     async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request to update weights. Read an adapter first, while the engine still generates."""
-        if (body := await _whole(receive)) is None:
+        if (body := await read_body(receive)) is None:
             return
         if (directory := _adapter(body)) is not None:
             # An engine generates nothing while its workers read. If reading fails here, it fails there, too.
@@ -174,7 +174,7 @@ class VersionGate(LivenessGate):
             self._controlled -= 1
 
 
-async def _whole(receive: Receive) -> bytes | None:
+async def read_body(receive: Receive) -> bytes | None:
     """Return the body of a request; None if its client disconnects."""
     chunks = []
     while True:

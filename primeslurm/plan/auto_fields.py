@@ -55,7 +55,9 @@ def _transport(recipe: Recipe, device: str) -> WeightTransport:
 def _compiles(recipe: Recipe, model_type: str | None, device: str) -> bool:
     """Whether compiled layers have been tested with every training mode that the recipe uses."""
     trainer = recipe.trainer
-    if device != "cuda" or recipe.model.dtype != "bfloat16" or trainer.parallelism.ep_backend == "deepep":
+    if device != "cuda" or recipe.tenant is not None:
+        return False
+    if recipe.model.dtype != "bfloat16" or trainer.parallelism.ep_backend == "deepep":
         return False
     if model_type is None or recipe.model.impl == "hf" or recipe.model.vlm is not None:
         return False

@@ -15,7 +15,7 @@ from primeslurm.recipe.sections.trainer import Lora
 def resolved(recipe: Recipe, shape: ModelShape | None) -> Lora | None:
     """Return `trainer.lora` with `engines` filled in if it is open."""
     lora = recipe.trainer.lora
-    if lora is None or lora.engines != "auto":
+    if lora is None or lora.engines != "auto" or recipe.tenant is not None:
         return lora
     return lora.model_copy(update={"engines": "merged" if obstacle(recipe, shape) else "adapter"})
 
@@ -25,6 +25,8 @@ def reason(recipe: Recipe, shape: ModelShape | None) -> str:
     lora = recipe.trainer.lora
     if recipe.task != "rl" or lora is None:
         return ""
+    if recipe.tenant is not None:
+        return "the deployment's engines load the adapter that a request names"
     why = "as trainer.lora.engines says" if lora.engines != "auto" else obstacle(recipe, shape)
     if lora.engines == "adapter" or not why:
         return "engines get only the adapter"
@@ -39,13 +41,9 @@ def obstacle(recipe: Recipe, shape: ModelShape | None) -> str:
         return f"task {recipe.task} updates no engines"
     if shape is None:
         return "the shape of the model is unknown"
-    family = family_of(shape.model_type)
-    if family is None or recipe.model.impl == "hf":
-        return f"vLLM's adapters were not tested with {shape.model_type}"
-    targets = lora.targets or family.lora_targets - (frozenset() if shape.experts else EXPERTS)
-    untested = set(targets) - family.model_types[shape.model_type].engine_lora
+    if untested := untested_model(recipe, shape, lora.targets):
+        return untested
     reasons = {
-        f"vLLM's adapters on {', '.join(sorted(untested))} were not tested with {shape.model_type}": untested,
         f"vLLM has ranks up to {ADAPTER_RANKS[-1]}": lora.rank > ADAPTER_RANKS[-1],
         "weights.transport is nccl": recipe.weights.transport == "nccl",
         "vLLM drops adapters if an engine of an expert-parallel group is idle": inference.expert_parallel,
@@ -59,3 +57,15 @@ def obstacle(recipe: Recipe, shape: ModelShape | None) -> str:
         "vLLM's kernels for adapters are not batch-invariant": inference.batch_invariant,
     }
     return next((text for text, applies in reasons.items() if applies), "")
+
+
+def untested_model(recipe: Recipe, shape: ModelShape, targets: tuple[str, ...] | None = None) -> str:
+    """Return why vLLM cannot apply adapters on these targets of the model; by default, on all that can be trained."""
+    family = family_of(shape.model_type)
+    if family is None or recipe.model.impl == "hf":
+        return f"vLLM's adapters were not tested with {shape.model_type}"
+    trained = targets or family.lora_targets - (frozenset() if shape.experts else EXPERTS)
+    untested = set(trained) - family.model_types[shape.model_type].engine_lora
+    return (
+        f"vLLM's adapters on {', '.join(sorted(untested))} were not tested with {shape.model_type}" if untested else ""
+    )

@@ -27,7 +27,19 @@ from primeslurm.plan.supervision import MAX_RESTARTS, Health, HeartbeatLimits, R
 from primeslurm.recipe.fields.section import Section
 from primeslurm.records.heartbeats import NODE_HEARTBEAT_S
 
-Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]
+Role = Literal[
+    "orchestrator",
+    "environment",
+    "trainer",
+    "engine",
+    "prefill",
+    "decode",
+    "router",
+    "store",
+    "teacher",
+    "tinker",
+    "tenant-host",
+]
 # Roles that run a vLLM server
 VLLM_ROLES: tuple[Role, ...] = ("engine", "prefill", "decode", "teacher")
 Level = Literal["error", "blocked", "warning", "note"]
@@ -191,7 +203,7 @@ class Plan(Section):
     schema_: Literal[1] = Field(1, alias="schema")
     run: str
     run_dir: str
-    task: Literal["rl", "sft", "serve", "eval"]
+    task: Literal["rl", "sft", "serve", "eval", "tenants"]
     layout: Literal["het", "single", "one_node"]
     executor: Literal["slurm", "local"]
     emulated: bool = False

@@ -18,7 +18,18 @@ from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.run_checks import check_plan, check_run
-from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.commands.processes import (
+    GATEWAY,
+    TENANT_HOST,
+    TINKER,
+    environment_command,
+    gateway_command,
+    orchestrator_command,
+    tenant_host_command,
+    tenant_trainer_command,
+    tinker_command,
+    trainer_command,
+)
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.memory.rates import measured_problems
@@ -28,9 +39,11 @@ from primeslurm.plan.placement.fixed_ports import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
-from primeslurm.plan.supervision import HeartbeatLimits
+from primeslurm.plan.supervision import Health, HeartbeatLimits
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.phase_limits import LONG_PHASE_S
 from primeslurm.recipe.sections.teacher import ServedTeacher
+from primeslurm.wire.names import DEPLOYMENT_TOKEN, STATUS_PATH, TINKER_API_KEY
 
 
 @dataclass(frozen=True)
@@ -164,12 +177,15 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         UsageError: processes cannot have the ports that the recipe fixes.
     """
     builders = _builders(recipe, site, requests, local)
-    replicas = place_inference(recipe, site, builders)
+    replicas = place_inference(recipe, site, builders) if recipe.tenant is None else _tenant(recipe, builders[0])
     teachers = place_teacher(recipe, site, builders)
     # Engines that share GPUs with the trainer start first. vLLM refuses to start if its share of a GPU is not free, and
     # while it profiles, it counts memory that others allocate as its own.
     engines = [name for replica in replicas for name in replica.engines] if recipe.colocated else []
-    trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
+    if recipe.task == "tenants":
+        trainer_gpus = _tenants(recipe, site, builders, replicas[0])
+    else:
+        trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
     if recipe.samples:
         _control(recipe, builders[0], replicas, teachers)
         _environments(recipe, site, builders)
@@ -195,7 +211,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         interface=site.network.interface,
         hcas=site.network.hcas,
         addresses=site.network.addresses,
-        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_teacher_key(recipe), *_secrets(recipe)))),
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_keys(recipe), *_secrets(recipe)))),
         node_silent_s=site.node_silent_s,
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
@@ -258,6 +274,36 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int,
     return world
 
 
+def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], replica: Replica) -> int:
+    """Add the Tinker service to the trainer's node, and the tenant host to the head. Returns the service's GPUs."""
+    limit = recipe.trainer.long_phase_timeout_s or LONG_PHASE_S
+    next(builder for builder in builders if builder.role == "train").add(
+        TINKER,
+        "tinker",
+        tinker_command(recipe, site.device, replica.router),
+        gpus=(0,),
+        health=Health(port="http", start_timeout_s=limit, hang_timeout_s=recipe.trainer.hang_timeout_s),
+    )
+    builders[0].add(
+        TENANT_HOST,
+        "tenant-host",
+        tenant_host_command(replica.router),
+        heartbeats=HeartbeatLimits(hang_timeout_s=recipe.orchestrator.hang_timeout_s),
+        after=(TINKER, replica.router),
+    )
+    return 1
+
+
+def _tenant(recipe: Recipe, head: NodeBuilder) -> list[Replica]:
+    """Add the gateway and the trainer of a tenant's run. Returns the gateway as a replica of one engine."""
+    health = Health(port="http", path=STATUS_PATH, hang_timeout_s=recipe.inference.hang_timeout_s)
+    head.add(GATEWAY, "router", gateway_command(), replica=0, health=health)
+    heartbeats = HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_timeout_s)
+    # It resumes from its checkpoint beside the running orchestrator, also after a restart of the service.
+    head.add("trainer-rank-0", "trainer", tenant_trainer_command(), heartbeats=heartbeats, after=("orchestrator",))
+    return [Replica(index=0, router=GATEWAY, engines=(GATEWAY,), nodes=(head.index,))]
+
+
 def _control(recipe: Recipe, head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:
     engines = [name for replica in replicas for name in replica.engines]
     routers = [replica.router for replica in replicas]
@@ -282,10 +328,11 @@ def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -
         )
 
 
-def _teacher_key(recipe: Recipe) -> tuple[str, ...]:
-    """Return the variable with the API key of a teacher that is served elsewhere."""
+def _keys(recipe: Recipe) -> tuple[str, ...]:
+    """Return the variables with the API key of a teacher that is served elsewhere, and with keys of a deployment."""
     teacher = recipe.teacher
-    return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
+    key = (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
+    return key if recipe.tenant is None else (*key, TINKER_API_KEY, DEPLOYMENT_TOKEN)
 
 
 def _secrets(recipe: Recipe) -> tuple[str, ...]:

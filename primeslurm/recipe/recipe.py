@@ -16,6 +16,8 @@ from primeslurm.recipe.sections.logs import Logging
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment, Orchestrator, Sampling
 from primeslurm.recipe.sections.slurm import MetricsOptions, Monitor, Slurm
 from primeslurm.recipe.sections.teacher import Teacher
+from primeslurm.recipe.sections.tenant import Tenant
+from primeslurm.recipe.sections.tenants import Tenants
 from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, Weights
 
 
@@ -26,10 +28,11 @@ class Recipe(Section):
     """Version of the recipe format. Always 1."""
     name: RunName
     """Name of the run and of its run directory, for example `math-30b`."""
-    task: Literal["rl", "sft", "serve", "eval"] = "rl"
+    task: Literal["rl", "sft", "serve", "eval", "tenants"] = "rl"
     """rl: asynchronous RL with trainer, engines and environments. sft: supervised fine-tuning; only the trainer runs.
     serve: engines and routers run until you cancel them. eval: engines evaluate `model` once on the environments of
-    `evaluation`."""
+    `evaluation`. tenants: a Tinker service and engines run until you cancel them, and tenants train adapters of
+    `model` on them (`primeslurm tenant`)."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of all random choices, from 0 to 2^32 - 1."""
     max_steps: PositiveInt = 1000
@@ -58,6 +61,11 @@ class Recipe(Section):
     `orchestrator.advantages: opd` need one. Default: no teacher."""
     sft: Sft | None = None
     """Data and batch size of supervised fine-tuning. Needed for `task: sft`."""
+    tenants: Tenants | None = None
+    """Limits of a deployment. Needed for `task: tenants`."""
+    tenant: Tenant | None = None
+    """Train an adapter on a deployment (`task: tenants`), which has the model, the trainer and the engines. Default:
+    the run has its own."""
     deployment: Deployment = Deployment()
     """Number of nodes and GPUs of each role."""
     slurm: Slurm = Slurm()
@@ -77,8 +85,12 @@ class Recipe(Section):
 
     @property
     def sends_adapter(self) -> bool:
-        """True if engines get only the LoRA adapter of each policy. False if the plan has yet to decide."""
-        return self.task == "rl" and self.trainer.lora is not None and self.trainer.lora.engines == "adapter"
+        """True if engines load only the LoRA adapter of each policy. False if the plan has yet to decide.
+
+        The engines of a tenant's run load nothing: requests name the adapter of a version.
+        """
+        lora = self.trainer.lora
+        return self.task == "rl" and self.tenant is None and lora is not None and lora.engines == "adapter"
 
     @property
     def colocated(self) -> bool:

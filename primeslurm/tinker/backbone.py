@@ -25,6 +25,8 @@ from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.model_files import locate
 from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.tenant import ALPHA
+from primeslurm.recipe.sections.tenants import BATCH_TOKENS, LOGIT_TOKENS
 from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import LOSS_INPUTS, AdamParams, Config, Datum, LoraConfig, ModelLimits, RequestError
 from primeslurm.trainer.assembly.build import build
@@ -33,10 +35,6 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.optimizers.container import Optimizers
 from primeslurm.trainer.weights import model_directory, peft
 
-# Tinker's scale of adapters: a weight changes by ALPHA / rank times B A^T.
-ALPHA = 32.0
-# Tokens that one forward pass computes, including padding. A longer sequence is computed alone.
-BATCH_TOKENS = 8192
 # Adapters of a shared pass times their largest padded rank. This bounds the memory of the stacks, which are float32.
 STACKED_RANKS = 512
 # The rank of stacks is a multiple of this: grouped products on GPUs need it, and so do recipes.
@@ -105,6 +103,11 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def saved(path: Path) -> Adapter:
+    """Return the adapter that `Adapter.save` wrote, with a new optimizer."""
+    return Adapter.of({name: tensor for name, tensor in read(path).items() if not name.startswith(_OPTIMIZER)})
+
+
 @dataclass(frozen=True)
 class Pass:
     """A forward pass of an adapter over data. `backward` adds to the adapter's gradients.
@@ -146,7 +149,7 @@ class Backbone:
                 "name": "tinker",
                 "seq_len": self.limits.length,
                 "model": {"path": str(directory), "dtype": "float32" if world.device.type == "cpu" else "bfloat16"},
-                "trainer": {"lora": {"rank": _RANK_STEP, "alpha": ALPHA}, "memory": {"lm_head_chunk": 1024}},
+                "trainer": {"lora": {"rank": _RANK_STEP, "alpha": ALPHA}, "memory": {"lm_head_chunk": LOGIT_TOKENS}},
             }
         )
         self.policy = build(recipe, world)

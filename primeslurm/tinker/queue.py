@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -81,20 +81,28 @@ class Requests:
 
     def submit(self, request_id: str, action: Action | Shared, number: int = 0, order: InOrder | None = None) -> None:
         """Execute an action, in the order of its number. Nothing happens if the request is known."""
-        futures = self._sessions.setdefault(_session(request_id), {})
-        if request_id in futures:
+        if request_id in self._sessions.get(_session(request_id), {}):
             return
         future: Future[Result] = Future()
         item = (future, action)
         ready = order.add(number, item) if order else [item]
-        if len(futures) >= PER_SESSION:
-            futures.pop(next((name for name, each in futures.items() if each.done()), ""), None)
-        futures[request_id] = future
+        self._remember(request_id, future)
         with self._lock:
             for item in ready:
                 self._waiting.setdefault(request_id.rpartition(":")[0], deque()).append(item)
         for _ in ready:
             self._worker.submit(self._execute_next)
+
+    def start(self, request_id: str, begin: Callable[[], Future[Result]]) -> None:
+        """Begin work that needs neither the worker nor an order. Nothing happens if the request is known."""
+        if request_id not in self._sessions.get(_session(request_id), {}):
+            self._remember(request_id, begin())
+
+    def _remember(self, request_id: str, future: Future[Result]) -> None:
+        futures = self._sessions.setdefault(_session(request_id), {})
+        if len(futures) >= PER_SESSION:
+            futures.pop(next((name for name, each in futures.items() if each.done()), ""), None)
+        futures[request_id] = future
 
     def future(self, request_id: str) -> Future[Result]:
         """Return the future of a request. Raises RequestError with status 410 if it is unknown."""
@@ -116,7 +124,7 @@ class Requests:
             self._sessions.get(_session(oldest), {}).pop(oldest, None)
 
     def forget(self, session: str) -> None:
-        """Forget the requests of a session. Those that have not started never run."""
+        """Forget the requests of a session. Those that wait for the worker never run, and others are cancelled."""
         for future in self._sessions.pop(session, {}).values():
             future.cancel()
 
@@ -165,8 +173,20 @@ def _session(request_id: str) -> str:
 def _execute(future: Future[Result], action: Action) -> None:
     try:
         future.set_result(action())
-    except RequestError as error:
-        future.set_result({"error": str(error), "category": "user"})
     except Exception as error:  # the service answers, and serves other clients
-        log.exception("a request failed")
-        future.set_result({"error": f"{type(error).__name__}: {error}", "category": "server"})
+        future.set_result(_failure(error))
+
+
+async def settled(work: Awaitable[Result]) -> Result:
+    """Return the result of work. Its error is a result, too."""
+    try:
+        return await work
+    except Exception as error:
+        return _failure(error)
+
+
+def _failure(error: Exception) -> Result:
+    if isinstance(error, RequestError):
+        return {"error": str(error), "category": "user"}
+    log.error("a request failed", exc_info=error)
+    return {"error": f"{type(error).__name__}: {error}", "category": "server"}

@@ -104,6 +104,10 @@ def application(service: Service, users: Mapping[str, str], poll_s: float = POLL
             return Response(result, media_type="application/x-protobuf")
         return JSONResponse(result)
 
+    @app.get("/health")
+    async def agent_health() -> Answer:  # agents probe it
+        return {}
+
     app.include_router(public)
     app.include_router(api)
     return app

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from primeslurm.tinker.backbone import Backbone, read
 from primeslurm.tinker.requests import Datum, SamplingParams
@@ -25,7 +25,7 @@ class TrainerSampler:
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
         self._tokenizer = AutoTokenizer.from_pretrained(backbone.limits.model)
-        self._ends = _end_tokens(backbone)
+        self._ends = end_tokens(backbone.limits.model)
 
     def sample(
         self,
@@ -109,10 +109,10 @@ def choose(scores: torch.Tensor, params: SamplingParams, generator: torch.Genera
     return tokens.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)
 
 
-def _end_tokens(backbone: Backbone) -> frozenset[int]:
+def end_tokens(model: str) -> frozenset[int]:
+    """Return the tokens that end a sample of the model in this directory."""
     try:
-        config = GenerationConfig.from_pretrained(backbone.limits.model)
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # the model has no generation_config.json
-        config = GenerationConfig.from_model_config(backbone.config)
-    ends = config.eos_token_id
+        ends = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import uvicorn
 
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.tinker.store import FIRST_USER, TinkerStore
+from primeslurm.wire.transport import secret
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,17 @@ class TinkerServer:
     """API key of each user."""
     store: TinkerStore
     listener: socket.socket
+    engines: tuple[str, ...] = ()
+    """URLs of the engines that sample. None: the trainer's model samples."""
 
-    def serve(self, model: str, max_rank: int) -> None:
-        """Load the model, and answer requests until SIGINT or SIGTERM. Raises UsageError if it cannot be trained."""
+    def serve(self, model: str, max_rank: int, users: Mapping[str, str] | None = None) -> None:
+        """Load the model, and answer requests until SIGINT or SIGTERM. Raises UsageError if it cannot be trained.
+
+        `users` has the user of each key. Default: those of `keys`.
+        """
         # These import torch, for seconds.
         from primeslurm.tinker.backbone import Backbone
+        from primeslurm.tinker.engine_sampler import EngineSampler
         from primeslurm.tinker.routes import application
         from primeslurm.tinker.sampler import TrainerSampler
         from primeslurm.tinker.service import Service
@@ -40,9 +48,10 @@ class TinkerServer:
             backbone = Backbone(model, max_rank, world)
         except (OSError, ValueError) as error:
             raise UsageError([Violation("--model", model, str(error))]) from None
-        service = Service(self.store, backbone, TrainerSampler(backbone))
+        engines = EngineSampler(self.engines, backbone.limits) if self.engines else None
+        service = Service(self.store, backbone, TrainerSampler(backbone), engines=engines)
         config = uvicorn.Config(
-            application(service, {key: user for user, key in self.keys.items()}),
+            application(service, {key: user for user, key in self.keys.items()} if users is None else users),
             log_level="warning",
             lifespan="on",
             ws="none",
@@ -58,11 +67,18 @@ class TinkerServer:
             world.close()
 
 
-def prepare(host: str, port: int, data: Path, users: Sequence[str] = ()) -> TinkerServer:
-    """Open the data directory and the port. Raises UsageError if one of them cannot be used.
+def prepare(host: str, port: int, data: Path, users: Sequence[str] = (), engines: Sequence[str] = ()) -> TinkerServer:
+    """Open the data directory and the port. Raises UsageError if one of them, or `engines`, cannot be used.
 
     Only FIRST_USER and `users` can connect.
     """
+    wrong = [url for url in engines if not re.fullmatch(r"http://[^/?#\s]+:\d+/?", url)]
+    violations = [Violation("--engines", url, "is no URL such as http://gpu1:8000") for url in wrong]
+    if engines and not secret.is_there():
+        why = f"engines require the secret that they were started with; set {secret.VARIABLE}"
+        violations.append(Violation("--engines", ", ".join(engines), why))
+    if violations:
+        raise UsageError(violations)
     store = TinkerStore(data)
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -74,4 +90,4 @@ def prepare(host: str, port: int, data: Path, users: Sequence[str] = ()) -> Tink
         host = socket.gethostname()
     name = f"[{host}]" if ":" in host else host
     keys = {user: store.key(user) for user in (FIRST_USER, *users)}
-    return TinkerServer(f"http://{name}:{number}", keys, store, listener)
+    return TinkerServer(f"http://{name}:{number}", keys, store, listener, tuple(engines))

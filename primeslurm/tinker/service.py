@@ -13,18 +13,20 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Body, Request
 from safetensors import SafetensorError
 
 from primeslurm.tinker import requests
-from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit
-from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail
+from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit, saved
+from primeslurm.tinker.engine_sampler import EngineSampler
+from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail, settled
 from primeslurm.tinker.requests import (
     CreateModel,
     CreateSession,
@@ -80,23 +82,31 @@ class Service:
         backbone: Backbone,
         sampler: TrainerSampler,
         clock: Callable[[], float] = time.monotonic,
+        engines: EngineSampler | None = None,
     ) -> None:
+        """Serve the runs in `store`. Samples come from `engines`, or from `sampler` if there are none."""
         self.store, self._backbone, self._sampler, self._clock = store, backbone, sampler, clock
+        self._engines = engines
         self.limits = backbone.limits
         self._worker = ThreadPoolExecutor(1, "tinker-model")
         self.requests = Requests(self._worker, sharing=self)
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, str | None] = {}
         """Checkpoint of each sampling session. None: the base model."""
+        self._adapters: dict[str, Future[str]] = {}
+        """Name of each sampling session's adapter in requests to engines. The session keeps it while it lives."""
         self._heartbeats: dict[str, float] = {}
         """Time of the last heartbeat of each live session."""
         self._owners: dict[str, str] = {}
         """User of each session that was named in a request."""
         store.remove_checkpoints(EPHEMERAL)
+        store.remove_adapters()
 
     def close(self) -> None:
         """End the service, after the batch or token that is being computed."""
         self._heartbeats.clear()
+        if self._engines:
+            self._engines.close()
         self._worker.shutdown(cancel_futures=True)
         self.store.close()
 
@@ -145,9 +155,11 @@ class Service:
         prefix = f"{session}:"
         self._runs = {name: run for name, run in self._runs.items() if not name.startswith(prefix)}
         self._samplers = {name: path for name, path in self._samplers.items() if not name.startswith(prefix)}
+        self._adapters = {name: adapter for name, adapter in self._adapters.items() if not name.startswith(prefix)}
         self.requests.forget(session)
         # After the actions of the session, which may add files.
         self._worker.submit(self.store.remove_checkpoints, EPHEMERAL + prefix)
+        self._worker.submit(self.store.remove_adapters, session)
         return {}
 
     async def create_model(self, request: CreateModel) -> Answer:
@@ -225,6 +237,9 @@ class Service:
 
         def save() -> Result:
             self._save(run, path, SAMPLER, request.model_copy(update={"overwrite": True}))
+            if self._engines:
+                self._adapters[session] = adapter = Future[str]()
+                adapter.set_result(self._export(session, self.store.file(path)))
             return {"sampling_session_id": session}
 
         return self._submit(run, request.seq_id, save)
@@ -288,11 +303,23 @@ class Service:
     async def create_sampling_session(self, request: SamplingSession) -> Answer:
         self._check_session(request.session_id)
         requests.check_base_model(request.base_model or self.limits.model, self.limits)
-        if request.model_path is not None:
-            self._checkpoint(request.model_path, request.session_id)
+        checkpoint = request.model_path and self._checkpoint(request.model_path, request.session_id)
         session = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        if self._engines and checkpoint and session not in self._adapters:
+            self._adapters[session] = self._worker.submit(self._export, session, checkpoint.file)
         self._samplers[session] = request.model_path
         return {"sampling_session_id": session}
+
+    def _export(self, session: str, file: Path) -> str:
+        """Write the adapter in a file for engines. Return its name."""
+        self._check_live(session.partition(":")[0])
+        try:
+            name, directory = self.store.new_adapter(session)
+            self._backbone.export(saved(file), directory)
+        except (OSError, SafetensorError) as error:
+            why = f"cannot be written for engines: {error}. Free space in the service's data directory, then save again"
+            raise RequestError("sampling_session_id", session, why) from None
+        return name
 
     async def sampler(self, session: str) -> Answer:
         return {"sampler_id": session, "base_model": self.limits.model, "model_path": self._sampler_path(session)}
@@ -303,6 +330,20 @@ class Service:
         requests.check_tokens("prompt", prompt, self.limits, params.max_tokens or 1)
         scored = (request.prompt_logprobs_last_n or len(prompt)) if request.prompt_logprobs else 0
 
+        request_id = f"{request.sampling_session_id}:{request.seq_id}"
+        ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
+        if (engines := self._engines) is not None:
+            adapter = self._adapters.get(request.sampling_session_id)
+
+            async def ask_engines() -> Result:
+                name: str | None = None
+                if adapter:
+                    name = await asyncio.shield(asyncio.wrap_future(adapter))
+                return sample_output(*await engines.sample(name, prompt, params, request.num_samples, scored))
+
+            self.requests.start(request_id, lambda: engines.start(settled(ask_engines())))
+            return {"request_id": request_id, "sample_sequence_ids": ids}
+
         def sample() -> Result:
             if path and not self.store.has_checkpoint(path):
                 raise RequestError("path", path, "there is no such checkpoint")
@@ -310,9 +351,7 @@ class Service:
             check = partial(self._check_live, request.sampling_session_id.partition(":")[0])
             return sample_output(*self._sampler.sample(weights, prompt, params, request.num_samples, scored, check))
 
-        request_id = f"{request.sampling_session_id}:{request.seq_id}"
         self.requests.submit(request_id, sample)
-        ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     def refuse(self, model_id: object, number: object, error: RequestError) -> None:

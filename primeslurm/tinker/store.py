@@ -22,7 +22,8 @@ TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 # Names that clients give to kinds of checkpoints
 KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 # Checkpoints that only one sampling session uses. They are removed with their session, and are in no list.
-EPHEMERAL = f"{SCHEME}sampling/"
+_SAMPLING = "sampling"
+EPHEMERAL = f"{SCHEME}{_SAMPLING}/"
 # The user of the first key.
 FIRST_USER = "default"
 _TABLES = (
@@ -178,6 +179,28 @@ class TinkerStore:
         """Return the file of a checkpoint, or its directory if it is external, whether or not there is one."""
         name = path.removeprefix(SCHEME)
         return self._directory / "checkpoints" / (name if f"/{EXTERNAL}/" in name else f"{name}.safetensors")
+
+    @property
+    def adapters(self) -> Path:
+        """Directory of adapters for engines: those of sampling sessions, and external checkpoints.
+
+        The name of an external checkpoint's adapter is its path without SCHEME.
+        """
+        return self._directory / "checkpoints"
+
+    def new_adapter(self, session: str) -> tuple[str, Path]:
+        """Return an unused name for the adapter of a sampling session, and its directory."""
+        client, _, rest = session.partition(":")
+        # Engines keep the weights of a name, so none is used twice.
+        name = f"{_SAMPLING}/{client}/{rest}-{secrets.token_hex(4)}"
+        return name, self.adapters / name
+
+    def remove_adapters(self, session: str | None = None) -> None:
+        """Remove the adapters of a client's sampling sessions. None: those of all clients."""
+        clients = files.listing(self.adapters / _SAMPLING) if session is None else [self.adapters / _SAMPLING / session]
+        for directory in clients:
+            if files.is_dir(directory):
+                files.remove_tree(directory)
 
     def add_checkpoint(self, path: str, run: str, ttl: int | None = None, metadata: Metadata = None) -> None:
         """Record a checkpoint whose file is on disk. It expires after `ttl` seconds (None: never)."""

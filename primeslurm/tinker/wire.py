@@ -115,6 +115,15 @@ class PassRequest:
         return data
 
 
+def encode_datum(message: Any, datum: Datum) -> None:
+    """Fill in a message `Datum`."""
+    message.model_input.add().encoded_text.tokens = datum.tokens.astype(np.int32).tobytes()
+    for name, array in datum.inputs.items():
+        value = message.loss_fn_inputs.add(key=name).value
+        value.dense, value.dtype = array.tobytes(), _INT64 if array.dtype == np.int64 else _FLOAT32
+        value.shape.extend(array.shape)
+
+
 def _datum(where: str, message: Any, longest: int) -> Datum:
     if not all(chunk.HasField("encoded_text") for chunk in message.model_input):
         raise RequestError(f"{where}.model_input", "", "has a chunk that is no text; this service trains on text only")

@@ -28,9 +28,11 @@ KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_s
 
 
 def for_emulation(recipe: Recipe) -> Recipe:
-    """Return the recipe of an emulated run. Raises UsageError if the task or the teacher has no stand-in."""
+    """Return the recipe of an emulated run. Raises UsageError if a part of it has no stand-in."""
     if recipe.task != "rl":
         raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "leave out --emulate")])
+    if recipe.tenant is not None:
+        raise UsageError([Violation("tenant", "", "a deployment has no stand-in", "leave out --emulate")])
     if isinstance(recipe.teacher, ServedTeacher):
         why = "has no stand-in, because it would score made-up tokens"
         raise UsageError([Violation("teacher.type", recipe.teacher.type, why, "nearest: engines")])

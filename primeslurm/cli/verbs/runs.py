@@ -73,6 +73,8 @@ def cancel(
         if trained > saved and not now:
             note(f"the trainer ended before it wrote a last checkpoint: it had trained step {trained}")
         start = f"from step {saved}" if saved else "from the beginning"
+        if selected.plan().task == "tenants":
+            start = "all tenants from their checkpoints"
         note(f"{selected.name} is cancelled; continue {start} with: primeslurm resume {selected.name}")
     else:
         note(f"{selected.name} is {phase}: nothing to cancel")

@@ -11,6 +11,7 @@ from primeslurm.base.paths import expanded
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
 from primeslurm.cli.output import note
 from primeslurm.tinker.server import prepare
+from primeslurm.wire.names import ADAPTERS
 
 app = typer.Typer(cls=HelpingGroup, help="Serve the Tinker API on this machine.", add_completion=False)
 
@@ -43,21 +44,33 @@ def serve_command(
             metavar="NAME",
         ),
     ] = None,
+    engines: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Sample with this vLLM engine of the same model, or its router (repeatable). "
+            "PRIMESLURM_SECRET must be the engines' secret.",
+            metavar="URL",
+        ),
+    ] = None,
 ) -> None:
     """Train LoRA adapters of one model, and sample from them, for clients of the Tinker API.
 
     The service runs on one GPU, or on the CPU if there is none, without Slurm. It prints the address and the key that
-    clients need. Sampling uses the trainer's model without a KV cache, so it is exact, and slow for long sequences.
+    clients need. Without --engines, sampling uses the trainer's model without a KV cache, so it is exact, and slow for
+    long sequences.
     Ctrl-C or SIGTERM ends the service with exit code 0; checkpoints and keys stay in the data directory.
 
     Examples:
         primeslurm tinker serve --model /models/SmolLM2-135M-Instruct
         primeslurm tinker serve --model /models/Qwen3-8B --host gpu1 --port 9000 --data /shared/tinker
+        primeslurm tinker serve --model /models/Qwen3-8B --data /shared/tinker --engines http://gpu2:8000
     """
-    server = prepare(host, port, expanded(data).absolute(), user or ())
+    server = prepare(host, port, expanded(data).absolute(), user or (), engines or ())
     typer.echo(f"export TINKER_BASE_URL={server.url}")
     for name, key in server.keys.items():
         typer.echo(f"export TINKER_API_KEY={key}" + (f"  # {name}" if user else ""))
+    if engines:
+        note(f"Start engines with {ADAPTERS}={server.store.adapters}, --enable-lora and --max-lora-rank {max_rank}.")
     note(f"Loading {model}. Clients that connect now wait. Ctrl-C ends the service.")
     server.serve(model, max_rank)
 

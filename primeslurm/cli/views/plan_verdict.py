@@ -21,7 +21,14 @@ TIGHT = 0.9
 # Width of the labels before lines, and of the names of roles.
 LABELS = 10
 # Roles of processes that compute, and the names of their rows.
-ROLES = {"trainer": "train", "engine": "inference", "prefill": "prefill", "decode": "decode", "teacher": "teacher"}
+ROLES = {
+    "trainer": "train",
+    "tinker": "train",
+    "engine": "inference",
+    "prefill": "prefill",
+    "decode": "decode",
+    "teacher": "teacher",
+}
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,10 @@ def view(status: RunStatus) -> Group:
     """Return the status of a run as text for a terminal."""
     parts: list[RenderableType] = [_head(status), *_silence(status)]
     parts += [Text(EMULATED, style="yellow")] if status.emulated else []
-    parts.append(_numbers(status))
+    if status.task == "tenants":
+        parts.append(Text(f"tenants: primeslurm tenant list {status.directory}", style="dim"))
+    else:
+        parts.append(_numbers(status))
     parts += _hindrances(status)
     if queue := _queue(status):
         parts.append(queue)
@@ -101,6 +104,8 @@ def _head(status: RunStatus) -> RenderableType:
     job = f"job {status.job_id}" if status.job_id else "no job"
     reason = status.reason.removeprefix(f"{status.phase}: ")
     table.add_row(Text(status.run, style="bold"), phase_of(status), f"attempt {status.attempt}", job, reason)
+    if status.task == "tenants":  # each tenant has its own steps
+        return table
     step = status.metrics.get("step", status.step or 0)
     committed = status.committed_step if status.committed_step is not None else "-"
     times = [f"elapsed {duration(status.elapsed_s)}"] if status.elapsed_s is not None else []

@@ -57,12 +57,9 @@ class AdapterTransferEngine(WeightTransferEngine):
         reader._adapter_manager = manager
         try:
             self._read = reader._load_adapter(LoRARequest(ADAPTER, _NUMBER, str(directory)))
+            check_layers(manager, self._read)
         except ValueError as error:
             raise PolicyError(f"{directory}: {error}") from error
-        # vLLM ignores what it finds no layer for, and would sample from another policy.
-        layers = {*manager.modules, *(name for names in manager.packed_modules.values() for name in names)}
-        if unknown := set(self._read.loras) - layers:
-            raise PolicyError(f"{directory}: the engine has no layer for {len(unknown)} parts: {first_three(unknown)}")
 
     def finish_weight_update(self) -> None:
         """Activate the adapter that was read."""
@@ -77,6 +74,15 @@ class AdapterTransferEngine(WeightTransferEngine):
 
     def shutdown(self) -> None:
         """Do nothing, because no resource outlives an update."""
+
+
+def check_layers(manager: Any, adapter: LoRAModel) -> None:
+    """Raise ValueError if the engine lacks a layer of an adapter that was read."""
+    # vLLM ignores what it finds no layer for, and would sample from another policy.
+    layers = {*manager.modules, *(name for names in manager.packed_modules.values() for name in names)}
+    # `base_layer` stands for gate and up of stacked experts.
+    if unknown := {name.removesuffix(".base_layer") for name in adapter.loras} - layers:
+        raise ValueError(f"the engine has no layer for {len(unknown)} parts: {first_three(unknown)}")
 
 
 def use() -> None:

@@ -288,6 +288,7 @@ class NodeAgent:
             if not self._asked_to_checkpoint:
                 self._asked_to_checkpoint = True
                 processes.send("trainer", signal.SIGUSR1)
+                processes.send("tenant-host", signal.SIGUSR1)
             return
         if self._termed_at is None:
             self._termed_at = now

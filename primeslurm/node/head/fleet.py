@@ -53,7 +53,7 @@ VERDICT_S = 5.0
 # Lost nodes that the reason of an ending names.
 _NAMED_LOSSES = 4
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
-_REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
+_REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher", "tinker")
 
 
 @dataclass(frozen=True)

@@ -358,9 +358,14 @@ class Head(threading.Thread):
             return True
         # A failure that would repeat itself ends at once if it loses nothing.
         is_cancelled = self.ending.outcome is Outcome.CANCELLED
-        if (is_cancelled and self._cancelled_now()) or ((is_cancelled or self.ending.final) and self._all_saved()):
+        if is_cancelled and self._cancelled_now():
             return True
-        checkpointing = self._all_run("trainer") and self._all_run("orchestrator", none=True)
+        if self.plan.task == "tenants":
+            checkpointing = self._all_run("tenant-host")
+        elif (is_cancelled or self.ending.final) and self._all_saved():
+            return True
+        else:
+            checkpointing = self._all_run("trainer") and self._all_run("orchestrator", none=True)
         return not checkpointing or now - self._ending_at > self._grace_s
 
     def _cancelled_now(self) -> bool:

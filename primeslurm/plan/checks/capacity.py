@@ -227,7 +227,8 @@ def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> lis
     for request in requests:
         if nodes is None and request.role == "control" and workers > request.kind.cpus:
             text = f"{workers} environment workers share the {request.kind.cpus} CPU cores of the head node"
-            fix = "set deployment.environments to give them their own nodes"
+            own_nodes = "set deployment.environments to give them their own nodes"
+            fix = own_nodes if recipe.tenant is None else "use fewer workers"
             findings.append(Finding(level="warning", field="environments", text=text, fix=fix))
         elif nodes is not None and request.role == "environments":
             findings += [*_fullest_node(recipe, nodes, request, workers), *_spread(recipe, nodes, workers)]

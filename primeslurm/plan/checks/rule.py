@@ -27,11 +27,11 @@ class RuleContext:
 
     @property
     def trains(self) -> bool:
-        return self.recipe.task in ("rl", "sft")
+        return self.recipe.task in ("rl", "sft") and self.recipe.tenant is None
 
     @property
     def serves(self) -> bool:
-        return self.recipe.task != "sft"
+        return self.recipe.task != "sft" and self.recipe.tenant is None
 
     @property
     def disaggregated(self) -> bool:

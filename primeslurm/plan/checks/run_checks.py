@@ -35,6 +35,8 @@ def check_run(
         findings.append(model.absent)
     of_teacher, memory = teacher_findings(recipe, site, requests, teacher)
     findings += of_teacher + environment_capacity(recipe, requests)
+    if recipe.tenant is not None:  # the deployment has the memory that would be estimated
+        return findings, None
     if model.shape is None:
         return findings + _no_estimate(recipe, site, model), None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
@@ -51,7 +53,7 @@ def check_plan(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
     """Return advice on a recipe that can run but may not run well."""
     findings: list[Finding] = []
     orchestrator = recipe.orchestrator
-    if recipe.task == "rl":
+    if recipe.task == "rl" and recipe.tenant is None:
         per_engine = recipe.max_inflight / max(plan.totals.engines, 1)
         router = recipe.inference.router
         hashed = router.type == "vllm-router" and router.policy == "consistent_hash"

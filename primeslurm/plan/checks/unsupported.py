@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from primeslurm.models import GENERIC, capabilities, model_types
 from primeslurm.models.shape import ModelShape
+from primeslurm.plan.lora_engines import untested_model
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
@@ -47,6 +48,8 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
     if recipe.task in ("serve", "eval"):
         return []
     findings = _router_problems(recipe)
+    if recipe.task == "tenants" and shape is not None and (text := untested_model(recipe, shape)):
+        findings.append(Finding(level="error", field="model.path", value=recipe.model.path, text=text))
     if model_type is not None:
         findings += _missing_capabilities(recipe, model_type) + _vlm_problems(recipe, model_type, shape)
     if shape is not None and (text := _quantised_checkpoint(recipe, shape)):

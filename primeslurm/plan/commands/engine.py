@@ -17,7 +17,8 @@ from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 from primeslurm.recipe.sections.speculation import Speculation
-from primeslurm.wire.names import ADAPTER_BACKEND, SERVED_MODEL
+from primeslurm.recipe.sections.tenants import Tenants
+from primeslurm.wire.names import ADAPTER_BACKEND, ADAPTERS, SERVED_MODEL
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
@@ -39,6 +40,8 @@ QUANTIZATION = {"fp8": "fp8_per_block"}
 UNQUANTISED = ("*.in_proj_a", "*.in_proj_b", "*.gate")
 # vLLM's name of the backend for a weight transport of the recipe (registered by inference.plugin)
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
+# Directory of the adapters that a deployment's Tinker service exports. Requests name them by their path below it.
+EXPORTS = "${run_dir}/tinker/checkpoints"
 # Ranks that vLLM accepts as the largest one of an engine
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -130,6 +133,8 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
         options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[transport]}
     if recipe.sends_adapter:
         options |= _adapter_options(recipe)
+    if recipe.tenants is not None:
+        options |= _tenant_adapter_options(recipe.tenants)
     options["middleware"] = GATE if recipe.samples else CORE_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
@@ -207,6 +212,14 @@ def _adapter_options(recipe: Recipe) -> dict[str, object]:
     }
 
 
+def _tenant_adapter_options(tenants: Tenants) -> dict[str, object]:
+    return {
+        "enable_lora": True,
+        "max_loras": tenants.engine_adapters,
+        "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= tenants.max_rank),
+    }
+
+
 def _speculative_config(speculation: Speculation) -> dict[str, object]:
     values: dict[str, object] = speculation.model_dump(exclude_none=True)
     values["num_speculative_tokens"] = values.pop("num_tokens")
@@ -267,8 +280,10 @@ def _engine_env(
         env |= COMPILED_CODE
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
-    if recipe.sends_adapter:
+    if recipe.sends_adapter or recipe.tenants is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise requests cannot name the adapter
+    if recipe.tenants is not None:
+        env[ADAPTERS] = EXPORTS
     if recipe.inference.batch_invariant:
         env["VLLM_BATCH_INVARIANT"] = "1"
     if recipe.samples and recipe.trainer.fp8:

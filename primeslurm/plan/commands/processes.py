@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, RENDEZVOUS_PORT, Command
+from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, RENDEZVOUS_PORT, Command, url_of
 from primeslurm.plan.gpus import ALLOC_CONF, EXPANDABLE
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 RECIPE = "${run_dir}/recipe.resolved.json"
+# Only router and engine of a tenant's run
+GATEWAY = "gateway"
 _OF_RUN = ("--recipe", RECIPE, "--run-dir", "${run_dir}", "--attempt", "${attempt}")
 WORKER = "primeslurm.orchestrator.worker.main"
+# Names of the two processes of a deployment that tenants share
+TINKER, TENANT_HOST = "tinker", "tenant-host"
 PRELOADED = "primeslurm.orchestrator.worker.preload"
 # Rollouts are received into memory with pages of 2 MiB, if the kernel offers them on request. With pages of 4 KiB, half
 # of the time goes into allocating and freeing them. glibc before 2.35 and other C libraries ignore this.
@@ -26,6 +30,18 @@ def orchestrator_command(engines: list[str], routers: list[str], teachers: list[
     if teachers:
         argv += ("--teachers", ",".join(teachers))
     return Command(argv=argv, env=HUGE_PAGES, ports=("wire", "envs"))
+
+
+def gateway_command() -> Command:
+    """Return the command of the process that passes a tenant's requests on to the deployment's engines."""
+    argv = ("${python}", "-m", "primeslurm.tenants.gateway", "--recipe", RECIPE, "--host", "${host}")
+    return Command(argv=(*argv, "--port", "${port:http}"), env={}, ports=("http",))
+
+
+def tenant_trainer_command() -> Command:
+    """Return the command of the process that trains a tenant's adapter in the deployment's Tinker service."""
+    argv = ("${python}", "-m", "primeslurm.tenants.trainer", *_OF_RUN, "--orchestrator")
+    return Command(argv=(*argv, "tcp://${addr:orchestrator:wire}"), env={}, ports=())
 
 
 def environment_command(label: str, worker: int, scratch: str | None = None) -> Command:
@@ -78,3 +94,23 @@ def trainer_command(
         copies = (f"{recipe.checkpoint.local.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-checkpoint-${{key}}",)
         env[LOCAL_CHECKPOINTS] = copies[0]
     return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else (), scratch=copies)
+
+
+def tinker_command(recipe: Recipe, device: str, router: str) -> Command:
+    """Return the command of a deployment's Tinker service, whose clients sample through a router."""
+    assert recipe.tenants is not None
+    argv = (
+        *("${python}", "-m", "primeslurm.tinker", "--model", recipe.model.path, "--run-dir", "${run_dir}"),
+        *("--host", "${host}", "--port", "${port:http}", "--max-rank", str(recipe.tenants.max_rank)),
+        *("--engines", url_of(router)),
+    )
+    return Command(argv=argv, env=COMPILED_CODE if device == "cuda" else {}, ports=("http",))
+
+
+def tenant_host_command(router: str) -> Command:
+    """Return the command of the process that runs the tenants of a deployment."""
+    argv = (
+        *("${python}", "-m", "primeslurm.api.tenants.host_process", "--run-dir", "${run_dir}"),
+        *("--service", url_of(TINKER), "--router", url_of(router)),
+    )
+    return Command(argv=argv, env={}, ports=())

@@ -44,6 +44,7 @@ from primeslurm.recipe.fields.types import minutes
 from primeslurm.recipe.sections.kv_offload import NativeOffload
 from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
+from primeslurm.recipe.sections.tenants import BATCH_TOKENS, LOGIT_TOKENS
 from primeslurm.recipe.sections.trainer import ENGINE_CONTEXT_BYTES
 
 # Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)
@@ -95,11 +96,19 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
         batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
         cuda_graphs=not inference.enforce_eager,
         all2all=settings.all2all,
-        adapter_bytes=element * _adapter_parameters(recipe, shape) if recipe.sends_adapter else 0,
+        adapter_bytes=element * _engine_adapter_parameters(recipe, shape),
     )
 
 
+def _engine_adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    if recipe.tenants is not None:
+        return lora_parameters(shape, recipe.tenants.max_rank, None) * recipe.tenants.engine_adapters
+    return _adapter_parameters(recipe, shape) if recipe.sends_adapter else 0
+
+
 def _adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    if recipe.tenants is not None:
+        return lora_parameters(shape, recipe.tenants.max_rank, None) * recipe.tenants.max_tenants
     lora = recipe.trainer.lora
     return lora_parameters(shape, lora.rank, lora.targets) if lora else 0
 
@@ -111,15 +120,18 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
     # Copies of all weights replace FSDP.
     copied = gpus == 1 and not trainer.memory.optimizer_offload
     copied &= count(shape).total * dtype_bytes <= ONE_RANK_COPY_BYTES
+    tokens, logits = trainer.rows_at_once(recipe.seq_len) * recipe.seq_len // p.cp, trainer.memory.lm_head_chunk
+    if recipe.tenants is not None:
+        tokens, logits = max(BATCH_TOKENS, recipe.seq_len), LOGIT_TOKENS
     return TrainerLayout(
         shard=gpus // p.dp_replicate,
         ep=p.ep,
-        tokens=trainer.rows_at_once(recipe.seq_len) * recipe.seq_len // p.cp,
+        tokens=tokens,
         checkpointing=p.activation_checkpointing,
         optimizer_offload=trainer.memory.optimizer_offload,
         activation_offload=trainer.memory.activation_offload,
         keeps_selection=trainer.memory.keep_dsa_indices,
-        logit_tokens=trainer.memory.lm_head_chunk,
+        logit_tokens=logits,
         lora_parameters=_adapter_parameters(recipe, shape),
         dtype_bytes=dtype_bytes,
         state_bytes=STATE_BYTES[trainer.optimizer.type],
@@ -207,7 +219,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         Quantity(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="from the model's shape")
     ]
     train = next((request for request in requests if request.role == "train"), None)
-    if train:
+    if train and recipe.task != "tenants":
         quantities += _training(recipe, site, train, cpus_per_gpu(recipe, requests), shape)
     if recipe.task == "rl" and train:
         quantities += _update(recipe, site, train, requests, shape)

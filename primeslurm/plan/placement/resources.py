@@ -163,12 +163,16 @@ def _role_requests(recipe: Recipe) -> list[_RoleRequest]:
     gpus = deployment.train.gpus_per_node
     if recipe.colocated and gpus is None and not isinstance(inference, Disaggregated):
         gpus = inference.gpus_per_node
+    if recipe.task == "tenants":
+        gpus = 1  # the Tinker service has one rank
     train = _RoleRequest("train", "deployment.train", deployment.train.nodes, gpus)
     if recipe.task == "sft":
         return [train]
     # In a single allocation the control processes share the first trainer node.
     control = [_RoleRequest("control", "deployment", 1, 0)] if deployment.layout == "het" else []
-    first = {"rl": [*control, train], "eval": control}.get(recipe.task, [])
+    if recipe.tenant is not None:
+        return control  # the deployment has the others
+    first = {"rl": [*control, train], "tenants": [*control, train], "eval": control}.get(recipe.task, [])
     teacher, environments = _teacher_request(recipe), _environments_request(recipe)
     where, replicas = "deployment.inference", inference.num_replicas
     if isinstance(inference, Disaggregated):

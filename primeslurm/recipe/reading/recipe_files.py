@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -64,11 +64,18 @@ class Draft(Generic[M]):
         return valid_variants(self.model, self.data, all_faults, self.rules) if self.data else []
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Draft[Recipe]:
+def read_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    name: str | None = None,
+    complete: Callable[[dict[str, Any]], list[InputFault]] = lambda _: [],
+) -> Draft[Recipe]:
     """Read a recipe, merge it into the recipe that it extends, apply overrides, and validate it.
 
     Args:
         overrides: texts of the form `a.b=value`, where the value is YAML.
+        name: name of the run, in place of the name in the recipe.
+        complete: adds sections that the file may not have to the data, and returns faults.
     """
     repeated: list[InputFault] = []
     try:
@@ -78,7 +85,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = No
     data, input_faults = _apply_overrides(data, overrides)
     if name is not None:
         data["name"] = name
-    input_faults = [*repeated, *input_faults]
+    input_faults = [*repeated, *input_faults, *complete(data)]
     return _draft(Recipe, data, str(path), lambda recipe: string_problems(recipe) + violations(recipe), input_faults)
 
 

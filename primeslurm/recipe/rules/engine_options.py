@@ -94,6 +94,9 @@ IN_RL: dict[str, str] = {
     **dict.fromkeys(("hf_overrides", "hf_config_path"), _CHECKPOINT),
 }
 """Options of engines that must not be set with `task: rl`, and why."""
+_TENANTS = "tenants.max_tenants and tenants.max_rank set it"
+IN_TENANTS = dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_modules"), _TENANTS)
+"""Options of engines that must not be set with `task: tenants`, and why."""
 _EVENTS = "with inference.router.policy: kv_aware, the router must know it"
 WITH_KV_EVENTS = dict.fromkeys(("block_size", "kv_events_config"), _EVENTS)
 """Options of engines whose KV events a router reads, and why no recipe may set them."""
@@ -153,7 +156,7 @@ def argument(name: str, value: object) -> object:
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Return everything in `vllm_extra` that vLLM would refuse or ignore, or that contradicts the plan."""
-    refused, extras = PLANNED | (IN_RL if recipe.task == "rl" else {}), list[_Extra]()
+    refused, extras = PLANNED | {"rl": IN_RL, "tenants": IN_TENANTS}.get(recipe.task, {}), list[_Extra]()
     inference = recipe.inference
     if inference.reads_kv_events:
         refused |= WITH_KV_EVENTS

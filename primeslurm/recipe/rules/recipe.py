@@ -5,7 +5,16 @@ from __future__ import annotations
 from primeslurm.base.errors import Violation
 from primeslurm.models.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
 from primeslurm.recipe.recipe import Recipe
-from primeslurm.recipe.rules import engine_options, environments, evaluation, sampling, sandboxes, speculation
+from primeslurm.recipe.rules import (
+    engine_options,
+    environments,
+    evaluation,
+    sampling,
+    sandboxes,
+    speculation,
+    tenant,
+    tenants,
+)
 from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Orchestrator
@@ -19,11 +28,14 @@ _ADD_TEACHER = "add `teacher: {type: engines, path: ...}`"
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Return everything in the recipe that contradicts another part of the recipe."""
-    of_task = {"rl": _rl, "sft": _sft, "serve": _serve}.get(recipe.task)
+    of_task = {"rl": _rl, "sft": _sft, "serve": _serve, "tenants": tenants.violations}.get(recipe.task)
     problems = of_task(recipe) if of_task else []
     problems += _colocated(recipe) + _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
     problems += _component_options(recipe) + evaluation.violations(recipe) + engine_options.violations(recipe)
     problems += sandboxes.tunnel_violations(_environments_by_field(recipe)) + speculation.violations(recipe)
+    if recipe.tenants is not None and recipe.task != "tenants":
+        problems.append(Violation("tenants", "", f"task {recipe.task} has no tenants", "use task: tenants"))
+    problems += tenant.violations(recipe)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         problems.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def apply() -> None:
     _add_variable_collectives()
     _fork_processes()
     _expand_sampling_parameters()
+    _apply_adapters_by_row()
     kv_offload.apply()
     routed_experts.apply()
     _slow_down_nixl_polls()
@@ -48,6 +50,47 @@ def _repack_experts_after_update() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
+
+
+def _apply_adapters_by_row() -> None:
+    """Leave rows without an adapter unchanged, and multiply the rows of an adapter together.
+
+    vLLM's CPU code takes the last slot's adapter for rows of the base model (index -1), and copies an adapter per row.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    expect(PunicaWrapperCPU, "_apply_shrink", ("y", "x", "w_t_all", "scale"))
+    expect(PunicaWrapperCPU, "_apply_expand", ("y", "x", "w_t_all", "y_offset", "y_slice_size", "add_inputs"))
+
+    def products(self: Any, x: torch.Tensor, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        indices = self.token_lora_indices
+        for index in indices.unique().tolist():
+            if index >= 0:
+                rows = (indices == index).nonzero()[:, 0]
+                yield rows, x[rows] @ weights[index].flatten(0, -2).to(x.dtype).T
+
+    def _apply_shrink(self: Any, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
+        flat = y.view(-1, y.shape[-1]).zero_()
+        for rows, product in products(self, x, w_t_all):
+            flat[rows, : product.shape[1]] = (product * scale).to(y.dtype)
+
+    def _apply_expand(
+        self: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        w_t_all: torch.Tensor,
+        y_offset: int,
+        y_slice_size: int,
+        add_inputs: bool = True,
+    ) -> None:
+        part = y[:, y_offset : y_offset + y_slice_size]
+        if not add_inputs:
+            part.zero_()
+        for rows, product in products(self, x, w_t_all):
+            part[rows] += product.to(y.dtype)
+
+    PunicaWrapperCPU._apply_shrink = _apply_shrink
+    PunicaWrapperCPU._apply_expand = _apply_expand
 
 
 def _map_experts_under_expert_parallelism() -> None:

@@ -16,7 +16,7 @@ from primeslurm.tinker.routes import application
 from primeslurm.tinker.sampler import TrainerSampler
 from primeslurm.tinker.service import Service
 from primeslurm.tinker.store import FIRST_USER, TinkerStore
-from primeslurm.tinker.wire import MESSAGES
+from primeslurm.tinker.wire import MESSAGES, encode_datum
 from primeslurm.trainer.distributed.world import World
 
 RANK = 16
@@ -105,12 +105,7 @@ class Api:
 def encode(run: str, seq: int, data: list[Datum], loss: str = "cross_entropy", forward_only: bool = False) -> bytes:
     message = MESSAGES["ForwardBackwardRequest"](model_id=run, seq_id=seq, loss_fn=loss, forward_only=forward_only)
     for datum in data:
-        added = message.data.add()
-        added.model_input.add().encoded_text.tokens = datum.tokens.tobytes()
-        for name, array in datum.inputs.items():
-            value = added.loss_fn_inputs.add(key=name).value
-            value.dense, value.dtype = array.tobytes(), 2 if array.dtype == np.int64 else 1
-            value.shape.extend(array.shape)
+        encode_datum(message.data.add(), datum)
     encoded: bytes = message.SerializeToString()
     return encoded
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss
-from primeslurm.tinker.backbone import ALPHA, Adapter, Backbone, Pass, _scale, fit
+from primeslurm.recipe.sections.tenant import ALPHA
+from primeslurm.tinker.backbone import Adapter, Backbone, Pass, _scale, fit
 from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import AdamParams, Config, Datum, LoraConfig, RequestError
 from primeslurm.trainer.assembly.build import build

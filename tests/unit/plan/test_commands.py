@@ -180,6 +180,7 @@ def test_tensor_parallel_engine_on_cpu_has_worker_processes() -> None:
 def test_recipes_cannot_replace_an_option_that_the_plan_sets(path: Path) -> None:
     free = {"compilation_config", "disable_uvicorn_access_log", *(default.name for default in OPTIONS)}
     fixed = {*engine_options.PLANNED, *engine_options.RECIPE_FIELDS, *engine_options.ROLE_FIELDS, *free}
+    fixed |= {*engine_options.IN_TENANTS}
     it, roles = read_recipe(path, []).valid_value(), get_args(EngineRole)
     dp = DataParallel(size=2, rank=1, head="engine-0")
     argv = [word for role in roles for word in engine_command(it, "cuda", role, "python", dp).argv[3:]]

@@ -82,6 +82,11 @@ def test_string_of_a_recipe_is_refused_or_arrives_unchanged(
     data = merge(merge(recipe_data(), data), {"name": "test-run", "model": {"path": "/models/tiny"}})
     if "teacher" in data:
         data = merge(data, {"orchestrator": {"advantages": "opd"}})  # a teacher needs a use
+    if data.pop("tenant", None):
+        del data["deployment"]
+        data = merge(
+            data, {"trainer": {"lora": {}}, "tenant": {"service": "http://x1", "router": "http://x1", "adapters": "x1"}}
+        )
     if "mlflow" in data.get("monitor", {}):
         data = merge(data, {"monitor": {"mlflow": {"tracking_uri": "http://x1"}}})  # a word is no address
     text = yaml.safe_dump(model_strings.put(merge(data, _parents(data, path)), path, value))

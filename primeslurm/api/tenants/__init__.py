@@ -1,0 +1,1 @@
+"""Tenants of a deployment (`task: tenants`): commands about them, and the process that runs them."""

@@ -1,0 +1,29 @@
+"""A tenant's run: its trainer is a Tinker service, and its engines belong to a deployment."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat, PositiveInt
+
+from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.fields.types import HttpUrl
+
+# Scale of adapters of a Tinker service: a weight changes by ALPHA / rank times the product of the adapter's factors.
+ALPHA = 32.0
+
+
+class Tenant(Section):
+    """Addresses of the deployment, and the limits of this tenant.
+
+    The run gets the deployment's keys in the environment variables TINKER_API_KEY and PRIMESLURM_DEPLOYMENT_TOKEN.
+    """
+
+    service: HttpUrl
+    """URL of the Tinker service, for example `http://node1:8410`."""
+    router: HttpUrl
+    """URL of the router of the deployment's engines, for example `http://node2:8100`."""
+    adapters: str
+    """Directory in which the service exports adapters. Requests name an adapter by its path below this directory."""
+    max_inflight: PositiveInt | None = None
+    """Largest number of requests to the deployment's engines at once; further requests wait. Default: no limit."""
+    tokens_per_second: PositiveFloat | None = None
+    """Largest average rate of sampled tokens; requests wait while the average is above it. Default: no limit."""
