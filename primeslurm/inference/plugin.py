@@ -59,7 +59,7 @@ def register() -> None:
     if routed_experts.REPLAY_OPTION in sys.argv:
         routed_experts.apply()
     if root := os.environ.get(ADAPTERS):
-        importlib.import_module("primeslurm.inference.named_adapters").use(Path(root))
+        importlib.import_module("primeslurm.inference.weight_transfer.named_adapters").use(Path(root))
     elif "--enable-lora" in sys.argv:
         importlib.import_module("primeslurm.inference.weight_transfer.adapter_receiver").use()
     if reader := os.environ.get(KV_EVENTS_READER):

@@ -75,6 +75,18 @@ class Planned:
         return replace(self, plan=self.plan.model_copy(update={"addresses": addresses}))
 
 
+def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False) -> Planned:
+    """Plan a run as `try_plan` does.
+
+    Raises:
+        UsageError: the recipe cannot be placed on this site, or a check found errors. Lists every reason.
+    """
+    problems, findings, planned = try_plan(recipe, site, run_dir, files, local=local)
+    if planned is None:
+        raise UsageError([*problems, *refusals(findings, "error")])
+    return planned
+
+
 def try_plan(
     recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False
 ) -> tuple[list[Violation], list[Finding], Planned | None]:

@@ -68,7 +68,7 @@ class TenantTask:
         while step < self.recipe.max_steps and not interrupted:
             with self.timer.phase("wait"):
                 require_newest(self.run_dir, self.attempt)
-                timeout_s = self.recipe.trainer.batch_timeout_s
+                timeout_s = self.recipe.trainer.batch_wait_s
                 batch = self.link.get_batch(step + 1, RankShard(0, 1), timeout_s, self.interrupted)
             if batch is None:
                 interrupted = self.interrupted()

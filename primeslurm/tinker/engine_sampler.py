@@ -1,4 +1,4 @@
-"""Samples from engines that serve adapters by name (`inference.named_adapters`).
+"""Samples from engines that serve adapters by name (`inference.weight_transfer.named_adapters`).
 
 Samples run beside each other and beside training. Engines keep no state of them, so that a request whose engine is lost
 is sent again, to any engine.
@@ -43,8 +43,8 @@ IN_FLIGHT = 512
 T = TypeVar("T")
 
 
-class EngineError(Exception):
-    """No engine can sample, which is no fault of the client's."""
+class NoEngineError(Exception):
+    """No engine can sample. The client's request is valid."""
 
 
 class _Model(msgspec.Struct):
@@ -114,7 +114,7 @@ class EngineSampler:
     ) -> Samples:
         """Sample `count` sequences with an adapter, by its name, or with the model. See `TrainerSampler.sample`.
 
-        Raises RequestError if an engine refuses the request, and EngineError if no engine can answer it.
+        Raises RequestError if an engine refuses the request, and NoEngineError if no engine can answer it.
         """
         # Engines return log-probabilities of the distribution from which they draw. If it is not the model's at
         # temperature 1, a second request scores the sample.
@@ -194,21 +194,21 @@ class EngineSampler:
                 within_s = min(self._away_s, files.CACHE_S) if isinstance(error, _UnknownAdapterError) else self._away_s
                 if now - first_failure >= within_s:
                     text = f"no engine has answered for {within_s:.0f} s: {engine.url}: {type(error).__name__} {error}"
-                    raise EngineError(text) from error
+                    raise NoEngineError(text) from error
             finally:
                 engine.in_flight -= 1
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _length(self, engine: _Engine) -> int:
-        """Return the longest sequence of an engine. Raises EngineError if it has another model."""
+        """Return the longest sequence of an engine. Raises NoEngineError if it has another model."""
         if not engine.length:
             answer = await self._client.get(f"{engine.url}/v1/models", timeout=PROBE_S)
             models = decode_json(self._checked(engine, answer), _Models).data
             base = next((each for each in models if not each.parent), _Model())
             if base.root and not self._is_trained(base.root):
                 why = f"serves {base.root}, but this service trains {self._limits.model}; start it with --model of that"
-                raise EngineError(f"{engine.url} {why}")
+                raise NoEngineError(f"{engine.url} {why}")
             engine.length = base.max_model_len or self._limits.length
         return engine.length
 
@@ -246,7 +246,7 @@ class EngineSampler:
         if answer.status_code == httpx.codes.NOT_FOUND:  # its host may see the adapter's files late
             raise _UnknownAdapterError(f"{text}. Start engines with {ADAPTERS} as this service prints it")
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise EngineError(f"{engine.url}: {text}. Start the service with the engines' {secret.VARIABLE}")
+            raise NoEngineError(f"{engine.url}: {text}. Start the service with the engines' {secret.VARIABLE}")
         if answer.is_client_error and answer.status_code not in BUSY:
             raise RequestError("engine", "", f"refused the request: {text}")
         raise UnavailableError(text)
@@ -261,5 +261,5 @@ def _prompt_logprobs(content: bytes, length: int) -> list[float]:
     scores = decode_json(content, _Scored).prompt_logprobs or []
     values = [next(iter(each.values())).logprob if each else float("nan") for each in scores]
     if len(values) != length:
-        raise EngineError(f"an engine returned {len(values)} log-probabilities for a prompt of {length} tokens")
+        raise NoEngineError(f"an engine returned {len(values)} log-probabilities for a prompt of {length} tokens")
     return values

@@ -22,7 +22,7 @@ from primeslurm.base import files
 from primeslurm.plan.commands.command import Command
 from primeslurm.recipe import Recipe
 from primeslurm.tinker.backbone import Adapter, Backbone, Pass
-from primeslurm.tinker.engine_sampler import EngineError, EngineSampler
+from primeslurm.tinker.engine_sampler import EngineSampler, NoEngineError
 from primeslurm.tinker.requests import Datum, LoraConfig, RequestError, SamplingParams
 from primeslurm.tinker.routes import application
 from primeslurm.tinker.sampler import TrainerSampler
@@ -342,12 +342,12 @@ async def test_engines_that_are_away_are_waited_for_and_then_named(
     other = EngineSampler([engine.url], replace(backbone.limits, model=str(model)))
     try:
         waiting = asyncio.create_task(ask(patient, None, params))
-        with pytest.raises(EngineError, match=r"no engine has answered for 0 s: http://127.0.0.1"):
+        with pytest.raises(NoEngineError, match=r"no engine has answered for 0 s: http://127.0.0.1"):
             await ask(impatient, None, params)
         assert len((await ask(both, None, params, count=4))[0]) == 4, "another engine answers"
-        with pytest.raises(EngineError, match="but this service trains"):
+        with pytest.raises(NoEngineError, match="but this service trains"):
             await ask(other, None, params)
-        with pytest.raises(EngineError, match="PRIMESLURM_ADAPTERS"):
+        with pytest.raises(NoEngineError, match="PRIMESLURM_ADAPTERS"):
             await ask(hasty, "missing", params)
         late = engine_forks.start(adapter_engine(backbone.limits.model, adapters), {"http": port})
         ((_, tokens, _),), _ = await waiting

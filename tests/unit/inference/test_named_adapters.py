@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from primeslurm.inference.named_adapters import IDLE_S, AdapterError, MissingAdapterError, NamedAdapters, copy_adapter
+from primeslurm.inference.weight_transfer.named_adapters import (
+    IDLE_S,
+    AdapterError,
+    MissingAdapterError,
+    NamedAdapters,
+    copy_adapter,
+)
 
 
 def write_adapter(directory: Path, value: bytes = b"abcd") -> None:
