@@ -7,7 +7,7 @@ The loss L is computed here, from log-probabilities of a forward pass. A backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,27 +33,19 @@ _TARGETS = ("logprobs", "advantages", "temperatures", "on_policy", "ref_logprobs
 class PackedSequence:
     """One packed sequence of a row, up to its last trained token."""
 
-    row: Row
-    start: int
+    tokens: NDArray[np.int32]
+    targets: NDArray[np.int64]
     trained: NDArray[np.bool_]
     """True for each position that predicts a trained token."""
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        return self.row.token_ids[self.start : self.start + len(self.trained)]
-
-    def following(self, name: str) -> NDArray[Any]:
-        """Return a field of the tokens that the positions predict. The last position of a row predicts nothing."""
-        array: NDArray[Any] = getattr(self.row, name)[self.start + 1 : self.start + 1 + len(self.trained)]
-        return np.pad(array, (0, len(self.trained) - len(array)))
+    fields: dict[str, NDArray[Any]]
+    """Fields of the row [trained tokens]."""
 
     def datum(self, weights: NDArray[np.float32] | None = None) -> Datum:
         """Return the sequence as data of a pass. `weights` are those of the trained tokens; None: only score them."""
         spread = np.zeros(len(self.trained), np.float32)
         if weights is not None:
             spread[self.trained] = weights
-        targets = self.following("token_ids").astype(np.int64)
-        return Datum(self.tokens, {"target_tokens": targets, "weights": spread})
+        return Datum(self.tokens, {"target_tokens": self.targets, "weights": spread})
 
 
 class TenantStep:
@@ -106,33 +98,33 @@ class TenantStep:
             return math.nan
 
 
-def sequences_of(row: Row) -> list[PackedSequence]:
-    """Return the sequences of a row that have trained tokens."""
-    trained = row.mask.copy() if row.echo_weights is None else row.mask | (row.echo_weights > 0)
-    # A position of 0 starts another sequence, and nothing predicts its token.
-    trained = np.append(trained[1:] & (row.positions[1:] != 0), False)
-    sequences, start = list[PackedSequence](), 0
+def sequences_of(row: Row) -> Iterator[PackedSequence]:
+    """Yield the sequences of a row that have trained tokens."""
+    # A position predicts the next token, and nothing predicts the first token of a sequence, whose position is 0.
+    following = {name: np.append(a[1:], np.zeros(1, a.dtype)) for name, a in row.arrays().items() if a.ndim == 1}
+    trained = following["mask"] | (following.get("echo_weights", np.zeros(1)) > 0)
+    trained &= following["positions"] != 0
+    start = 0
     for length in lengths_of(row.positions):
-        of_sequence = np.flatnonzero(trained[start : start + length])
-        if len(of_sequence):
-            sequences.append(PackedSequence(row, start, trained[start : start + of_sequence[-1] + 1]))
+        places = start + np.flatnonzero(trained[start : start + length])
+        if len(places):
+            whole = slice(start, places[-1] + 1)
+            targets, fields = (
+                following["token_ids"][whole].astype(np.int64),
+                {n: a[places] for n, a in following.items()},
+            )
+            yield PackedSequence(row.token_ids[whole], targets, trained[whole], fields)
         start += length
-    return sequences
 
 
 def targets_of(sequences: Sequence[PackedSequence]) -> Targets:
     """Return the targets of a loss [trained tokens]."""
-
-    def join(name: str) -> torch.Tensor:
-        return torch.from_numpy(_joined([each.following(name)[each.trained] for each in sequences]))
-
-    rows = [each.row for each in sequences[:1]]
-    fields = {name: join(name) for name in _TARGETS if any(getattr(row, name) is not None for row in rows)}
     counts = torch.tensor([int(each.trained.sum()) for each in sequences], dtype=torch.int64)
     index = torch.repeat_interleave(torch.arange(len(sequences)), counts)
-    missing = dict.fromkeys(_TARGETS[:-1], torch.zeros(len(index)))
-    documents = Documents(index, len(sequences))
-    return Targets(labels=join("token_ids").long(), documents=documents, **(missing | fields))
+    known = [name for name in ("token_ids", *_TARGETS) if sequences and name in sequences[0].fields]
+    joined = {name: torch.from_numpy(_joined([each.fields[name] for each in sequences])) for name in known}
+    fields = dict.fromkeys(("token_ids", *_TARGETS[:-1]), torch.zeros(len(index))) | joined
+    return Targets(labels=fields.pop("token_ids").long(), documents=Documents(index, len(sequences)), **fields)
 
 
 def learning_rate(config: Optimizer, step: int, max_steps: int) -> float:
