@@ -31,8 +31,8 @@ from primeslurm.recipe.sections.orchestrator import REQUEST_S, STALL_S
 from primeslurm.recipe.sections.slurm import CHECKPOINT_SIGNAL_S, DEFAULT_TIME
 from primeslurm.recipe.sections.trainer import BATCH_WAIT_S, RANK_HANG_S, WEIGHT_LOAD_S
 
-# All nodes read and send at once, so one may get a tenth of its rate. The same for rates of rollouts, of which the
-# planner knows no more than the order of magnitude.
+# All nodes read and send at once, and each may get a tenth of its rate. Rates of rollouts are predicted to an order of
+# magnitude.
 SLOW = 10.0
 # Steps and checkpoints, whose times are predicted within 12 %, and network traffic that was never measured
 USUAL = 1.5

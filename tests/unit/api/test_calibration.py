@@ -1,4 +1,4 @@
-"""What `calibrate` writes to a site file, and its errors."""
+"""`calibrate`: its change of a site file, and its errors."""
 
 from __future__ import annotations
 
