@@ -72,7 +72,8 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 # Made at import: a second thread that uses a type while msgspec first inspects it may crash.
-_INDEX, _TENSOR = msgspec.json.Decoder(_Index), msgspec.json.Decoder(StoredTensor)
+_INDEX = msgspec.json.Decoder(_Index)
+_TENSOR = msgspec.json.Decoder(StoredTensor)
 _HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
 

@@ -22,12 +22,12 @@ from primeslurm.nn import one_rank
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Parallelism, Vlm
-from primeslurm.trainer.components.logprobs import Scoring, logit_scores
+from primeslurm.trainer.components.logprobs import Scorable, logit_scores
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class GenericModel(Scoring, nn.Module):
+class GenericModel(Scorable, nn.Module):
     """A model of transformers with the interface of our models: packed rows, and masks made from positions.
 
     Without `vlm`, only text is trained. Raises ValueError if the model is not supported.

@@ -177,7 +177,7 @@ class _InChunks(torch.autograd.Function):
         return torch.cat(grad_hidden), of_weight, None, None, None, None
 
 
-class Scoring:
+class Scorable:
     """Mixin of modules that return logits, or log-probabilities and entropies within `scoring`."""
 
     _targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -194,7 +194,7 @@ class Scoring:
             self._targets = None
 
 
-class ScoringHead(Scoring, Linear):
+class ScoringHead(Scorable, Linear):
     """A language model head that scores."""
 
     @dataclass(kw_only=True, slots=True)
