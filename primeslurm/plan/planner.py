@@ -294,7 +294,7 @@ def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], replica: R
         "tinker",
         tinker_command(recipe, site.device, replica.router),
         gpus=(0,),
-        health=Health(port="http", start_timeout_s=limit, hang_timeout_s=recipe.trainer.hang_timeout_s),
+        health=Health(port="http", start_timeout_s=limit, hang_timeout_s=recipe.trainer.hang_s),
     )
     builders[0].add(
         TENANT_HOST,
@@ -310,7 +310,7 @@ def _tenant(recipe: Recipe, head: NodeBuilder) -> list[Replica]:
     """Add the gateway and the trainer of a tenant's run. Returns the gateway as a replica of one engine."""
     health = Health(port="http", path=STATUS_PATH, hang_timeout_s=recipe.inference.hang_timeout_s)
     head.add(GATEWAY, "router", gateway_command(), replica=0, health=health)
-    heartbeats = HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_timeout_s)
+    heartbeats = HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_s)
     # It resumes from its checkpoint beside the running orchestrator, also after a restart of the service.
     head.add("trainer-rank-0", "trainer", tenant_trainer_command(), heartbeats=heartbeats, after=("orchestrator",))
     return [Replica(index=0, router=GATEWAY, engines=(GATEWAY,), nodes=(head.index,))]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 import yaml
-from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 from primeslurm.api.runs.run import Run
 from primeslurm.run.records import rows
