@@ -41,7 +41,7 @@ def application(service: Service, users: Mapping[str, str], poll_s: float = POLL
         while True:
             try:
                 await service.expire_sessions()
-            except (OSError, sqlite3.Error):  # the disk may be full for a while
+            except Exception:  # the disk may be full for a while, and no error may end this loop
                 log.exception("unresponsive sessions are not ended yet")
             await asyncio.sleep(EXPIRY_S)
 

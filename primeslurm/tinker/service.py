@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Body, Request
 from safetensors import SafetensorError
@@ -153,11 +153,11 @@ class Service:
         self.store.end_session(session, reason)
         self._heartbeats.pop(session, None)
         prefix = f"{session}:"
-        self._runs = {name: run for name, run in self._runs.items() if not name.startswith(prefix)}
-        self._samplers = {name: path for name, path in self._samplers.items() if not name.startswith(prefix)}
-        self._adapters = {name: adapter for name, adapter in self._adapters.items() if not name.startswith(prefix)}
+        _drop(self._runs, prefix)
+        _drop(self._samplers, prefix)
         self.requests.forget(session)
-        # After the actions of the session, which may add files.
+        # After the actions of the session, which may add adapters and files.
+        self._worker.submit(_drop, self._adapters, prefix)
         self._worker.submit(self.store.remove_checkpoints, EPHEMERAL + prefix)
         self._worker.submit(self.store.remove_adapters, session)
         return {}
@@ -238,8 +238,8 @@ class Service:
         def save() -> Result:
             self._save(run, path, SAMPLER, request.model_copy(update={"overwrite": True}))
             if self._engines:
-                self._adapters[session] = adapter = Future[str]()
-                adapter.set_result(self._export(session, self.store.file(path)))
+                (exported := Future[str]()).set_result(self._export(session, self.store.file(path)))
+                self._adapters[session] = exported
             return {"sampling_session_id": session}
 
         return self._submit(run, request.seq_id, save)
@@ -334,6 +334,9 @@ class Service:
         ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
         if (engines := self._engines) is not None:
             adapter = self._adapters.get(request.sampling_session_id)
+            if path and adapter is None:  # without a name, engines would sample from the base model
+                why = "has no weights, because they are not saved yet or saving failed; save them, then sample"
+                raise RequestError("sampling_session_id", request.sampling_session_id, why)
 
             async def ask_engines() -> Result:
                 name: str | None = None
@@ -409,6 +412,13 @@ class Service:
         self.check_owner(session)
         self.store.check_session(session)
         self._heartbeats.setdefault(session, self._clock())  # it may be from before a restart
+
+
+def _drop(named: dict[str, Any], prefix: str) -> None:
+    """Remove what is named with a prefix. Another thread may add to the dictionary meanwhile."""
+    for name in list(named):
+        if name.startswith(prefix):
+            del named[name]
 
 
 def _adapter(run: TrainingRun) -> Adapter:

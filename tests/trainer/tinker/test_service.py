@@ -8,7 +8,8 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -430,7 +431,8 @@ def test_deleted_checkpoint_stays_until_its_sampling_sessions_end(api: Api) -> N
     assert not api.service.store.file(path).exists()
 
 
-def test_expiry_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [sqlite3.OperationalError("disk is full"), RuntimeError("a fault of the service")])
+def test_expiry_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     now, end_session = 0.0, TinkerStore.end_session
     api = serve(clock=lambda: now)
     session = api.session()
@@ -439,7 +441,7 @@ def test_expiry_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.MonkeyP
     def end(*values: Any) -> None:
         if not failed.is_set():
             failed.set()
-            raise sqlite3.OperationalError("database or disk is full")
+            raise error
         end_session(*values)
 
     monkeypatch.setattr(TinkerStore, "end_session", end)
@@ -448,3 +450,72 @@ def test_expiry_goes_on_after_an_error(serve: Serve, monkeypatch: pytest.MonkeyP
         while session in api.service._heartbeats:
             api.http.get("/api/v1/healthz")
     assert failed.is_set()
+
+
+class NamedSamples:
+    """Engines that record which adapter each request names."""
+
+    def __init__(self) -> None:
+        self.names: list[str | None] = []
+        self._thread = ThreadPoolExecutor(1)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return self._thread.submit(asyncio.run, work)
+
+    async def sample(self, name: str | None, *_: object) -> tuple[list[Any], None]:
+        self.names.append(name)
+        return [("stop", [5], [-1.0])], None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+@pytest.mark.parametrize("failing", ["add_checkpoint", "new_adapter"])
+def test_sample_of_weights_that_are_not_saved_is_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    engines = NamedSamples()
+    api = serve(engines=engines)
+    session = api.session()
+    run = api.create_run(session)
+    sample = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api.service.store, failing, full)
+        sent = api.post("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=0)
+        assert "no space left" in api.result(sent)["error"]
+    sampler = f"{session}:sample:0"
+    refused = api.post("asample", 400, sampling_session_id=sampler, seq_id=0, **sample)
+    assert "has no weights" in refused["detail"] and engines.names == []
+    again = api.post("save_weights_for_sampler", model_id=run, seq_id=2, sampling_session_seq_id=0)
+    assert api.result(again)["sampling_session_id"] == sampler
+    sent = api.post("asample", sampling_session_id=sampler, seq_id=1, **sample)
+    assert isinstance(api.service.requests.future(sent["request_id"]).result(600), bytes)
+    assert engines.names == [api.service._adapters[sampler].result()]
+
+
+def test_end_of_a_session_keeps_what_the_worker_adds_for_others(serve: Serve) -> None:
+    api = serve(engines=NamedSamples())
+    ended, session = api.session(), api.session()
+    run, saving, go = api.create_run(session), threading.Event(), threading.Event()
+    export = api.service._export
+
+    def slow(*values: Any) -> str:
+        saving.set()
+        assert go.wait(600)
+        return export(*values)
+
+    api.service._export = slow  # type: ignore[method-assign]
+    sent = api.post("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=0)
+    assert saving.wait(600)
+    adapters = api.service._adapters
+    api.post(f"sessions/{ended}/finish")
+    go.set()
+    assert "error" not in api.result(sent)
+    assert api.service._adapters is adapters and [*adapters] == [f"{session}:sample:0"]
+    api.post(f"sessions/{session}/finish")
+    api.service._worker.submit(int).result(600)
+    assert not adapters
