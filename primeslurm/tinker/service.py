@@ -9,6 +9,7 @@ would never send the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sqlite3
 import time
@@ -359,8 +360,9 @@ class Service:
 
     def refuse(self, model_id: object, number: object, error: RequestError) -> None:
         """Record that a request of a run could not be parsed, so that later requests do not wait for it."""
-        if isinstance(number, int) and isinstance(model_id, str) and model_id in self._runs:
-            self._submit(self._runs[model_id], number, partial(fail, error))
+        if isinstance(number, int) and isinstance(model_id, str):
+            with contextlib.suppress(RequestError):  # there is no such run of this user, or the number is in the past
+                self._submit(self._run(model_id), number, partial(fail, error))
 
     def _add_run(self, request: CreateModel | LoadWeights, session: str, number: int, lora: LoraConfig) -> Answer:
         self._check_session(session)

@@ -392,6 +392,9 @@ def test_users_list_copy_and_delete_their_checkpoints(api: Api, monkeypatch: pyt
     other.post("create_sampling_session", 404, **mine)
     other.post("load_weights", 404, session_id=session, model_seq_id=7, path=copied, optimizer=True)
     other.post("save_weights", 404, model_id=run, seq_id=3, path="theirs")
+    other.post("save_weights", 400, model_id=run, seq_id=3, path="theirs", ttl_seconds="none")
+    again = {"path": "short", "ttl_seconds": 3600, "overwrite": True}
+    assert "error" not in api.result(api.post("save_weights", model_id=run, seq_id=3, **again))
     other.post("retrieve_future", 404, request_id=f"{run}:1")
     other.post("session_heartbeat", 404, session_id=session)
     other.post(f"sessions/{session}/finish", 404)
