@@ -29,8 +29,10 @@ UNREACHABLE_S = 600.0
 RETRY_S = 1.0
 # End of the service's error for a gradient that is not finite
 _NOT_FINITE = "the weights are unchanged"
-# Longest wait for one answer [s]. The caller's own heartbeats pause meanwhile.
-ANSWER_S = 10.0
+# The service answers a poll after this time [s], so that heartbeats are sent while a result is computed.
+POLL_S = 5.0
+# Longest wait for one answer [s]. It is longer than any poll, because an abandoned poll stays in the service.
+ANSWER_S = 45.0
 _CHECKPOINTS = 1_000_000  # more than one user has
 
 
@@ -132,7 +134,7 @@ class TinkerClient:
 
     def _result(self, sent: Mapping[str, Any]) -> Any:
         """Return the result of a request: a JSON object, or bytes."""
-        result = self._request("POST", "retrieve_future", {"request_id": sent["request_id"]})
+        result = self._request("POST", "retrieve_future", {"request_id": sent["request_id"], "wait_s": POLL_S})
         if isinstance(result, dict) and "error" in result:
             raise (FloatingPointError if _NOT_FINITE in result["error"] else TinkerError)(result["error"])
         return result
@@ -149,8 +151,6 @@ class TinkerClient:
                 answer = self._http.request(method, f"/api/v1/{route}", **options)
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__} {error}"
-                if isinstance(error, httpx.ReadTimeout) and route == "retrieve_future":
-                    continue
             else:
                 problem = f"{answer.status_code} {error_text(answer.content)}"
                 if answer.status_code == httpx.codes.REQUEST_TIMEOUT:  # it computes this request, or those of others

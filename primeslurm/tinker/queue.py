@@ -77,7 +77,8 @@ class Requests:
         self._waiting: dict[str, deque[_Item]] = {}
         """Requests of each client that has any. The client whose turn is next comes first."""
         self._sessions: dict[str, dict[str, Future[Result]]] = {}
-        self._retrieved: deque[str] = deque()
+        self._retrieved: dict[str, None] = {}
+        """Ids of retrieved results. The oldest one comes first."""
 
     def submit(self, request_id: str, action: Action | Shared, number: int = 0, order: InOrder | None = None) -> None:
         """Execute an action, in the order of its number. Nothing happens if the request is known."""
@@ -118,9 +119,10 @@ class Requests:
 
     def retrieved(self, request_id: str) -> None:
         """Note that a client got a result. Old results are forgotten."""
-        self._retrieved.append(request_id)
+        self._retrieved.setdefault(request_id)
         if len(self._retrieved) > RETRIEVED:
-            oldest = self._retrieved.popleft()
+            oldest = next(iter(self._retrieved))
+            del self._retrieved[oldest]
             self._sessions.get(_session(oldest), {}).pop(oldest, None)
 
     def forget(self, session: str) -> None:

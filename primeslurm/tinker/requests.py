@@ -23,6 +23,8 @@ LOSS_INPUTS = {
 }
 # Tinker's default clip thresholds of the ratio.
 CLIP = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+# A pass may have as many tokens as this number of the longest sequences.
+PASS_SEQUENCES = 8
 Config = Mapping[str, float | str]
 # One hour to ten years. None: a checkpoint never expires.
 Ttl = Annotated[int, Field(ge=3600, le=315_360_000)] | None
@@ -55,6 +57,11 @@ class ModelLimits:
     """Longest sequence [tokens]."""
     rank: int
     """Largest rank of an adapter."""
+
+    @property
+    def pass_tokens(self) -> int:
+        """Return the most tokens of one pass. Other clients wait while it is computed."""
+        return PASS_SEQUENCES * self.length
 
 
 class CreateSession(BaseModel):
@@ -242,6 +249,14 @@ def _check_range(where: str, tokens: NDArray[Any], limits: ModelLimits) -> None:
     outside = tokens[(tokens < 0) | (tokens >= limits.vocabulary)]
     if outside.size:
         raise RequestError(where, int(outside[0]), f"is no token of the model, which has {limits.vocabulary}")
+
+
+def check_size(lengths: Sequence[int], limits: ModelLimits) -> None:
+    """Raise RequestError if sequences of these lengths are too many for one pass."""
+    if (tokens := sum(lengths)) > limits.pass_tokens:
+        longest = f"{PASS_SEQUENCES} times the model's longest sequence"
+        why = f"one pass may have {limits.pass_tokens}, which is {longest}; send the data in several passes"
+        raise RequestError("data", f"{tokens} tokens", why)
 
 
 def check_pass(data: Sequence[Datum], loss: str, config: Config, limits: ModelLimits) -> None:

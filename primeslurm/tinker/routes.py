@@ -8,8 +8,9 @@ import logging
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -21,6 +22,9 @@ from primeslurm.tinker.service import USER, Answer, BodyField, Service
 log = logging.getLogger(__name__)
 # A client waits this long for a result before it asks again [s]. Clients give up after 45 s.
 POLL_S = 30.0
+# Size of a token with its target and weight, by which clients split their data into passes [bytes]. Other losses have
+# larger ones.
+TARGET_BYTES = 16
 # Seconds between two searches for unresponsive sessions.
 EXPIRY_S = 60.0
 
@@ -87,11 +91,13 @@ def application(service: Service, users: Mapping[str, str], poll_s: float = POLL
         return await service.end_session(session, "finished by its client")
 
     @api.post("/retrieve_future")
-    async def retrieve_future(request_id: BodyField) -> Response:
+    async def retrieve_future(
+        request_id: BodyField, wait_s: Annotated[float, Body(embed=True, ge=0)] = POLL_S
+    ) -> Response:
         service.check_owner(request_id)
         future = service.requests.future(request_id)
         try:
-            done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=poll_s)
+            done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=min(wait_s, poll_s))
         except asyncio.CancelledError:  # uvicorn cancels waiting requests at the end of the service
             return JSONResponse({"detail": "the service ends"}, 503)
         if not done:
@@ -123,7 +129,7 @@ def _add_client_routes(api: APIRouter, service: Service) -> None:
     @api.post("/client/config")
     @api.post("/client/dynamic_config")
     async def client_config() -> Answer:
-        return {}
+        return {"fwdbwd_max_chunk_bytes_count": TARGET_BYTES * service.limits.pass_tokens}
 
     @api.post("/telemetry")
     async def telemetry() -> Answer:

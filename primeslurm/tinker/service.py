@@ -192,6 +192,7 @@ class Service:
     def _prepare(self, work: RunPass) -> Pass | Exception:
         request = work.request
         try:
+            requests.check_size(request.lengths, self.limits)
             data = request.data(self.limits.length)
             requests.check_pass(data, request.loss, request.config, self.limits)
             check = partial(self._check_live, work.run.session)

@@ -116,6 +116,7 @@ def changed(change: Callable[[Datum], None]) -> list[Datum]:
         (make_data(1, 5), {"loss": "dro"}, "loss_fn = dro: is not supported; supported: cross_entropy"),
         (make_data(1, 5), {"loss": "ppo"}, "data[0].loss_fn_inputs.advantages: is missing"),
         ([], {}, "data: is empty"),
+        (make_data(1, *[8192] * 8, 1), {}, "data = 65537 tokens: one pass may have 65536, which is 8 times"),
         (make_data(1, 5, 8193), {}, "data[1].model_input = 8193 tokens: the model's longest sequence has 8192"),
         (changed(lambda d: d.tokens.put(2, 128)), {}, "data[0].model_input = 128: is no token of the model"),
         (changed(lambda d: d.inputs["target_tokens"].put(2, -1)), {}, "loss_fn_inputs.target_tokens = -1: is no token"),
@@ -162,6 +163,7 @@ def test_wrong_pass_is_refused(api: Api, data: list[Datum], fields: dict[str, An
         ("asample", {"sampling_params": {"stop": ["a", ""]}}, 400, "stop: Value error, an empty string"),
         ("asample", {"topk_prompt_logprobs": 3}, 400, "topk_prompt_logprobs: Input should be 0"),
         ("retrieve_future", {"request_id": "none"}, 410, "request_id = none: is unknown"),
+        ("retrieve_future", {"request_id": "none", "wait_s": -1}, 400, "wait_s: Input should be greater than or equal"),
         (
             "save_weights_external",
             {"age_encryption_recipients": ["age1"]},
@@ -194,6 +196,13 @@ def test_wrong_request_is_refused(api: Api, route: str, body: dict[str, Any], st
     answer = api.post(route, status, **body)
     assert words in (api.result(answer)["error"] if status == 200 else answer["detail"])
     assert len(train(api, run, 1 + (of_run and body["model_id"] == run), 1)) == 1, "the run goes on"
+
+
+def test_clients_split_their_data_into_passes_that_are_accepted(api: Api) -> None:
+    (datum,) = make_data(1, 8192)
+    config = api.post("client/config")
+    size = datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
+    assert config["fwdbwd_max_chunk_bytes_count"] // size * 8192 == api.service.limits.pass_tokens
 
 
 def test_wrong_key_is_refused(api: Api) -> None:

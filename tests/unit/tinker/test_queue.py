@@ -82,6 +82,18 @@ def test_old_results_are_forgotten(worker: ThreadPoolExecutor, monkeypatch: pyte
         requests.future("run:2")
 
 
+def test_result_that_is_retrieved_twice_counts_once(
+    worker: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "RETRIEVED", 2)
+    requests = Requests(worker, Tens())
+    for name in ("a:1", "b:1", "b:1"):
+        requests.submit(name, dict)
+        requests.future(name).result(600)
+        requests.retrieved(name)
+    assert requests.future("a:1").done()
+
+
 def test_queued_work_of_a_forgotten_session_never_runs(worker: ThreadPoolExecutor) -> None:
     requests, go, executed = Requests(worker, Tens()), Event(), list[str]()
 
