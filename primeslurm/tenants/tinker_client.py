@@ -14,10 +14,12 @@ from typing import Any
 
 import httpx
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from primeslurm.tinker.requests import AdamParams, Datum
 from primeslurm.tinker.wire import MESSAGES, encode_datum
+from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.transport.http import CONNECT_S, UNCOMPRESSED, error_text
 
 # Sequences that begin within this many tokens are one request, which the service computes together with others.
@@ -84,7 +86,7 @@ class TinkerClient:
             for _, datum in chunk:
                 encode_datum(message.data.add(), datum)
             sent.append(self._request("POST", "forward_backward", message.SerializeToString()))
-        outputs = [MESSAGES["ForwardBackwardOutput"].FromString(self._result(answer)) for answer in sent]
+        outputs = [self._result(answer) for answer in sent]
         records = [record for output in outputs for record in output.loss_fn_outputs]
         return [np.frombuffer(record.fields[0].value.data, np.float32) for record in records]
 
@@ -133,7 +135,7 @@ class TinkerClient:
         return self._result(self._request("POST", route, {"model_id": self._run, "seq_id": self._number, **fields}))
 
     def _result(self, sent: Mapping[str, Any]) -> Any:
-        """Return the result of a request: a JSON object, or bytes."""
+        """Return the result of a request: a JSON object, or that of a pass."""
         result = self._request("POST", "retrieve_future", {"request_id": sent["request_id"], "wait_s": POLL_S})
         if isinstance(result, dict) and "error" in result:
             raise (FloatingPointError if _NOT_FINITE in result["error"] else TinkerError)(result["error"])
@@ -157,14 +159,26 @@ class TinkerClient:
                     deadline = time.monotonic() + UNREACHABLE_S
                     continue
                 if answer.is_success:
-                    is_json = "json" in answer.headers.get("content-type", "")
-                    return answer.json() if is_json else answer.content
-                if not answer.is_server_error:
+                    try:
+                        return _decoded(answer)
+                    except DamagedError as error:  # the connection may be at fault
+                        problem = str(error)
+                elif not answer.is_server_error:
                     is_missing = answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.GONE)
                     text = f"the Tinker service refused {route}: {problem}"
                     raise MissingError(text) if is_missing else TinkerError(text)
             time.sleep(RETRY_S)
         raise ConnectionError(f"the Tinker service at {self._http.base_url}: {route}: {problem}")
+
+
+def _decoded(answer: httpx.Response) -> Any:
+    """Return a JSON object, or the result of a pass. Raises DamagedError."""
+    if "json" in answer.headers.get("content-type", ""):
+        return decode_json(answer.content, dict[str, Any])
+    try:
+        return MESSAGES["ForwardBackwardOutput"].FromString(answer.content)
+    except DecodeError as error:
+        raise DamagedError(f"{type(error).__name__}: {error}") from error
 
 
 def connect(url: str, key: str) -> httpx.Client:

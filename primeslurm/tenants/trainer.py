@@ -20,6 +20,7 @@ from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.wire import exit_codes
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.names import DEPLOYMENT_TOKEN, TINKER_API_KEY
 from primeslurm.wire.transport import secret
 
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s: %s", type(error).__name__, error)
         journal.write(TrainerStopped(reason=str(error)))
         # A restart would get the same weights, which have no finite gradient, or the same settings.
-        is_final = isinstance(error, FloatingPointError | ValueError)
+        is_final = isinstance(error, FloatingPointError | ValueError) and not isinstance(error, DamagedError)
         return exit_codes.UNRECOVERABLE if is_final else exit_codes.FAILED
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from primeslurm.recipe.sections.tenants import BATCH_TOKENS
+
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 _SAMPLED = ("target_tokens", "logprobs", "advantages")
@@ -61,7 +63,7 @@ class ModelLimits:
     @property
     def pass_tokens(self) -> int:
         """Return the most tokens of one pass. Other clients wait while it is computed."""
-        return PASS_SEQUENCES * self.length
+        return max(PASS_SEQUENCES * self.length, BATCH_TOKENS)
 
 
 class CreateSession(BaseModel):
@@ -254,8 +256,7 @@ def _check_range(where: str, tokens: NDArray[Any], limits: ModelLimits) -> None:
 def check_size(lengths: Sequence[int], limits: ModelLimits) -> None:
     """Raise RequestError if sequences of these lengths are too many for one pass."""
     if (tokens := sum(lengths)) > limits.pass_tokens:
-        longest = f"{PASS_SEQUENCES} times the model's longest sequence"
-        why = f"one pass may have {limits.pass_tokens}, which is {longest}; send the data in several passes"
+        why = f"one pass may have {limits.pass_tokens} tokens; send the data in several passes"
         raise RequestError("data", f"{tokens} tokens", why)
 
 

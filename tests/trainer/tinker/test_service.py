@@ -116,7 +116,7 @@ def changed(change: Callable[[Datum], None]) -> list[Datum]:
         (make_data(1, 5), {"loss": "dro"}, "loss_fn = dro: is not supported; supported: cross_entropy"),
         (make_data(1, 5), {"loss": "ppo"}, "data[0].loss_fn_inputs.advantages: is missing"),
         ([], {}, "data: is empty"),
-        (make_data(1, *[8192] * 8, 1), {}, "data = 65537 tokens: one pass may have 65536, which is 8 times"),
+        (make_data(1, *[8192] * 8, 1), {}, "data = 65537 tokens: one pass may have 65536 tokens"),
         (make_data(1, 5, 8193), {}, "data[1].model_input = 8193 tokens: the model's longest sequence has 8192"),
         (changed(lambda d: d.tokens.put(2, 128)), {}, "data[0].model_input = 128: is no token of the model"),
         (changed(lambda d: d.inputs["target_tokens"].put(2, -1)), {}, "loss_fn_inputs.target_tokens = -1: is no token"),

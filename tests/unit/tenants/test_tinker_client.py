@@ -46,6 +46,17 @@ def test_result_is_awaited_while_the_service_says_that_it_is_pending(monkeypatch
     assert {each["wait_s"] for each in service.sent} == {tinker_client.POLL_S}
 
 
+@pytest.mark.parametrize("kind", ["application/json", "application/x-protobuf"])
+def test_damaged_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    damaged = httpx.Response(200, content=b'{"model_id": "s:tr', headers={"Content-Type": kind})
+    service = Service(monkeypatch, damaged, damaged, DONE)
+    service.client.create("model", 8, 0)
+    assert len(service.sent) == 3
+    service = Service(monkeypatch, damaged, damaged, seconds=0.6 * tinker_client.UNREACHABLE_S)
+    with pytest.raises(ConnectionError, match="retrieve_future: DecodeError"):
+        service.client.create("model", 8, 0)
+
+
 def test_poll_is_answered_before_its_client_gives_up() -> None:
     assert tinker_client.POLL_S < routes.POLL_S < tinker_client.ANSWER_S
     assert tinker_client.connect("http://service", "key").timeout.read == tinker_client.ANSWER_S
