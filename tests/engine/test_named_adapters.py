@@ -179,7 +179,7 @@ async def test_unusable_names_are_refused_with_the_reason(
         "link": (400, "symbolic link out of the directory"),
         "large": (400, "LoRA rank 32 is greater than max_lora_rank 16"),
         "unknown_layer": (400, "the engine has no layer for"),
-        "incomplete": (400, "adapter_model.safetensors in"),
+        "incomplete": (404, "adapter_model.safetensors in"),
     }
     bodies: dict[str, dict[str, Any]] = {
         "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}},

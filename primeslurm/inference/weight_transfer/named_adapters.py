@@ -19,7 +19,8 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,27 @@ SEEN_S = 2.0
 _SEGMENT = re.compile(r"[\w:-][\w:.-]*", re.ASCII)
 
 
+# Marks errors of workers about adapters that the engine can never use. Only the text of an error leaves their process.
+_UNUSABLE = "the engine cannot use this adapter"
+
+
 class AdapterError(Exception):
-    """An adapter that cannot be used."""
+    """An adapter that can never be used."""
 
 
 class MissingAdapterError(AdapterError):
-    """There is no adapter of this name, or it is not yet visible on this node."""
+    """There is no complete adapter of this name, or it is not yet visible on this node."""
+
+
+class AdapterLoadError(AdapterError):
+    """An adapter that was not loaded, but may be later."""
 
 
 def copy_adapter(root: Path, name: str, target: Path, within_s: float = SEEN_S) -> None:
     """Copy the files of an adapter below `root` into a new directory.
 
-    Raises AdapterError unless the name is a plain relative path, the files are below `root`, and they are complete.
+    Raises AdapterError unless the name is a plain relative path and the files are below `root`, MissingAdapterError
+    unless they are complete, and OSError.
     """
     if len(name) > 500 or not all(map(_SEGMENT.fullmatch, name.split("/"))):
         raise AdapterError(
@@ -82,17 +92,17 @@ def _read(root: Path, name: str, directory: Path) -> dict[str, bytes]:
         try:
             contents[file] = files.read_bytes(path)
         except (FileNotFoundError, NotADirectoryError):
-            error = MissingAdapterError if file == CONFIG else AdapterError
-            raise error(f"model = {name}: there is no such adapter, because {file} is missing in {directory}") from None
+            text = f"model = {name}: there is no such adapter, because {file} is missing in {directory}"
+            raise MissingAdapterError(text) from None
     try:
         json.loads(contents[CONFIG])
         size = int.from_bytes(contents[TENSORS][:8], "little")
         header = json.loads(contents[TENSORS][8 : 8 + size])
         end = max(tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__")
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise AdapterError(f"model = {name}: {CONFIG} or {TENSORS} in {directory} is incomplete") from None
+        raise MissingAdapterError(f"model = {name}: {CONFIG} or {TENSORS} in {directory} is incomplete") from None
     if len(contents[TENSORS]) != 8 + size + end:
-        raise AdapterError(f"model = {name}: {TENSORS} in {directory} is incomplete")
+        raise MissingAdapterError(f"model = {name}: {TENSORS} in {directory} is incomplete")
     return contents
 
 
@@ -150,8 +160,10 @@ class NamedAdapters(dict[str, Any]):
         try:
             await asyncio.to_thread(copy_adapter, self._root, name, copy)
             request = await self._load(name, number, str(copy))
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(copy, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise AdapterLoadError(f"model = {name}: {type(error).__name__} {error}") from error
             raise
         self[name] = request
         self._touch(name)
@@ -170,10 +182,25 @@ class NamedAdapters(dict[str, Any]):
             shutil.rmtree(self.pop(name).lora_path, ignore_errors=True)
 
 
+def load_error(name: str, error: Exception) -> AdapterError:
+    """Return why an engine has not loaded an adapter, given vLLM's error."""
+    kind = AdapterError if _UNUSABLE in str(error) else AdapterLoadError
+    return kind(f"model = {name}: {error}")
+
+
+@contextlib.contextmanager
+def unusable() -> Iterator[None]:
+    """Mark a ValueError, by which vLLM's and our checks refuse an adapter: its rank, features or layers."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{_UNUSABLE}: {error}") from error
+
+
 def use(root: Path) -> None:
     """Let requests name any adapter below `root`."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+    from vllm.exceptions import GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
     from vllm.lora import model_manager
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
@@ -203,7 +230,7 @@ def use(root: Path) -> None:
             except EngineDeadError:
                 raise
             except Exception as error:
-                raise AdapterError(f"model = {name}: {error}") from error
+                raise load_error(name, error) from error
             return request
 
         self.lora_requests = adapters = NamedAdapters(root, load)
@@ -225,13 +252,16 @@ def use(root: Path) -> None:
             return request
         except MissingAdapterError as error:
             raise VLLMNotFoundError(str(error)) from None
+        except AdapterLoadError as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from None
         except AdapterError as error:
             raise VLLMValidationError(str(error), parameter="model") from None
 
     @functools.wraps(read)
     def _load_adapter(self: Any, lora_request: LoRARequest) -> Any:
-        adapter = read(self, lora_request)
-        check_layers(self._adapter_manager, adapter)
+        with unusable():
+            adapter = read(self, lora_request)
+            check_layers(self._adapter_manager, adapter)
         return adapter
 
     # Trainers adapt neither the embedding nor the output layer. If vLLM prepared the latter, a request for

@@ -13,9 +13,12 @@ import pytest
 from primeslurm.inference.weight_transfer.named_adapters import (
     IDLE_S,
     AdapterError,
+    AdapterLoadError,
     MissingAdapterError,
     NamedAdapters,
     copy_adapter,
+    load_error,
+    unusable,
 )
 
 
@@ -87,7 +90,28 @@ def test_other_names_than_plain_relative_paths_are_refused(tmp_path: Path, name:
 def test_damaged_files_are_refused(tmp_path: Path, damage: bytes) -> None:
     write_adapter(tmp_path / "a")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(damage)
-    with pytest.raises(AdapterError, match="is incomplete"):
+    with pytest.raises(MissingAdapterError, match="is incomplete"):
+        copy_adapter(tmp_path, "a", tmp_path / "copy", within_s=0)
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()  # it is not visible yet, or is being removed
+    with pytest.raises(MissingAdapterError, match=r"adapter_model\.safetensors is missing"):
         copy_adapter(tmp_path, "a", tmp_path / "copy", within_s=0)
     with pytest.raises(MissingAdapterError, match="there is no such adapter"):
         copy_adapter(tmp_path, "b", tmp_path / "copy", within_s=0)
+
+
+async def test_full_disk_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a")
+    adapters = NamedAdapters(tmp_path, Loads())
+    Path(adapters._copies.name).rmdir()  # copies cannot be written
+    with pytest.raises(AdapterLoadError, match="FileNotFoundError"):
+        await adapters.resolve("a")
+    Path(adapters._copies.name).mkdir()
+    assert await adapters.resolve("a")
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(ValueError, AdapterError), (MemoryError, AdapterLoadError)])
+def test_only_refusals_of_a_worker_are_final(kind: type[Exception], expected: type[AdapterError]) -> None:
+    with pytest.raises(kind) as raised, unusable():
+        raise kind("a fault")
+    # vLLM passes the text on, in an error of its own.
+    assert type(load_error("a", RuntimeError(f"Call to add_lora method failed: {raised.value}"))) is expected
