@@ -6,6 +6,7 @@ Users and their API keys are files of the run directory (`primeslurm.run.tenants
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from primeslurm.tinker.key_files import KeyFiles
@@ -24,7 +25,8 @@ def main() -> None:
     arguments = parser.parse_args()
     secret.take()
     server = prepare(arguments.host, arguments.port, arguments.run_dir / "tinker", engines=arguments.engines)
-    server.serve(arguments.model, arguments.max_rank, KeyFiles(arguments.run_dir))
+    with contextlib.closing(KeyFiles(arguments.run_dir)) as users:
+        server.serve(arguments.model, arguments.max_rank, users)
 
 
 if __name__ == "__main__":

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import threading
+from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 
 from primeslurm.run import tenants
 
-# Seconds for which the files are not read again.
+log = logging.getLogger(__name__)
+# Interval at which the files are read [s].
 FRESH_S = 2.0
 
 
 class KeyFiles(Mapping[str, str]):
-    """The user of each API key of a deployment. A new or removed key counts within FRESH_S."""
+    """The user of each API key of a deployment. A new or removed key counts within `fresh_s`.
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._clock = run_dir, clock
-        self._users: dict[str, str] = {}
-        self._read_at = -FRESH_S
+    A thread reads the files, so that requests never wait for the storage. While it stalls, the keys stay as they were.
+    """
 
-    def _current(self) -> dict[str, str]:
-        if self._clock() - self._read_at >= FRESH_S:
-            self._users, self._read_at = tenants.keys(self._run_dir), self._clock()
-        return self._users
+    def __init__(self, run_dir: Path, fresh_s: float = FRESH_S) -> None:
+        self._run_dir, self._fresh_s = run_dir, fresh_s
+        self._users = tenants.keys(run_dir)
+        self._closed = threading.Event()
+        threading.Thread(target=self._read, name="tinker-keys", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _read(self) -> None:
+        while not self._closed.wait(self._fresh_s):
+            try:
+                self._users = tenants.keys(self._run_dir)
+            except (OSError, ValueError) as error:
+                log.warning("API keys of %s are not read: %s", self._run_dir, error)
+
+    def items(self) -> ItemsView[str, str]:
+        """Return the keys and users of one moment."""
+        return self._users.items()
 
     def __getitem__(self, key: str) -> str:
         return self._users[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._current())
+        return iter(self._users)
 
     def __len__(self) -> int:
-        return len(self._current())
+        return len(self._users)
