@@ -163,8 +163,8 @@ async def test_unusable_names_are_refused_with_the_reason(
 ) -> None:
     adapter = random_adapter(backbone, 1)
     backbone.export(adapter, tmp_path / "outside")
-    (adapters / "link").symlink_to(tmp_path / "outside")
     backbone.export(random_adapter(backbone, 1, rank=32), adapters / "large")
+    (adapters / "link").symlink_to(tmp_path / "outside")
     for name in ("unknown_layer", "incomplete", "no_config"):
         backbone.export(adapter, adapters / name)
     for name, change in (("unknown_layer", (b"layers.1.self_attn.q", b"layers.7.self_attn.q")), ("incomplete", ())):
