@@ -9,6 +9,7 @@ are missing. So the engine works with its own copy, which it keeps while request
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import itertools
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.base import files
+from primeslurm.base.private_directory import WORD, PrivateDirectory, random_word, remove_abandoned
 from primeslurm.inference.patches import expect
 from primeslurm.wire.names import ADAPTERS
 
@@ -35,6 +37,8 @@ REMEMBERED = 64
 IDLE_S = 60.0
 # Longest wait until this node sees an adapter that another node has written [s].
 SEEN_S = 2.0
+# Start of the name of an engine's directory of copies
+_COPIES = "primeslurm-adapters-"
 _SEGMENT = re.compile(r"[\w:-][\w:.-]*", re.ASCII)
 
 
@@ -123,7 +127,11 @@ class NamedAdapters(dict[str, Any]):
     ) -> None:
         super().__init__()
         self._root, self._load, self._remembered, self._clock = root, load, remembered, clock
-        self._copies = tempfile.TemporaryDirectory(prefix="primeslurm-adapters-")  # removed when the process ends
+        temporary = Path(tempfile.gettempdir())
+        remove_abandoned(temporary, f"{_COPIES}{'?' * WORD}")  # of engines that were killed
+        self._copies = PrivateDirectory(temporary / f"{_COPIES}{random_word()}")
+        self._copies.make()
+        atexit.register(self._copies.remove)
         self._numbers = itertools.count(1)
         self._loading: dict[str, asyncio.Task[Any]] = {}
         self._users: Counter[str] = Counter()
@@ -156,7 +164,7 @@ class NamedAdapters(dict[str, Any]):
 
     async def _add(self, name: str) -> Any:
         number = next(self._numbers)  # vLLM caches what it has loaded by this number, so each copy needs its own
-        copy = Path(self._copies.name) / str(number)
+        copy = self._copies.path / str(number)
         try:
             await asyncio.to_thread(copy_adapter, self._root, name, copy)
             request = await self._load(name, number, str(copy))

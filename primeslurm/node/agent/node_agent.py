@@ -20,6 +20,7 @@ import msgspec
 
 from primeslurm.base import files
 from primeslurm.base.files import FileWatcher, write_json
+from primeslurm.base.private_directory import PrivateDirectory, random_word
 from primeslurm.base.unresponsive_timer import MAX_GAP_S, scheduling_delay_s
 from primeslurm.node.agent.health_probe import TIMEOUT_S
 from primeslurm.node.agent.liveness_monitor import STOPPED_S
@@ -27,7 +28,6 @@ from primeslurm.node.agent.node_context import directory_of, remove_leftovers
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.host.exit_cleanup import ExitCleanup
 from primeslurm.node.host.network import NetworkError, node_name, own_address
-from primeslurm.node.host.private_directory import PrivateDirectory, random_word
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan

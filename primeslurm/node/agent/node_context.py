@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from primeslurm.base.private_directory import LONGEST_FOR_SOCKETS, WORD, PrivateDirectory, is_abandoned
 from primeslurm.node.host import fabric
-from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS, WORD, PrivateDirectory, is_abandoned
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.wire.transport.addresses import Addresses
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from primeslurm.base import files
 from primeslurm.base.durable import MIN_FREE_BYTES, may_recover
 from primeslurm.base.files import read_json, write_atomic
+from primeslurm.base.private_directory import LONGEST_FOR_SOCKETS
 from primeslurm.base.units import duration, gib
 from primeslurm.node.host.network import FIXED, can_bind
-from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
 from primeslurm.plan.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,10 +105,10 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: bytes) -> None:
 async def test_full_disk_is_no_fault_of_the_adapter(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a")
     adapters = NamedAdapters(tmp_path, Loads())
-    Path(adapters._copies.name).rmdir()  # copies cannot be written
+    adapters._copies.path.rmdir()  # copies cannot be written
     with pytest.raises(AdapterLoadError, match="FileNotFoundError"):
         await adapters.resolve("a")
-    Path(adapters._copies.name).mkdir()
+    adapters._copies.path.mkdir()
     assert await adapters.resolve("a")
 
 
@@ -115,3 +118,23 @@ def test_only_refusals_of_a_worker_are_final(kind: type[Exception], expected: ty
         raise kind("a fault")
     # vLLM passes the text on, in an error of its own.
     assert type(load_error("a", RuntimeError(f"Call to add_lora method failed: {raised.value}"))) is expected
+
+
+async def test_copies_of_a_killed_engine_are_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    write_adapter(tmp_path / "a")
+    running = NamedAdapters(tmp_path, Loads())
+    request = await running.resolve("a")
+    code = f"""
+import os
+from pathlib import Path
+from primeslurm.inference.weight_transfer.named_adapters import NamedAdapters
+(NamedAdapters(Path({str(tmp_path)!r}), None)._copies.path / "1").mkdir()
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    assert len([*tmp_path.glob("primeslurm-adapters-*/1")]) == 2
+    NamedAdapters(tmp_path, Loads())
+    assert [*tmp_path.glob("primeslurm-adapters-*/1")] == [Path(request.lora_path)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.base.private_directory import PrivateDirectory, is_abandoned, random_word
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.agent.node_context import directory_of, remove_leftovers
-from primeslurm.node.host.private_directory import PrivateDirectory, is_abandoned, random_word
 from primeslurm.node.preflight.checks import socket_checks
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import RunDirectory

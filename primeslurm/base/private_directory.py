@@ -63,6 +63,13 @@ class PrivateDirectory:
             self._lock = None
 
 
+def remove_abandoned(directory: Path, pattern: str) -> None:
+    """Remove the private directories of processes that were killed."""
+    for path in directory.glob(pattern):
+        if is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def is_abandoned(path: Path) -> bool:
     """Return whether this is a directory of this user that no running process has locked. Links do not count."""
     try:
