@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,8 +24,8 @@ class Service:
         self.polls, self.seconds, self.now = iter(polls), seconds, 0.0
         self.sent: list[dict[str, Any]] = []
         self.waits = 0
-        monkeypatch.setattr(tinker_client.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(tinker_client, "RETRY_S", 0.0)
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _: None)
+        monkeypatch.setattr(tinker_client, "time", clock)
         http = httpx.Client(transport=httpx.MockTransport(self), base_url="http://service")
         self.client = TinkerClient(http, self.wait)
 
