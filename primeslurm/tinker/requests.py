@@ -254,7 +254,7 @@ def _check_range(where: str, tokens: NDArray[Any], limits: ModelLimits) -> None:
 
 
 def check_size(lengths: Sequence[int], limits: ModelLimits) -> None:
-    """Raise RequestError if sequences of these lengths are too many for one pass."""
+    """Raise RequestError if sequences have more tokens than one pass may have."""
     if (tokens := sum(lengths)) > limits.pass_tokens:
         why = f"one pass may have {limits.pass_tokens} tokens; send the data in several passes"
         raise RequestError("data", f"{tokens} tokens", why)

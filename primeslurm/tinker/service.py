@@ -418,7 +418,7 @@ class Service:
 
 
 def _drop(named: dict[str, Any], prefix: str) -> None:
-    """Remove what is named with a prefix. Another thread may add to the dictionary meanwhile."""
+    """Remove entries whose names have a prefix. Another thread may add entries meanwhile."""
     for name in list(named):
         if name.startswith(prefix):
             del named[name]
