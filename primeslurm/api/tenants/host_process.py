@@ -29,7 +29,7 @@ from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.fleet import Outcome
 from primeslurm.records.heartbeats import liveness
 from primeslurm.run.directory import CANCEL_NOW, RunDirectory
-from primeslurm.run.tenants import TenantDirectory, TenantState, remove_key, tenants_of
+from primeslurm.run.tenants import TenantDirectory, TenantState, remove_key, tenants_of, user_of
 from primeslurm.slurm.local import submit
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
@@ -132,7 +132,7 @@ class TenantHost:
         record = TenantState(state.state, state.reason, state.failures, hosted.recorded.time)
         if record != hosted.recorded:
             if state.state == "removed":  # before, the run needed the key for its last checkpoint
-                remove_key(self._run_dir, hosted.tenant.name)
+                remove_key(self._run_dir, user_of(hosted.tenant.name))
             hosted.recorded = TenantState(state.state, state.reason, state.failures, time.time())
             hosted.tenant.record(hosted.recorded)
 

@@ -42,7 +42,6 @@ from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment,
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire.batches.rollout import Rollout
-from primeslurm.wire.names import DEPLOYMENT_TOKEN, TINKER_API_KEY
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import AddressBook
 
@@ -216,9 +215,6 @@ def main(argv: list[str] | None = None) -> None:
     logs.configure()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
-    if recipe.tenant is not None:  # tasks must not reach the deployment beside the gateway, which has the quotas
-        for name in (TINKER_API_KEY, DEPLOYMENT_TOKEN):
-            os.environ.pop(name, None)
     environment = recipe.environment(options.environment)
     run_dir = options.attempt_dir.resolve().parents[1]
     # The node's own disk is fast, and the agent empties its temporary directory when the attempt ends.
