@@ -176,6 +176,11 @@ def _is_shuffled(environment: AnyEnvironment) -> bool:
     return isinstance(environment, Environment) and environment.shuffle
 
 
+def hidden_directories(recipe: Recipe, run_dir: Path) -> list[Path]:
+    """Return the directories with secrets of the run, and of its deployment and the other tenants."""
+    return [run_dir] if recipe.tenant is None else [run_dir, recipe.tenant.deployment]
+
+
 def _scratch(name: str) -> Path:
     directory = Path(tempfile.gettempdir()) / "environments" / name
     shutil.rmtree(directory, ignore_errors=True)
@@ -220,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     # The node's own disk is fast, and the agent empties its temporary directory when the attempt ends.
     name = f"{environment.label}-{options.worker}"
     scratch = _scratch(name)
-    install(environment.runtime, scratch, run_dir / "containers", [run_dir])
+    install(environment.runtime, scratch, run_dir / "containers", hidden_directories(recipe, run_dir))
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
     shown = uv_scripts.environment_directories() if sees_packages(environment.runtime) else ()
     limits = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()
