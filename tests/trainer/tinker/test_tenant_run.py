@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import uvicorn
 import yaml
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 from primeslurm.api.runs.run import Run
 from primeslurm.run.records import rows
@@ -26,6 +25,7 @@ from primeslurm.tinker.service import Service
 from primeslurm.trainer.distributed.world import World
 from scripts.models.tiny_model import write_model
 from tests.support.cli import run_python
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.waiting import wait_until
 
 TOKEN = "token-of-the-deployment"
