@@ -174,7 +174,8 @@ def _extra_headers(recipe: Recipe, job: Job, trajectory: str) -> dict[str, str]:
 
 
 def _is_shuffled(environment: AnyEnvironment) -> bool:
-    return isinstance(environment, Environment) and environment.shuffle
+    # Runs whose recipe does not have the field were started before there was a choice, and keep their order.
+    return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
 
 
 def _scratch(name: str) -> Path:
