@@ -173,7 +173,8 @@ def _extra_headers(recipe: Recipe, job: Job, trajectory: str) -> dict[str, str]:
 
 
 def _is_shuffled(environment: AnyEnvironment) -> bool:
-    return isinstance(environment, Environment) and environment.shuffle
+    # Runs whose recipe does not have the field were started before there was a choice, and keep their order.
+    return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
 
 
 def hidden_directories(recipe: Recipe, run_dir: Path) -> list[Path]:
