@@ -52,7 +52,7 @@ class HostedTenant:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was removed, and its run has ended."""
+        """True after the end of its run, if it is removed."""
         return self.recorded.state == "removed"
 
 
@@ -87,7 +87,7 @@ class TenantHost:
         return active
 
     def _look(self) -> list[HostedTenant]:
-        """Read what the user wants of each tenant. What cannot be read is as it was."""
+        """Read each `wanted` file. A tenant whose file cannot be read keeps its last known value."""
         try:
             found = tenants_of(self._run_dir)
         except OSError as error:

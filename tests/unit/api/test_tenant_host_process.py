@@ -139,7 +139,7 @@ def test_a_tenant_whose_wanted_state_cannot_be_read_does_not_end_the_host(lab: P
     alice.want("removed")
     (bob.path / "wanted").unlink() if content is None else (bob.path / "wanted").write_bytes(content)
     host.tick(1)
-    assert [each.state().state for each in (alice, bob)] == ["removed", "paused"], "bob's is as it was"
+    assert [each.state().state for each in (alice, bob)] == ["removed", "paused"], "bob keeps the last known value"
 
 
 def test_a_run_of_unknown_state_counts_as_active_while_the_host_ends(lab: Path) -> None:
