@@ -21,6 +21,9 @@ def markdown(model: type[BaseModel]) -> str:
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         meanings = descriptions(section)
         lines += [_row(info.alias or name, info, meanings.get(name, "")) for name, info in section.model_fields.items()]
+        if renamed := getattr(section, "renamed", {}):
+            names = ", ".join(f"`{old}` (now `{new}`)" for old, new in renamed.items())
+            lines += ["", f"Deprecated names that still work: {names}."]
         lines.append("")
     return "\n".join(lines)
 

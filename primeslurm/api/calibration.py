@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 import tempfile
 import time
 from dataclasses import dataclass
@@ -60,7 +61,10 @@ class SiteChange:
         return "".join(difflib.unified_diff(before, after, str(self.file), f"{self.file} (new)"))
 
     def write(self) -> None:
-        files.write_atomic(self.file.resolve(), self.after)
+        path = self.file.resolve()
+        mode = path.stat().st_mode
+        files.write_atomic(path, self.after)
+        path.chmod(stat.S_IMODE(mode))  # others may read the file of a site
 
 
 def load_calibration(

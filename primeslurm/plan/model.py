@@ -229,7 +229,7 @@ class Plan(Section):
     """Longest time between the starts of the first and any other agent [s]. Nodes may have to pull images first."""
     bad_node_hours: int = 24  # hours for which later jobs avoid a failed node
     prometheus: Literal["token", "open", "off"] = "token"  # access to the metrics that the head serves
-    weight_transport: WeightTransport | None = None  # None until the planner has chosen one
+    weight_transport: WeightTransport | None = None  # None in plans of older versions
     findings: tuple[Finding, ...] = ()
     estimate: Estimate | None = None  # None if the model's shape is unknown
 

@@ -43,7 +43,7 @@ from primeslurm.plan.supervision import Health, HeartbeatLimits
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_PHASE_S
 from primeslurm.recipe.sections.teacher import ServedTeacher
-from primeslurm.wire.names import DEPLOYMENT_TOKEN, STATUS_PATH, TINKER_API_KEY
+from primeslurm.wire.names import STATUS_PATH
 
 
 @dataclass(frozen=True)
@@ -341,10 +341,9 @@ def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -
 
 
 def _keys(recipe: Recipe) -> tuple[str, ...]:
-    """Return the variables with the API key of a teacher that is served elsewhere, and with keys of a deployment."""
+    """Return the variables with the API key of a teacher that is served elsewhere."""
     teacher = recipe.teacher
-    key = (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
-    return key if recipe.tenant is None else (*key, TINKER_API_KEY, DEPLOYMENT_TOKEN)
+    return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
 
 
 def _secrets(recipe: Recipe) -> tuple[str, ...]:

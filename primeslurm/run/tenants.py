@@ -2,6 +2,7 @@
 
     RUN/tenants/NAME/tenant.yaml  wanted  state.json  host.log  run/
     RUN/keys/USER                                                    mode 0600
+    RUN/keys/tenant.NAME
 
 Commands write `wanted`, and the tenant host makes it true. The Tinker service reads the keys.
 """
@@ -95,6 +96,16 @@ def add_tenant(run_dir: Path, name: str, recipe: str) -> TenantDirectory | None:
     return TenantDirectory(target)
 
 
+def user_of(tenant: str) -> str:
+    """Return the user that a tenant's run is to the Tinker service. Names of clients have no dots."""
+    return f"tenant.{tenant}"
+
+
+def read_key(run_dir: Path, user: str) -> str:
+    """Return a user's API key. Raises OSError, for example if there is none."""
+    return files.read_text(run_dir / "keys" / user)
+
+
 def key_of(run_dir: Path, user: str) -> str:
     """Return a user's API key. It is made if there is none. Raises OSError."""
     path = run_dir / "keys" / user
@@ -108,14 +119,14 @@ def key_of(run_dir: Path, user: str) -> str:
             os.link(staged, path)
         staged.unlink()
         durable.sync(path.parent)
-    return files.read_text(path)
+    return read_key(run_dir, user)
 
 
 def keys(run_dir: Path) -> dict[str, str]:
     """Return the user of each API key."""
     users = {}
     for path in files.listing(run_dir / "keys"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):  # the other users must not suffer
             if path.name[0] != "." and (key := files.read_text(path)):
                 users[key] = path.name
     return users

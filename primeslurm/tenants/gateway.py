@@ -27,7 +27,7 @@ from primeslurm.inference.version_gate import VersionGate, read_body
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.tenant import Tenant
 from primeslurm.wire.decoding import DamagedError, decode_json
-from primeslurm.wire.names import DEPLOYMENT_TOKEN, SERVED_MODEL
+from primeslurm.wire.names import SERVED_MODEL
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.http import internal_client
 
@@ -144,7 +144,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _serve(tenant: Tenant, host: str, port: int) -> None:
-    token = {"Authorization": f"Bearer {os.environ.pop(DEPLOYMENT_TOKEN, '')}"}
+    token = {"Authorization": f"Bearer {secret.read(tenant.deployment)}"}
     async with internal_client(None, headers=token) as http:  # clients limit the time of their requests
         gate = VersionGate(Gateway(tenant, http))
         config = uvicorn.Config(gate, host=host, port=port, log_level="warning", access_log=False, lifespan="off")

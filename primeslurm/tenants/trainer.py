@@ -18,10 +18,10 @@ from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.records.events.training import TrainerStarted, TrainerStopped
 from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
+from primeslurm.run.tenants import read_key, user_of
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.wire import exit_codes
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.names import DEPLOYMENT_TOKEN, TINKER_API_KEY
 from primeslurm.wire.transport import secret
 
 log = logging.getLogger("primeslurm.tenants")
@@ -38,7 +38,6 @@ def main(argv: list[str] | None = None) -> int:
     interrupt = Interrupt()  # blocks the signal before the imports below start threads
     secret.take()
     logs.configure()
-    os.environ.pop(DEPLOYMENT_TOKEN, None)
 
     from primeslurm.tenants.loop import TenantTask
     from primeslurm.tenants.tinker_client import TinkerClient, TinkerError, connect
@@ -54,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     limits = PhaseLimits.of(recipe)
     liveness().enter("load", limit_s=limits.long_s)
     try:
-        with connect(recipe.tenant.service, os.environ.pop(TINKER_API_KEY, "")) as http:
+        key = read_key(recipe.tenant.deployment, user_of(recipe.name))
+        with connect(recipe.tenant.service, key) as http:
             client = TinkerClient(http, liveness().heartbeat)
             link = TrainerLink(arguments.orchestrator, on_wait=client.wait)
             timer = PhaseTimer(journal, record=True, limits=limits)

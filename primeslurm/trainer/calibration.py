@@ -113,24 +113,32 @@ def _files(world: World, directory: Path, local_ranks: int, size: int) -> Sample
     """Return the rates at which nodes write files and read those of another node [GB/s]. One rank of a node does it."""
     node, nodes = world.rank // local_ranks, world.size // local_ranks
     own, other = (directory / f"calibration-{at}.bin" for at in (node, (node + 1) % nodes))
+    is_measuring = world.rank % local_ranks == 0
     chunk = os.urandom(min(size, 2**20))
-    data = chunk * (size // len(chunk))
+    data = chunk * (size // len(chunk)) if is_measuring else b""
+
+    def write() -> None:
+        with files.keeping_reserve():
+            durable.write(own, data)
 
     def read() -> None:
         files.reading(other, lambda file: os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED))
         files.read_bytes(other)
 
-    work = {"storage_write_gbytes_per_s": lambda: durable.write(own, data), "storage_read_gbytes_per_s": read}
+    work = {"storage_write_gbytes_per_s": write, "storage_read_gbytes_per_s": read}
     rates: Samples = {name: [] for name in work}
-    for name, step in list(work.items()) * FILE_REPEATS:
+    try:
+        for name, step in list(work.items()) * FILE_REPEATS:
+            world.barrier()
+            if is_measuring:
+                begin = time.perf_counter()
+                step()
+                rates[name].append(size / (time.perf_counter() - begin) / 1e9)
+            liveness().heartbeat()
         world.barrier()
-        if world.rank % local_ranks == 0:
-            begin = time.perf_counter()
-            step()
-            rates[name].append(size / (time.perf_counter() - begin) / 1e9)
-        liveness().heartbeat()
-    world.barrier()
-    files.unlink(own)
+    finally:
+        if is_measuring:
+            files.unlink(own)
     return rates
 
 

@@ -19,9 +19,6 @@ KV_EVENTS_HIDE_SALT = "PRIMESLURM_KV_EVENTS_HIDE_SALT"
 ADAPTER = "adapter"
 # Weight-transfer backend of such engines
 ADAPTER_BACKEND = "primeslurm_adapter"
-# Variables with a tenant's keys: of the deployment's Tinker service, and of the router of its engines
-TINKER_API_KEY = "TINKER_API_KEY"
-DEPLOYMENT_TOKEN = "PRIMESLURM_DEPLOYMENT_TOKEN"
 # Variable with the directory of adapters that requests to an engine may name
 ADAPTERS = "PRIMESLURM_ADAPTERS"
 # Ends the options of a Dynamo worker. Those of vLLM's server follow.

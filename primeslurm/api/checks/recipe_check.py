@@ -55,6 +55,12 @@ def plan_emulated(recipe: Recipe, site: Site) -> Planned:
     return make_emulated_plan(recipe, site, Path(site.runs) / recipe.name, model_files(recipe).shape)
 
 
+def with_warnings(planned: Planned, violations: Sequence[Violation]) -> Planned:
+    """Return the plan with violations added to its findings, as warnings."""
+    findings = (*planned.plan.findings, *as_findings(violations, "warning"))
+    return replace(planned, plan=planned.plan.model_copy(update={"findings": findings}))
+
+
 @dataclass(frozen=True)
 class Check:
     """Findings about a recipe on a site."""
@@ -171,7 +177,8 @@ def examine(
         errors = _causes(errors, lambda error: [each.errors for each in plan_variants([error])])
         if not all(each.planned for each in first):
             representative = second
-    others = _common([each.others for each in representative], faulty)
+    deprecations = (*recipe.deprecations, *site.deprecations)
+    others = as_findings(deprecations, "warning") + _common([each.others for each in representative], faulty)
     # Loading environments is slow, and the variants differ only in wrong fields: one variant is enough.
     load_findings = _load_environments(first[0], faulty, local=local) if environments and first else _LoadFindings()
     errors += [each for each in load_findings.errors if each not in errors]
@@ -188,7 +195,7 @@ def examine(
     fatal = bool(reading_errors or not first or not first[0].planned or first[0].unusable or load_findings.errors)
     planned = None if fatal else first[0].planned
     return Examination(
-        planned,
+        with_warnings(planned, deprecations) if planned else None,
         tuple(dict.fromkeys((*reading_errors, *errors))),
         (*others, *load_findings.others),
         (answer.details,) if answer.details else (),

@@ -21,6 +21,8 @@ TASK = (
     *("task=eval", "teacher=null", "inference.model=null"),
     *("deployment.spares.train=0", "deployment.spares.teacher=0"),
 )
+# Time limits of a run that do not fit its evaluation. They follow from estimates again.
+_OPEN = ("slurm.checkpoint_signal_s=null", "trainer.hang_timeout_s=null")
 
 
 def load_evaluation(
@@ -53,7 +55,8 @@ def load_evaluation(
         source, version = run.path / recipe_record.FILE, _version(run.path, target, step)
         # Overrides are parsed as YAML, in which characters of a path may have a meaning.
         path = yaml.safe_dump(str(filesystem.version_dir(run.path.resolve(), version)))
-        name, words = name or f"{run.path.name}-eval-{version}", (*TASK, f"model.path={path}", *overrides)
+        words = (*TASK, *_OPEN, f"model.path={path}", *overrides)
+        name = name or f"{run.path.name}-eval-{version}"
     return load(source, site=site, overrides=words, name=name, local=local)
 
 

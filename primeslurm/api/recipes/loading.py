@@ -19,6 +19,7 @@ from primeslurm.api.checks.recipe_check import (
     no_query,
     plan_emulated,
     read_file_metadata,
+    with_warnings,
 )
 from primeslurm.api.sites import draft_site, with_python
 from primeslurm.base.errors import UsageError, Violation
@@ -74,7 +75,8 @@ class LoadedRecipe:
         if self.planned is not None:
             return self.planned
         if self.files is None:
-            return plan_emulated(self.recipe, self.site)
+            deprecations = self.draft.deprecations if self.draft else ()
+            return with_warnings(plan_emulated(self.recipe, self.site), deprecations)
         return self._examined().refuse()
 
     def check(self, *, slurm: bool = True) -> Check:

@@ -20,7 +20,7 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory_security import permission_problems
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.run.tenants import TenantDirectory, Wanted, add_tenant, key_of, tenants_of
+from primeslurm.run.tenants import TenantDirectory, Wanted, add_tenant, key_of, tenants_of, user_of
 from primeslurm.wire.transport.addresses import Addresses
 
 _USER = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
@@ -78,7 +78,7 @@ class SharedDeployment:
         if problems:
             raise UsageError(problems)
         examination.refuse()
-        key_of(self.run.path, name)
+        key_of(self.run.path, user_of(name))
         tenant = add_tenant(self.run.path, name, yaml.safe_dump({**read.text, "name": name}, sort_keys=False))
         if tenant is None:
             raise UsageError(self._clashes(name))

@@ -29,7 +29,7 @@ from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.fleet import Outcome
 from primeslurm.records.heartbeats import liveness
 from primeslurm.run.directory import CANCEL_NOW, RunDirectory
-from primeslurm.run.tenants import TenantDirectory, TenantState, remove_key, tenants_of
+from primeslurm.run.tenants import TenantDirectory, TenantState, Wanted, remove_key, tenants_of, user_of
 from primeslurm.slurm.local import submit
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
@@ -45,9 +45,15 @@ class HostedTenant:
     """A tenant, its state, and the process that starts its run."""
 
     tenant: TenantDirectory
+    wanted: Wanted | None = None  # None: it was never read
     supervisor: TenantSupervisor = field(default_factory=TenantSupervisor)
     starter: subprocess.Popen[bytes] | None = None
     recorded: TenantState = field(default_factory=TenantState)
+
+    @property
+    def is_over(self) -> bool:
+        """True after the end of its run, if it is removed."""
+        return self.recorded.state == "removed"
 
 
 class TenantHost:
@@ -64,27 +70,46 @@ class TenantHost:
 
     def tick(self, now: float) -> bool:
         """Look at every tenant, and act. Return whether a run is active. `now`: monotonic clock [s]."""
-        found = tenants_of(self._run_dir)
-        wanted = [each.name for each in found if each.wanted != "removed"]
+        present = [hosted for hosted in self._look() if not hosted.is_over]
+        wanted = [hosted.tenant.name for hosted in present if hosted.wanted not in (None, "removed")]
         admitted, active = set(wanted[: self._max_tenants]), False
-        for tenant in found:
-            hosted = self._hosted.setdefault(tenant.name, HostedTenant(tenant))
+        for hosted in present:
+            name = hosted.tenant.name
             try:
                 view = self._view(hosted)
-                action = hosted.supervisor.decide(view, now, admitted=tenant.name in admitted, ending=self.ending)
+                action = hosted.supervisor.decide(view, now, admitted=name in admitted, ending=self.ending)
                 self._act(hosted, action)
                 self._record(hosted)
                 active |= view.active or hosted.starter is not None
             except (PrimeslurmError, OSError, ValueError) as error:  # the others must not suffer
-                log.warning("tenant %s: %s", tenant.name, error)
-                active |= hosted.starter is not None
+                log.warning("tenant %s: %s", name, error)
+                active |= hosted.starter is not None or self.ending  # its run may be active
         return active
 
+    def _look(self) -> list[HostedTenant]:
+        """Read each `wanted` file. A tenant whose file cannot be read keeps its last known value."""
+        try:
+            found = tenants_of(self._run_dir)
+        except OSError as error:
+            log.warning("%s", error)
+            return list(self._hosted.values())
+        for tenant in found:
+            hosted = self._hosted.setdefault(tenant.name, HostedTenant(tenant))
+            if not hosted.is_over:
+                try:
+                    hosted.wanted = tenant.wanted
+                except (OSError, ValueError) as error:
+                    log.warning("tenant %s: %s", tenant.name, error)
+        return [self._hosted[tenant.name] for tenant in found]
+
     def _view(self, hosted: HostedTenant) -> View:
+        """Raises PrimeslurmError, OSError or ValueError if files of the tenant are damaged or cannot be read."""
         tenant = hosted.tenant
+        if hosted.wanted is None:
+            raise ValueError("nobody knows whether it is wanted")
         code = hosted.starter.poll() if hosted.starter else None
         starter: StarterState = "running" if code is None else "failed" if code else "succeeded"
-        view = partial(View, tenant.wanted, tenant.wanted_since, starter="none" if hosted.starter is None else starter)
+        view = partial(View, hosted.wanted, tenant.wanted_since, starter="none" if hosted.starter is None else starter)
         reason = _last_line(tenant.log) if code else ""
         if code is not None:
             hosted.starter = None
@@ -132,9 +157,10 @@ class TenantHost:
         record = TenantState(state.state, state.reason, state.failures, hosted.recorded.time)
         if record != hosted.recorded:
             if state.state == "removed":  # before, the run needed the key for its last checkpoint
-                remove_key(self._run_dir, hosted.tenant.name)
-            hosted.recorded = TenantState(state.state, state.reason, state.failures, time.time())
-            hosted.tenant.record(hosted.recorded)
+                remove_key(self._run_dir, user_of(hosted.tenant.name))
+            record = TenantState(state.state, state.reason, state.failures, time.time())
+            hosted.tenant.record(record)
+            hosted.recorded = record
 
     def end_all(self) -> None:
         """Tell all runs to end without a last checkpoint."""
@@ -144,8 +170,10 @@ class TenantHost:
 
 
 def _cancelled_now(run_dir: Path) -> bool:
-    file = RunDirectory(run_dir).latest().cancel_file
-    return files.is_file(file) and files.read_text(file) == CANCEL_NOW
+    with contextlib.suppress(PrimeslurmError, OSError, ValueError):  # it may be readable in the next second
+        file = RunDirectory(run_dir).latest().cancel_file
+        return files.is_file(file) and files.read_text(file) == CANCEL_NOW
+    return False
 
 
 def _last_line(path: Path) -> str:

@@ -1,13 +1,11 @@
 """Start or resume a tenant's run on this machine: `python -m primeslurm.api.tenants.starting`.
 
-The tenant host starts this process, so that a slow or broken start of one tenant cannot stop the others. The run gets
-its keys from files of the deployment, by environment variables.
+The tenant host starts this process, so that a slow or broken start of one tenant cannot stop the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -26,15 +24,12 @@ from primeslurm.plan.planner import make_plan
 from primeslurm.recipe import Recipe
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.run.directory import was_never_submitted
-from primeslurm.run.tenants import TenantDirectory, key_of
-from primeslurm.wire.names import DEPLOYMENT_TOKEN, TINKER_API_KEY
-from primeslurm.wire.transport import secret
+from primeslurm.run.tenants import TenantDirectory, key_of, user_of
 
 
 def start(run_dir: Path, tenant: TenantDirectory, urls: DeploymentUrls) -> None:
     """Submit a tenant's run to the local executor, or resume it. Raises PrimeslurmError or OSError."""
-    os.environ[TINKER_API_KEY] = key_of(run_dir, tenant.name)
-    os.environ[DEPLOYMENT_TOKEN] = secret.read(run_dir)
+    key_of(run_dir, user_of(tenant.name))
     if was_never_submitted(tenant.run.path):  # the host was killed while the run was submitted
         files.remove_tree(tenant.run.path)
     deployment = deployment_recipe(run_dir)
@@ -68,7 +63,7 @@ def main() -> None:
     tenant = TenantDirectory(arguments.run_dir / "tenants" / arguments.tenant)
     try:
         start(arguments.run_dir, tenant, DeploymentUrls(arguments.service, arguments.router))
-    except (PrimeslurmError, OSError, secret.SecretError) as error:
+    except (PrimeslurmError, OSError) as error:
         sys.exit(f"error: {error}".replace("\n", "; "))
 
 

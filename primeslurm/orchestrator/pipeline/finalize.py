@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator.batching.group_filter import FilterVerdict, GroupFilter
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
@@ -49,12 +50,14 @@ class GroupFinalizer:
         self._thread = ThreadPoolExecutor(1, "finalizer")
 
     async def finalize(self, complete: Sequence[CompleteGroup]) -> AsyncIterator[FinalizedGroup]:
-        """Filter groups, and write the rest to disk. Raise UsageError if the user's algorithm raised an error."""
-        unfiltered = [each.group for each in complete if not each.is_scored]
-        verdicts = iter(await self._in_thread(lambda: [self._filter.judge(group) for group in unfiltered]))
+        """Filter groups, and write the rest to disk.
+
+        Raise UsageError if the user's algorithm raised an error, after the groups before are on disk.
+        """
+        verdicts, error = await self._in_thread(lambda: self._judge(complete))
         finalized = [
-            FinalizedGroup(each.group, is_scored=True) if each.is_scored else self._filtered(each.group, next(verdicts))
-            for each in complete
+            FinalizedGroup(each.group, is_scored=True) if verdict is None else self._filtered(each.group, verdict)
+            for each, verdict in zip(complete, verdicts, strict=False)
         ]
         written = [each.group for each in finalized if not each.rejected]
         await self._in_thread(lambda: self._spool.put_all(written))
@@ -63,6 +66,18 @@ class GroupFinalizer:
                 await asyncio.sleep(self._retry_s)
                 await self._in_thread(lambda: self._spool.put(each.group))  # noqa: B023  (called before the next one)
             yield each
+        if error is not None:
+            raise error
+
+    def _judge(self, complete: Sequence[CompleteGroup]) -> tuple[list[FilterVerdict | None], UsageError | None]:
+        """Return the verdicts on groups, None for those that are scored, up to the first error of the algorithm."""
+        verdicts: list[FilterVerdict | None] = []
+        try:
+            for each in complete:
+                verdicts.append(None if each.is_scored else self._filter.judge(each.group))
+        except UsageError as error:
+            return verdicts, error
+        return verdicts, None
 
     def _filtered(self, group: RolloutGroup, verdict: FilterVerdict) -> FinalizedGroup:
         trained = self._filter.note(group, verdict)

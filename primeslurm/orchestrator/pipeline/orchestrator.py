@@ -230,9 +230,11 @@ class OrchestratorPipeline:
         try:
             while True:
                 groups = [await self.complete.get()]
+                size = groups[0].group.nbytes
                 # Small groups that wait are written together. Large ones take seconds each, so each counts at once.
-                while not self.complete.empty() and sum(each.group.nbytes for each in groups) < WRITTEN_TOGETHER:
+                while not self.complete.empty() and size < WRITTEN_TOGETHER:
                     groups.append(self.complete.get_nowait())
+                    size += groups[-1].group.nbytes
                 async for finalized in self.finalizer.finalize(groups):
                     self.batch.add(finalized)
         finally:

@@ -42,7 +42,6 @@ from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment,
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire.batches.rollout import Rollout
-from primeslurm.wire.names import DEPLOYMENT_TOKEN, TINKER_API_KEY
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import AddressBook
 
@@ -174,7 +173,13 @@ def _extra_headers(recipe: Recipe, job: Job, trajectory: str) -> dict[str, str]:
 
 
 def _is_shuffled(environment: AnyEnvironment) -> bool:
-    return isinstance(environment, Environment) and environment.shuffle
+    # Runs whose recipe does not have the field were started before there was a choice, and keep their order.
+    return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
+
+
+def hidden_directories(recipe: Recipe, run_dir: Path) -> list[Path]:
+    """Return the directories with secrets of the run, and of its deployment and the other tenants."""
+    return [run_dir] if recipe.tenant is None else [run_dir, recipe.tenant.deployment]
 
 
 def _scratch(name: str) -> Path:
@@ -216,15 +221,12 @@ def main(argv: list[str] | None = None) -> None:
     logs.configure()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
-    if recipe.tenant is not None:  # tasks must not reach the deployment beside the gateway, which has the quotas
-        for name in (TINKER_API_KEY, DEPLOYMENT_TOKEN):
-            os.environ.pop(name, None)
     environment = recipe.environment(options.environment)
     run_dir = options.attempt_dir.resolve().parents[1]
     # The node's own disk is fast, and the agent empties its temporary directory when the attempt ends.
     name = f"{environment.label}-{options.worker}"
     scratch = _scratch(name)
-    install(environment.runtime, scratch, run_dir / "containers", [run_dir])
+    install(environment.runtime, scratch, run_dir / "containers", hidden_directories(recipe, run_dir))
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
     shown = uv_scripts.environment_directories() if sees_packages(environment.runtime) else ()
     limits = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()

@@ -287,13 +287,26 @@ class _Signatures:
         return inspect.signature(function) if method is None else _signature_of_method(method)
 
 
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    remembered = functools.lru_cache(1024)(function)
+
+    def call(argument: Any) -> Any:
+        try:
+            return remembered(argument)
+        except TypeError:  # it cannot be hashed
+            return function(argument)
+
+    call.remembered = remembered  # type: ignore[attr-defined]
+    return functools.wraps(function)(call)
+
+
 def inspect_once() -> None:
     """Let verifiers and pydantic inspect hooks, harnesses, default values and tasks once, not for each rollout."""
     decorators.inspect = _Signatures
     for module, name in ((loaders, "harness_class"), (_fields, "takes_validated_data_argument")):
         function = getattr(module, name)
-        if not hasattr(function, "cache_clear"):
-            setattr(module, name, functools.cache(function))
+        if not hasattr(function, "remembered"):
+            setattr(module, name, _remembering(function))
     Task.hash = property(_hash_once)
     train.RendererSlot = PromptSlot
 

@@ -158,7 +158,8 @@ def _of_run(
         yield _Limit(
             "orchestrator.request_timeout_s", "generation request", REQUEST_S, work, seconds, TURN, level="warning"
         )
-        seconds = recipe.orchestrator.batch_size * recipe.seq_len / amounts[SAMPLED].value
+        rate = max(amounts[SAMPLED].value, 1.0)  # rounded, so it may be 0
+        seconds = recipe.orchestrator.batch_size * recipe.seq_len / rate
         work = "sampling a batch of seq_len"
         yield _Limit("trainer.batch_timeout_s", "wait for a batch", BATCH_WAIT_S, work, seconds, SLOW, level="none")
 

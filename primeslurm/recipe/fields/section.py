@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from textwrap import dedent
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 
@@ -16,12 +16,16 @@ class Section(BaseModel):
     """A frozen section that refuses unknown keys. Attribute docstrings are the help texts of the schema."""
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Deprecated names of fields, and their present names."""
 
     @model_validator(mode="before")
     @classmethod
-    def _normalize_booleans(cls, data: object) -> object:
+    def _normalize_keys_and_booleans(cls, data: object) -> object:
         if not isinstance(data, Mapping):
             return data
+        # If both names are given, the old one stays, and pydantic refuses it as an unknown key.
+        data = {new if (new := cls.renamed.get(key, key)) not in data else key: value for key, value in data.items()}
         # YAML reads `yes` and `on` as true, which pydantic would take for the number 1. It refuses the text "true".
         return {
             key: str(value).lower() if isinstance(value, bool) and _is_number(field_type(cls, key)) else value
@@ -60,6 +64,27 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
                     if name in section.model_fields:
                         texts[name] = inspect.cleandoc(words)
     return texts
+
+
+def deprecated_keys(model: type[BaseModel], data: object) -> list[tuple[str, str]]:
+    """List the deprecated keys in the input of a model: dotted path as written, and the present name."""
+    return list(dict.fromkeys(_deprecated_keys([model], data, "")))
+
+
+def _deprecated_keys(kinds: list[Any], data: object, above: str) -> Iterator[tuple[str, str]]:
+    if isinstance(data, list):
+        elements = [kind for each in kinds if get_origin(each) is tuple for kind in members(get_args(each)[0])]
+        for i, item in enumerate(data):
+            yield from _deprecated_keys(elements, item, f"{above}{i}.")
+    elif isinstance(data, Mapping):
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        for key, value in data.items():
+            new_names = [section.renamed[key] for section in sections if key in section.renamed]
+            if new_names:
+                yield f"{above}{key}", new_names[0]
+            below = [kind for section in sections for kind in members(field_type(section, key))]
+            below += [kind for each in kinds if get_origin(each) is dict for kind in members(get_args(each)[1])]
+            yield from _deprecated_keys(below, value, f"{above}{key}.")
 
 
 def field_type(section: type[BaseModel] | None, key: int | str) -> Any:

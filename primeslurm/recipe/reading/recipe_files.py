@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from primeslurm.base import files
 from primeslurm.base.errors import UsageError, Violation, signature
 from primeslurm.base.paths import exists, is_file, shipped
+from primeslurm.recipe.fields.section import deprecated_keys
 from primeslurm.recipe.fields.strings import string_problems
 from primeslurm.recipe.fields.suggestions import closest_ready_recipes, nearest, suggestion
 from primeslurm.recipe.reading.valid_variants import Rules, path_of, valid_variants
@@ -45,6 +46,14 @@ class Draft(Generic[M]):
     @property
     def violations(self) -> list[Violation]:
         return [fault.violation for fault in self.faults]
+
+    @property
+    def deprecations(self) -> list[Violation]:
+        """Deprecated names of fields that the input uses. They are no faults."""
+        return [
+            Violation(path, "", "is a deprecated name of the field", f"use {new}")
+            for path, new in deprecated_keys(self.model, self.data)
+        ]
 
     def valid_value(self) -> M:
         """Return the recipe or site. Raises UsageError with all violations."""

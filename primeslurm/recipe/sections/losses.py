@@ -19,6 +19,8 @@ Average = Literal["tokens", "rollouts", "seq_len"]
 class PolicyGradient(Section):
     """Options of all importance-weighted policy gradients."""
 
+    renamed = {"adv_tau": "advantage_coef"}
+
     advantage_coef: PositiveFloat = 1.0
     """Factor that multiplies every advantage."""
     average: Average = "tokens"

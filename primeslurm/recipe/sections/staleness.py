@@ -15,6 +15,8 @@ SurplusRule = Literal["cancel", "carry"]
 class Staleness(Section):
     """Handling of groups older than `max_off_policy_steps`, and of groups with a straggler."""
 
+    renamed = {"at_least": "min_rollouts"}
+
     rule: StaleRule = "drop"
     """drop: discard the group and sample its example again; if the second group also becomes too old, finish it as with
     carry. mask: finish the group and use tokens that are too old as context only. partial: just before the group

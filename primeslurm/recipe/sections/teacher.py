@@ -70,6 +70,7 @@ class PolicyTeacher(_TeacherOptions):
     """
 
     type: Literal["policy"] = "policy"
+    renamed = {"into": "message_role"}
 
     hint: str = Field(min_length=1)
     """Field of the task's data, or entry of its `info`, that holds the hint, for example `answer`."""

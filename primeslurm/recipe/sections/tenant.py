@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
@@ -14,7 +16,7 @@ ALPHA = 32.0
 class Tenant(Section):
     """Addresses of the deployment, and the limits of this tenant.
 
-    The run gets the deployment's keys in the environment variables TINKER_API_KEY and PRIMESLURM_DEPLOYMENT_TOKEN.
+    Only the run's trainer and gateway read keys of the deployment, from files in its run directory.
     """
 
     service: HttpUrl
@@ -22,8 +24,14 @@ class Tenant(Section):
     router: HttpUrl
     """URL of the router of the deployment's engines, for example `http://node2:8100`."""
     adapters: str
-    """Directory in which the service exports adapters. Requests name an adapter by its path below this directory."""
+    """Directory `tinker/checkpoints` of the deployment's run directory, in which the service exports adapters. Requests
+    name an adapter by its path below this directory."""
     max_inflight: PositiveInt | None = None
     """Largest number of requests to the deployment's engines at once; further requests wait. Default: no limit."""
     tokens_per_second: PositiveFloat | None = None
     """Largest average rate of sampled tokens; requests wait while the average is above it. Default: no limit."""
+
+    @property
+    def deployment(self) -> Path:
+        """The deployment's run directory, which has its secret and all keys."""
+        return Path(self.adapters).parent.parent

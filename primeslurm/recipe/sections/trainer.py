@@ -152,6 +152,8 @@ class Parallelism(Section):
 class Memory(Section):
     """Options that save GPU memory by using host memory or by computing in chunks."""
 
+    renamed = {"keep_selected_keys": "keep_dsa_indices"}
+
     optimizer_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory and run the optimizer on the CPU. Saves the
     most GPU memory and costs the most time. Not for Muon."""
@@ -204,6 +206,8 @@ class DraftLayer(Section):
 
 class Trainer(Section):
     """The torchtitan trainer."""
+
+    renamed = {"grouped_products": "grouped_mm"}
 
     optimizer: Optimizer = Optimizer()
     """Optimizer, learning rate and schedule."""

@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 import uvicorn
 import yaml
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 from primeslurm.api.runs.run import Run
 from primeslurm.run.records import rows
 from primeslurm.run.status.run_status import RunStatus
+from primeslurm.run.tenants import user_of
 from primeslurm.tinker.backbone import Backbone
 from primeslurm.tinker.routes import application
 from primeslurm.tinker.sampler import TrainerSampler
 from primeslurm.tinker.server import TinkerServer, prepare
 from primeslurm.tinker.service import Service
 from primeslurm.trainer.distributed.world import World
+from primeslurm.wire.transport import secret
 from scripts.models.tiny_model import write_model
 from tests.support.cli import run_python
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.waiting import wait_until
-
-TOKEN = "token-of-the-deployment"
 
 
 @pytest.fixture
@@ -63,9 +63,12 @@ def test_run_completes_although_its_trainer_is_killed(service: TinkerServer, tmp
             "tenant": {"service": service.url, "router": engine.url, "adapters": str(tmp_path / "tinker/checkpoints")},
         }
         (tmp_path / "tenant.yaml").write_text(yaml.safe_dump(recipe))
-        keys = {"TINKER_API_KEY": service.keys["default"], "PRIMESLURM_DEPLOYMENT_TOKEN": TOKEN}
+        secret.create(tmp_path)
+        (tmp_path / "keys").mkdir()
+        (tmp_path / "keys" / user_of("tenant")).write_text(service.keys["default"])
+        keys = [service.keys["default"], secret.read(tmp_path)]
         words = ("-m", "primeslurm", "submit", tmp_path / "tenant.yaml", "--local", "--json")
-        submitted = run_python(*words, cwd=tmp_path, **keys)
+        submitted = run_python(*words, cwd=tmp_path)
         assert submitted.code == 0, submitted.err
         run = Run(Path(json.loads(submitted.out)["directory"]))
 
@@ -83,6 +86,6 @@ def test_run_completes_although_its_trainer_is_killed(service: TinkerServer, tmp
     assert [row["step"] for row in rows(run.path)] == [1, 2, 3, 4]
     models = {body["model"] for body in engine.requests}
     assert "policy" in models and any("/external_weights/v" in model for model in models)
-    assert {headers["Authorization"] for headers in engine.headers} == {f"Bearer {TOKEN}"}
+    assert {headers["Authorization"] for headers in engine.headers} == {f"Bearer {keys[1]}"}
     contents = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
-    assert not [content for content in contents for key in keys.values() if key.encode() in content]
+    assert not [content for content in contents for key in keys if key.encode() in content]

@@ -184,3 +184,10 @@ def test_errors_of_both_sides_of_a_comparison_are_reported(tmp_path: Path) -> No
     starts = [line.strip().partition(":")[0] for line in answer.err.splitlines()]
     assert answer.code == 2 and starts == ["error", "device = 'tpu'", "a.yaml", "b.yaml"], answer.err
     assert "a.yaml: max_step = 1: no such key" in answer.err and "b.yaml: seeds = 1: no such key" in answer.err
+
+
+def test_deprecated_name_is_a_warning_of_check_and_of_the_submitted_plan() -> None:
+    examined = found("trainer.grouped_products=true")
+    for findings in (examined.check().findings, examined.refuse().plan.findings):
+        (warning,) = [each for each in findings if each.field == "trainer.grouped_products"]
+        assert (warning.level, warning.fix) == ("warning", "use grouped_mm")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.api.tenants.recipes import UNKNOWN
+from primeslurm.api.tenants.host_process import TenantHost
+from primeslurm.api.tenants.recipes import UNKNOWN, DeploymentUrls
 from primeslurm.base import durable
+from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import CANCEL_NOW, RunDirectory
-from primeslurm.run.tenants import TenantDirectory, add_tenant, key_of
+from primeslurm.run.tenants import TenantDirectory, add_tenant, key_of, user_of
 from primeslurm.slurm.local.submit import is_running
 from tests.support.cli import ROOT
 from tests.support.deployments import make_deployment, write_tenant
@@ -62,6 +66,17 @@ def controller(tenant: TenantDirectory) -> str | None:
     return job.job_id if job is not None and running else None
 
 
+def environments(module: str, run_dir: Path) -> list[bytes]:
+    """Return the environments that processes of a run, with this module in their command lines, started with."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes()
+            if module.encode() in words and bytes(run_dir) + b"/" in words.replace(b"\0", b"/"):
+                found.append((process / "environ").read_bytes())
+    return found
+
+
 def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -> None:
     broken = added(lab, "broken", trainer={"lora": {"rank": 64}})
     alice, bob = added(lab, "alice"), added(lab, "bob")
@@ -70,6 +85,11 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     pid = wait_until(lambda: controller(alice))
     wait_until(lambda: controller(bob))
     wait_until(lambda: broken.state().state == "back-off")
+    keys = [(lab / "secret").read_bytes(), (lab / "keys" / user_of("alice")).read_bytes()]
+    started = wait_until(lambda: environments("primeslurm.orchestrator", alice.run.path))
+    started += environments("primeslurm", alice.run.path)  # of its controller and agent, too
+    assert len(started) > 2
+    assert sum(key in text for text in started for key in keys) == 0
     assert "the deployment allows at most 16" in broken.state().reason
     assert (late.state().state, late.state().reason) == ("waiting", "the deployment is full")
 
@@ -83,11 +103,59 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     assert end is not None and end.outcome == "cancelled"
     assert wait_until(lambda: alice.state().state == "running" and controller(alice)) == pid, "the same run"
 
-    key_of(lab, "broken")
+    client = key_of(lab, "broken")
     broken.want("removed")  # makes room
-    wait_until(lambda: not (lab / "keys" / "broken").exists())
+    wait_until(lambda: not (lab / "keys" / user_of("broken")).exists())
+    assert key_of(lab, "broken") == client, "a client of that name keeps its key"
     wait_until(lambda: controller(late))
     durable.write(RunDirectory(lab).latest().cancel_file, CANCEL_NOW)
     host.send_signal(signal.SIGTERM)
     host.wait()
     wait_until(lambda: [controller(each) for each in (alice, bob, late)] == [None] * 3)
+
+
+def damage(tenant: TenantDirectory) -> None:
+    """Give a tenant a run whose state nobody can tell."""
+    attempt = tenant.run.attempt(1)
+    attempt.prepare(RunDirectory(tenant.path.parents[1]).latest().plan())
+    (tenant.run.path / "lock.json").write_text("{}")
+    attempt.record_job(JobRecord("1", "local", 1.0, host=socket.gethostname()))
+    (attempt.path / "plan.json").write_bytes(b"\xff")
+
+
+def paused(lab: Path, name: str) -> TenantDirectory:
+    tenant = added(lab, name)
+    tenant.want("paused")
+    return tenant
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_tenant_whose_wanted_state_cannot_be_read_does_not_end_the_host(lab: Path, content: bytes | None) -> None:
+    alice, bob, carol = (paused(lab, name) for name in ("alice", "bob", "carol"))
+    (carol.path / "wanted").unlink()
+    host = TenantHost(lab, DeploymentUrls())
+    host.tick(0)
+    assert [each.state().state for each in (alice, bob, carol)] == ["paused", "paused", "waiting"]
+    alice.want("removed")
+    (bob.path / "wanted").unlink() if content is None else (bob.path / "wanted").write_bytes(content)
+    host.tick(1)
+    assert [each.state().state for each in (alice, bob)] == ["removed", "paused"], "bob keeps the last known value"
+
+
+def test_a_run_of_unknown_state_counts_as_active_while_the_host_ends(lab: Path) -> None:
+    damage(paused(lab, "alice"))
+    host = TenantHost(lab, DeploymentUrls())
+    assert not host.tick(0)
+    host.ending = True
+    assert host.tick(1)
+
+
+def test_a_removed_tenant_is_not_looked_at_once_it_is_recorded(lab: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alice = paused(lab, "alice")
+    alice.want("removed")
+    host = TenantHost(lab, DeploymentUrls())
+    host.tick(0)
+    assert alice.state().state == "removed"
+    damage(alice)
+    host.ending = True
+    assert not host.tick(1) and not caplog.messages

@@ -30,7 +30,7 @@ def add(lab: Path, name: str, **changes: object) -> Result:
 def test_add_prints_the_run_directory_and_list_shows_the_tenant(lab: Path) -> None:
     added = add(lab, "alice")
     assert (added.code, added.out) == (0, f"{lab / 'tenants' / 'alice' / 'run'}\n"), added.err
-    key = lab / "keys" / "alice"
+    key = lab / "keys" / "tenant.alice"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600 and key.read_text() not in added.out + added.err
     listed = tenant(lab, "list", "lab", "--json")
     (row,) = json.loads(listed.out)
@@ -93,6 +93,13 @@ def test_key_makes_one_key_for_each_user(lab: Path) -> None:
     assert "has no address now" in again.err
     assert json.loads(tenant(lab, "key", "lab", "carol", "--json").out)["api_key"] != first["api_key"]
     assert tenant(lab, "key", "lab", "../bob").code == 2
+
+
+def test_a_client_never_gets_the_key_of_a_tenant(lab: Path) -> None:
+    assert add(lab, "bob").code == 0
+    (of_tenant,) = (path.read_text() for path in (lab / "keys").iterdir())
+    assert json.loads(tenant(lab, "key", "lab", "bob", "--json").out)["api_key"] != of_tenant
+    assert tenant(lab, "key", "lab", "tenant.bob").code == 2
 
 
 def test_a_run_of_another_task_has_no_tenants(lab: Path) -> None:

@@ -152,7 +152,7 @@ def test_transient_errors(error: str, transient: bool) -> None:
         ),
     ],
 )
-def test_an_engine_that_cannot_start_is_started_twice(start: Callable[..., Running], code: str, error: str) -> None:
+def test_an_engine_that_cannot_start_again_ends_the_run(start: Callable[..., Running], code: str, error: str) -> None:
     health = Health(port="http", path="/x")
     running = start((of_plan("engine-0", 0, python(code, "--quick"), ports={"http": 21000}, health=health),))
     running.join()

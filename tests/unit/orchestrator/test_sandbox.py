@@ -12,6 +12,7 @@ import textwrap
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limit_watcher import measure_usage, proportional_memory
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_problem
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime, _Pipes
+from primeslurm.orchestrator.worker.main import hidden_directories
+from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
 from primeslurm.wire.transport import secret
 from tests.support.strangers import attempted, needs_second_user, stranger
@@ -100,6 +103,19 @@ async def test_secret_and_run_directory_are_hidden(run_dir: Path, monkeypatch: p
             result = await sh(runtime, command)
             assert result.exit_code != 0 and SECRET not in result.stdout + result.stderr
         assert (await sh(runtime, f"ls -A {run_dir}")).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "covered"), [("", "lab"), ("lab", "lab"), ("lab/tenants/alice", "lab/tenants/alice/run")]
+)
+def test_the_deployment_of_a_tenant_is_hidden_with_its_keys(tmp_path: Path, visible: str, covered: str) -> None:
+    run_dir = tmp_path / "lab" / "tenants" / "alice" / "run"
+    run_dir.mkdir(parents=True)
+    tenant = {"service": "http://a:1", "router": "http://b:2", "adapters": str(tmp_path / "lab/tinker/checkpoints")}
+    recipe = Recipe.model_validate({"name": "a", "seq_len": 64, "model": {"path": "/m"}, "tenant": tenant})
+    hidden = hidden_directories(recipe, run_dir)
+    args = bwrap_args.bwrap_args([tmp_path / visible], hidden, {}, 1 << 30, False)
+    assert [path for option, path in pairwise(args) if option == "--tmpfs"][1:-1] == [str(tmp_path / covered)]
 
 
 def test_of_an_editable_checkout_only_the_package_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:

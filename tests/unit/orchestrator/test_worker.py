@@ -24,6 +24,7 @@ from primeslurm.orchestrator.worker import main
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.orchestrator.worker.token_client import serving
 from primeslurm.orchestrator.worker.trace_sequences import trainable_traces
+from primeslurm.recipe import Recipe
 from primeslurm.wire import hidden_salt
 from primeslurm.wire.names import SERVED_MODEL
 from tests.support.fake_engine import FakeEngine, write_tokenizer
@@ -222,14 +223,18 @@ async def test_worker_runs_the_chosen_task_with_the_environments_sampling(tokeni
         assert f"Reverse:{tasks[task][::-1]}" in prompt
 
 
-def test_environment_is_shuffled_unless_the_recipe_turns_it_off(tokenizer: Path) -> None:
+def test_recipe_without_shuffle_keeps_its_order(tokenizer: Path) -> None:
+    now = small_recipe(tokenizer, environments=[{"id": "reverse-text", "args": {"n": 40}}])
     tasks = [task.data.answer for task in environments.load("reverse-text", {"n": 40}).taskset]
-    orders = {}
-    for shuffle in (True, False):
-        entry = {"id": "reverse-text", "args": {"n": 40}, "shuffle": shuffle}
-        stream = worker_of(small_recipe(tokenizer, environments=[entry]))._tasks
-        orders[shuffle] = [stream[position].data.answer for position in range(40)]
-    assert orders[False] == tasks and orders[True] != tasks and sorted(orders[True]) == sorted(tasks)
+    then, resolved = now.model_dump(mode="json", by_alias=True), now.model_dump_json(by_alias=True)
+    del then["environments"][0]["shuffle"]
+    orders = []
+    for text in (json.dumps(then), resolved):
+        worker = worker_of(Recipe.model_validate_json(text))
+        orders.append([worker._tasks[position].data.answer for position in range(40)])
+    assert orders[0] == tasks and orders[1] != tasks and sorted(orders[1]) == sorted(tasks)
+    path = Path(__file__).resolve().parents[2] / "data" / "run_of_0_1_0" / "recipe.resolved.json"
+    assert "shuffle" not in Recipe.model_validate_json(path.read_bytes()).environments[0].model_fields_set
 
 
 @pytest.mark.parametrize("session_header", [{}, {"x-session-id": "group_id"}], ids=["default", "replaced"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +26,15 @@ ROOT = Path(__file__).resolve().parents[3]
 SITE = load_site(ROOT / "sites" / "h200.yaml")
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TEXT = st.text(st.sampled_from("ab-%(+)0129 {}$\u0663\n"), max_size=12) | st.text(max_size=6)
+# Two processes as version 0.2.0 wrote them
+FOLDED: dict[str, Any] = {
+    "nodes": {"templates": [{"index": {"%": "%(0)"}, "processes": 1}], "rows": [[0, 0], [0, 1]]},
+    "processes": {
+        "templates": [{"name": "p-%(0)", "port": {"%": "%(0+8000)"}, "share": "50%%", "after": ["p-%(1)"]}],
+        "rows": [[0, 0, 7], [0, 1, 9]],
+    },
+    "replicas": {"templates": [{"router": "r-0"}], "rows": [[0]]},
+}
 
 
 def scaled(train_nodes: int, replicas: int) -> Plan:
@@ -73,6 +83,34 @@ def test_status_reads_the_same_placement_from_plain_and_compressed_plans(tmp_pat
     for content in (plan.to_json().encode(), gzip.compress(plan.to_json().encode())):
         attempt.plan_file.write_bytes(content)
         assert attempt.plan() == plan and read_outline(attempt) == placement
+
+
+def test_plan_of_version_0_2_0_is_read() -> None:
+    assert plain(json.dumps(FOLDED).encode()) == {
+        "nodes": [
+            {"index": 0, "processes": [{"name": "p-0", "port": 8000, "share": "50%", "after": ["p-7"]}]},
+            {"index": 1, "processes": [{"name": "p-1", "port": 8001, "share": "50%", "after": ["p-9"]}]},
+        ],
+        "replicas": [{"router": "r-0"}],
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"processes": {"templates": [], "rows": [[0, 1]]}},
+        {"processes": {"templates": [{"name": "%(7)"}], "rows": [[0, 1], [0, 2]]}},
+        {"processes": {"templates": [{"name": {"%": "x"}}], "rows": [[0], [0]]}},
+        {"processes": {"templates": [{"name": {"%": 3}}], "rows": [[0], [0]]}},
+        {"processes": {"templates": [], "rows": []}},
+        {"processes": []},
+        {"nodes": {}},
+        {"nodes": {"templates": [{"processes": "x"}], "rows": [[0]]}},
+        {"nodes": {"templates": ["x"], "rows": [[0]]}},
+    ],
+)
+def test_damaged_plan_of_version_0_2_0_is_a_run_error(change: dict[str, Any], tmp_path: Path) -> None:
+    _assert_unreadable(json.dumps(FOLDED | change).encode(), tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000, gzip.compress(b"{}")[:-4], b"\x1f\x8bx"])

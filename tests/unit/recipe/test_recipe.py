@@ -1,4 +1,4 @@
-"""Reading of recipes and site files: `extends`, overrides, and one message for each fault."""
+"""Reading of recipes and site files: `extends`, overrides, deprecated names, and one message for each fault."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from primeslurm.base.errors import UsageError
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.types import minutes
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, read_recipe
+from primeslurm.recipe.sections.losses import GrpoClipLoss
 from tests.support.recipes import recipe_data, write_recipe
 
 
@@ -384,3 +385,38 @@ def test_key_that_is_not_text_is_reported_with_other_faults(tmp_path: Path, key:
     assert sorted(str(each) for each in read_recipe(path).violations) == sorted(
         [f"{shown}: a key must be text (write it in quotes)", "seed = -1: must be at least 0 (nearest: 0)"]
     )
+
+
+OLD_NAMES: dict[str, Any] = {
+    "trainer": {"loss": {"type": "grpo_clip", "adv_tau": 2.0}, "grouped_products": False},
+    "orchestrator": {"staleness": {"at_least": 3}},
+}
+
+
+def test_deprecated_names_are_accepted_with_one_warning_each(tmp_path: Path) -> None:
+    draft = read_recipe(write_recipe(tmp_path / "r.yaml", **OLD_NAMES))
+    recipe = draft.valid_value()
+    assert isinstance(recipe.trainer.loss, GrpoClipLoss) and recipe.trainer.loss.advantage_coef == 2.0
+    assert not recipe.trainer.grouped_mm
+    assert recipe.orchestrator.staleness.min_rollouts == 3
+    assert [(each.field, each.fix) for each in draft.deprecations] == [
+        ("orchestrator.staleness.at_least", "use min_rollouts"),
+        ("trainer.grouped_products", "use grouped_mm"),
+        ("trainer.loss.adv_tau", "use advantage_coef"),
+    ]
+
+
+def test_present_names_give_no_deprecation(tmp_path: Path) -> None:
+    draft = read_recipe(write_recipe(tmp_path / "r.yaml", trainer={"grouped_mm": False, "memory": {}}))
+    assert draft.deprecations == []
+
+
+def test_old_and_new_name_together_are_refused(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml", trainer={"grouped_products": False, "grouped_mm": True})
+    (violation,) = read_recipe(path).violations
+    assert violation.field == "trainer.grouped_products" and violation.why == "no such key"
+
+
+def test_value_of_a_deprecated_name_is_validated(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml", trainer={"loss": {"type": "ipo", "adv_tau": -1}})
+    assert messages(path) == ["trainer.loss.advantage_coef = -1: must be greater than 0"]

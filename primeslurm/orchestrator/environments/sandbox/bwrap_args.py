@@ -74,10 +74,11 @@ def bwrap_args(
     absolute = [path.absolute() for path in visible]
     shown = list(outermost(path for path in absolute if path.exists() and not path.is_relative_to("/usr")))
     args += [arg for path in shown for arg in ("--ro-bind", str(path), str(path))]
-    for path in outermost(path.resolve() for path in hidden):
-        # An empty read-only directory covers a hidden one, unless that would also cover a visible directory below it.
-        is_below = any(path.is_relative_to(other.resolve()) for other in shown)
-        if is_below and path.exists() and not any(other.resolve().is_relative_to(path) for other in shown):
+    # An empty read-only directory covers a hidden one, unless that would also cover a visible directory below it.
+    real = [path.resolve() for path in shown]
+    below = [path for path in (each.resolve() for each in hidden) if any(path.is_relative_to(other) for other in real)]
+    for path in outermost(each for each in below if not any(each in other.parents for other in real)):
+        if path.exists():
             args += ["--tmpfs", str(path), "--remount-ro", str(path)]
     # A process list of its own, and a /dev without the node's devices.
     args += ["--proc", "/proc", "--dev", "/dev", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
