@@ -34,7 +34,7 @@ from benchmarks.support.ports import free_port
 from benchmarks.support.servers import Server, rank_environment, start_engine
 from primeslurm.orchestrator.batching.packing import Common, Document, RowLengths, encode, pack
 from primeslurm.orchestrator.environments.arithmetic import PROMPT, ArithmeticConfig, pairs
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from primeslurm.inference.auth import Receive, Scope, Send
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.weight_update_loop import WeightUpdateLoop
 from primeslurm.records.journal import Journal
 from primeslurm.testbed.emulated import http_server
 from primeslurm.wire.transport import secret

@@ -23,8 +23,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch
 from vllm import LLM
 
-from primeslurm.inference.weight_transfer.experts import held_experts
-from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemTransferEngine
+from primeslurm.inference.weight_receivers.experts import held_experts
+from primeslurm.inference.weight_receivers.filesystem_receiver import FilesystemTransferEngine
 from primeslurm.wire.weight_transfer.catalogue import Named
 
 EXPERTS = 128

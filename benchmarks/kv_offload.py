@@ -34,7 +34,7 @@ import httpx
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.servers import Server, start_engine
 from primeslurm.orchestrator.telemetry import engine_load
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, EngineDownError, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines

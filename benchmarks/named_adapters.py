@@ -41,7 +41,7 @@ def measure(model: Path, scratch: Path, rank: int, rounds: int) -> dict[str, Any
     import torch
 
     from benchmarks.support.servers import start_process
-    from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+    from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
     from primeslurm.plan.commands.engine import Engines
     from primeslurm.tinker.backbone import Adapter, Backbone, Pass
     from primeslurm.tinker.engine_sampler import EngineSampler
@@ -50,7 +50,7 @@ def measure(model: Path, scratch: Path, rank: int, rounds: int) -> dict[str, Any
     from primeslurm.trainer.assembly.build import build
     from primeslurm.trainer.components import lora
     from primeslurm.trainer.distributed.world import alone
-    from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+    from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
     from primeslurm.trainer.weights.export import Encoding
     from primeslurm.wire.names import ADAPTERS
     from primeslurm.wire.transport import secret

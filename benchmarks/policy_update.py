@@ -32,8 +32,8 @@ from benchmarks.support.servers import Server, start_engine
 from benchmarks.support.timed_client import TimedClient
 from benchmarks.training_models import SHAPES
 from primeslurm.nn import compat
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
@@ -43,7 +43,7 @@ from primeslurm.trainer.assembly import build
 from primeslurm.trainer.base.interrupt import SIGNAL
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.collective_sender import Sender
+from primeslurm.trainer.weight_senders.collective_sender import Sender
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink

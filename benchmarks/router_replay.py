@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment, start_process
 from primeslurm.orchestrator.batching.packing import Common, Document, RowLengths, encode, pack
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines

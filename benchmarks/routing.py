@@ -37,7 +37,7 @@ from benchmarks.support.servers import Server, start_engine, start_process
 from benchmarks.support.simulated_engine import KV_TOKENS, SimulatedEngine
 from primeslurm.orchestrator.rollouts.cache_salt import cache_salt
 from primeslurm.orchestrator.telemetry import engine_load
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import SESSION_HEADER, GenerateEndpoint
 from primeslurm.plan.commands.command import ReplicaEngines
 from primeslurm.plan.commands.engine import Engines

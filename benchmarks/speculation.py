@@ -36,7 +36,7 @@ from benchmarks.support.draft_layers import write_checkpoint, write_eagle
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.servers import Server, start_engine
 from primeslurm.orchestrator.telemetry.engine_load import parse
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import (
     GENERATE,
     ROUTED_FROM,

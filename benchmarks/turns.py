@@ -195,7 +195,7 @@ async def measure(client: str, model: str, turns: int, sampled: int, observed: i
     from verifiers.v1.trace import AgentInfo, TraceTask
 
     from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
-    from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
+    from primeslurm.orchestrator.rendering.program_protocols import ROLLOUT_DIALECTS
     from primeslurm.orchestrator.worker.token_client import TokenClient
 
     tools, meter = client != "default", Meter()

@@ -33,15 +33,15 @@ from transformers import AutoTokenizer
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import Server, rank_environment, start_process
 from benchmarks.support.timed_client import TimedClient
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.weight_transfer.collective_sender import Sender
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.collective_sender import Sender
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink

@@ -34,7 +34,7 @@ from primeslurm.trainer.checkpoints import checkpoint
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.collective_sender import Sender
+from primeslurm.trainer.weight_senders.collective_sender import Sender
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire.weight_transfer.catalogue import Catalogue
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient
 
 
 class TimedClient(EngineClient):

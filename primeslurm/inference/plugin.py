@@ -16,9 +16,9 @@ from primeslurm.wire.transport import secret
 
 # Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
 TRANSFER_ENGINES = {
-    "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem_receiver", "FilesystemTransferEngine"),
-    "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective_receiver", "CollectiveTransferEngine"),
-    ADAPTER_BACKEND: ("primeslurm.inference.weight_transfer.adapter_receiver", "AdapterTransferEngine"),
+    "primeslurm_filesystem": ("primeslurm.inference.weight_receivers.filesystem_receiver", "FilesystemTransferEngine"),
+    "primeslurm_collective": ("primeslurm.inference.weight_receivers.collective_receiver", "CollectiveTransferEngine"),
+    ADAPTER_BACKEND: ("primeslurm.inference.weight_receivers.adapter_receiver", "AdapterTransferEngine"),
 }
 
 _registered = False
@@ -46,7 +46,7 @@ def register() -> None:
         prefill_version,
         routed_experts,
     )
-    from primeslurm.inference.weight_transfer import layerwise
+    from primeslurm.inference.weight_receivers import layerwise
 
     if current_platform.is_cpu():
         # Loaded by name: engines on GPUs do not depend on the testbed.
@@ -59,9 +59,9 @@ def register() -> None:
     if routed_experts.REPLAY_OPTION in sys.argv:
         routed_experts.apply()
     if root := os.environ.get(ADAPTERS):
-        importlib.import_module("primeslurm.inference.weight_transfer.named_adapters").use(Path(root))
+        importlib.import_module("primeslurm.inference.weight_receivers.named_adapters").use(Path(root))
     elif "--enable-lora" in sys.argv:
-        importlib.import_module("primeslurm.inference.weight_transfer.adapter_receiver").use()
+        importlib.import_module("primeslurm.inference.weight_receivers.adapter_receiver").use()
     if reader := os.environ.get(KV_EVENTS_READER):
         kv_events.use(reader, hides_salt=KV_EVENTS_HIDE_SALT in os.environ)
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one

@@ -35,7 +35,7 @@ from primeslurm.plan.forecast import Estimate, Quantity
 from primeslurm.plan.memory.rates import measured_problems
 from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Finding, Plan, Replica, Totals, as_findings
-from primeslurm.plan.placement.fixed_ports import port_problems
+from primeslurm.plan.placement.fixed_port_checks import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests

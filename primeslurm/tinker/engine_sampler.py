@@ -1,4 +1,4 @@
-"""Samples from engines that serve adapters by name (`inference.weight_transfer.named_adapters`).
+"""Samples from engines that serve adapters by name (`inference.weight_receivers.named_adapters`).
 
 Samples run beside each other and beside training. Engines keep no state of them, so that a request whose engine is lost
 is sent again, to any engine.

@@ -28,8 +28,8 @@ from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.collective_sender import CollectiveTransfer, Sender
-from primeslurm.trainer.weight_transfer.filesystem_sender import FilesystemTransfer, Publisher
+from primeslurm.trainer.weight_senders.collective_sender import CollectiveTransfer, Sender
+from primeslurm.trainer.weight_senders.filesystem_sender import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights import model_directory
 from primeslurm.trainer.weights.export import published, stored_by_engines
 from primeslurm.wire import exit_codes

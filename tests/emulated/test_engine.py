@@ -22,7 +22,7 @@ from primeslurm.base.files import write_json
 from primeslurm.inference.auth import Message
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.teacher import Teacher, TeacherError
-from primeslurm.orchestrator.weight_transfer.engine_client import (
+from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineClient,
     EngineDownError,
     EngineUpdateError,

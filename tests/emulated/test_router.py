@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands.command import ReplicaEngines
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.plan.emulate import STAND_INS

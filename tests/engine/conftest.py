@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient
 from primeslurm.plan.commands.command import Command, EngineRole, ReplicaEngines
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUpdateError, PolicyVersion, Step
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, EngineUpdateError, PolicyVersion, Step
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import lora as adapters
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.names import ADAPTER
 from scripts.models import tiny_model

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUpdateError, PolicyVersion, Step
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, EngineUpdateError, PolicyVersion, Step
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weight_transfer.collective_sender import Sender
+from primeslurm.trainer.weight_senders.collective_sender import Sender
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink
@@ -75,7 +75,7 @@ class Exchange:
 @pytest.fixture
 async def exchange(servers: list[Server], model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Exchange]:
     monkeypatch.setattr(
-        "primeslurm.orchestrator.weight_transfer.sessions.GATHER_S", 60
+        "primeslurm.orchestrator.weight_updates.sessions.GATHER_S", 60
     )  # one session for both, even if one is slow
     exchange = Exchange(servers, model)
     serving = asyncio.create_task(OrchestratorLink(exchange.address, exchange.handle).serve())

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from primeslurm.base import compiled_code
 from primeslurm.inference.patches import coordinator_addresses, expect
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from primeslurm.testbed.cpu_engine import patches
 from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.support.servers import start_process
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion, Step
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion, Step
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands import dynamo
 from primeslurm.plan.commands.command import EngineRole

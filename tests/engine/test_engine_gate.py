@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from primeslurm.orchestrator.weight_transfer.engine_client import (
+from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineDownError,
     EngineUnresponsiveError,
     PolicyVersion,

@@ -27,9 +27,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-from primeslurm.inference.weight_transfer.experts import HeldExperts, held_experts, incomplete_experts
-from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemTransferEngine
-from primeslurm.inference.weight_transfer.layerwise import PolicyError
+from primeslurm.inference.weight_receivers.experts import HeldExperts, held_experts, incomplete_experts
+from primeslurm.inference.weight_receivers.filesystem_receiver import FilesystemTransferEngine
+from primeslurm.inference.weight_receivers.layerwise import PolicyError
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer.catalogue import Named, stacked
 

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from primeslurm.inference.weight_transfer.filesystem_receiver import policy_files, restored, tensor_names
-from primeslurm.inference.weight_transfer.layerwise import PolicyError
+from primeslurm.inference.weight_receivers.filesystem_receiver import policy_files, restored, tensor_names
+from primeslurm.inference.weight_receivers.layerwise import PolicyError
 from primeslurm.wire.weight_transfer import deltas, filesystem
 from tests.support.faulty_storage import FaultyStorage, storage_time  # noqa: F401 - for all tests
 from tests.support.models import publish, publish_delta

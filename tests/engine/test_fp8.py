@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primeslurm.inference.weight_transfer import layerwise
-from primeslurm.inference.weight_transfer.layerwise import PolicyError, dequantised
+from primeslurm.inference.weight_receivers import layerwise
+from primeslurm.inference.weight_receivers.layerwise import PolicyError, dequantised
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantize
 from primeslurm.trainer.weights.export import Encoding
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion, Step
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, EngineDownError, PolicyVersion, Step
 from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.collective_sender import CollectiveTransfer, Sender
+from primeslurm.trainer.weight_senders.collective_sender import CollectiveTransfer, Sender
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink
@@ -64,7 +64,7 @@ def train(policy: PolicyModel, model: Path, world: World) -> None:
 async def test_group_is_kept_until_an_engine_is_killed(
     start: StartEngine, model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("primeslurm.orchestrator.weight_transfer.sessions.GATHER_S", 60)
+    monkeypatch.setattr("primeslurm.orchestrator.weight_updates.sessions.GATHER_S", 60)
     targets = [make_model(tmp_path / str(version), seed=60 + version) for version in range(7)]
     stays, dies = start(model), start(model)
     exchange = Exchange([stays, dies], model)

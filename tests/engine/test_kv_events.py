@@ -18,7 +18,7 @@ from benchmarks.support.ports import free_port
 from benchmarks.support.servers import start_process
 from primeslurm.inference import kv_events as inference_kv_events
 from primeslurm.orchestrator.rollouts.cache_salt import cache_salt
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import SESSION_HEADER, GenerateEndpoint
 from primeslurm.plan.commands import kv_events
 from primeslurm.plan.commands.command import EngineRole, ReplicaEngines

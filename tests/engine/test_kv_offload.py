@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import Command, EngineRole
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, GAUGES, LoadWindow, scrape
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from tests.engine.conftest import ConnectEngine
 from tests.support.generate import generate
 from tests.support.models import publish

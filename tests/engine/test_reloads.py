@@ -32,9 +32,9 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from primeslurm.inference.plugin import register
-from primeslurm.inference.weight_transfer.experts import held_experts
-from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemTransferEngine
-from primeslurm.inference.weight_transfer.layerwise import PolicyError
+from primeslurm.inference.weight_receivers.experts import held_experts
+from primeslurm.inference.weight_receivers.filesystem_receiver import FilesystemTransferEngine
+from primeslurm.inference.weight_receivers.layerwise import PolicyError
 from primeslurm.models import model_types
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from primeslurm.inference.routed_experts import PROMPT_ROWS
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import ROUTED_FROM, Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Command, EngineRole
 from primeslurm.recipe import Recipe

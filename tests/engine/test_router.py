@@ -9,7 +9,7 @@ from typing import get_args
 import httpx
 import pytest
 
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from primeslurm.recipe.sections.routers import VllmRouter
 from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
 from tests.support.generate import generate, generate_with_retries, metric, spans, tokens

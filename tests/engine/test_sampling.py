@@ -11,7 +11,7 @@ from transformers import GenerationConfig, Qwen3MoeForCausalLM
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
 from primeslurm.recipe.rules.sampling import EXACT, OFF, is_off
 from primeslurm.recipe.sections.losses import DppoLoss

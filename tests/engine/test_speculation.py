@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3_5TextConfig
 
 from primeslurm.orchestrator.telemetry.engine_load import parse
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import ROUTED_FROM, GenerateEndpoint
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, tiny_recipe

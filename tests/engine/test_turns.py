@@ -10,7 +10,7 @@ import pytest
 
 from primeslurm.orchestrator.rendering import renderer_selection
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.worker.trace_sequences import sequences
 from scripts.models import tiny_model

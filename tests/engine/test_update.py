@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineUpdateError, PolicyVersion, Step
+from primeslurm.orchestrator.weight_updates.engine_client import EngineUpdateError, PolicyVersion, Step
 from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
 from tests.engine.conftest import ConnectEngine, StartEngine

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.orchestrator.weight_transfer.engine_client import (
+from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineClient,
     EngineDownError,
     EngineUpdateError,
     PolicyVersion,
 )
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
+from primeslurm.orchestrator.weight_updates.weight_update_loop import WeightUpdateLoop
 from primeslurm.records.journal import Journal
 from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate, spans

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import EngineRole
 from primeslurm.plan.commands.engine import DataParallel
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe

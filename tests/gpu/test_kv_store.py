@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import HOST, Server, start_process
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
 from tests.gpu.test_weights import make_model, recipe, start_engine

@@ -19,8 +19,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.shared_gpu import nccl_version
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion, Step
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion, Step
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.link.orchestrator_link import OrchestratorLink
@@ -181,7 +181,7 @@ async def test_engine_uses_published_weights(form: str, models: list[Path], worl
 async def publish_and_compare(server: Server, asked: Recipe, models: list[Path], world: World, run_dir: Path) -> None:
     """Update an engine with two policies by files, and compare its log-probabilities."""
     from primeslurm.trainer.assembly.build import build
-    from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+    from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
     from primeslurm.trainer.weights.export import published
     from primeslurm.trainer.weights.tensor_files import TensorFiles
 
@@ -218,7 +218,7 @@ async def test_engine_uses_weights_sent_over_nccl(
 async def send_and_compare(server: Server, asked: Recipe, models: list[Path], world: World) -> None:
     """Update an engine with two policies over NCCL, and compare its log-probabilities."""
     from primeslurm.trainer.assembly.build import build
-    from primeslurm.trainer.weight_transfer.collective_sender import Sender
+    from primeslurm.trainer.weight_senders.collective_sender import Sender
     from primeslurm.trainer.weights.export import published
     from primeslurm.trainer.weights.tensor_files import TensorFiles
 

@@ -46,7 +46,7 @@ from primeslurm.slurm.held_signals import HeldSignals
 from primeslurm.trainer import main as trainer
 from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints

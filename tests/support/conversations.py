@@ -25,7 +25,7 @@ from verifiers.v1.trace import AgentInfo, TraceTask
 
 from primeslurm.models.gpt_oss import harmony
 from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
-from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
+from primeslurm.orchestrator.rendering.program_protocols import ROLLOUT_DIALECTS
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.worker.token_client import TokenClient
 from tests.support.fake_engine import routed

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.wire.transport import secret
 from tests.support.generate import generate, metric
 from tests.support.processes import Server

@@ -10,8 +10,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.weight_transfer.collective_sender import Sender
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.collective_sender import Sender
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link.trainer_link import TrainerLink
 

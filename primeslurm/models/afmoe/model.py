@@ -9,7 +9,7 @@ import torch
 from torchtitan.models.common import Embedding
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.adapters import DECODER, MOE, TableAdapter, renamed
+from primeslurm.nn.checkpoint_names import DECODER, MOE, TableAdapter, renamed
 from primeslurm.nn.layers import gqa
 from primeslurm.nn.layers.common import MATRIX, linear, norm, refuse_other_activations
 from primeslurm.nn.layers.moe import dense_or_moe

@@ -11,7 +11,7 @@ from torchtitan.models.common import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from primeslurm.nn.adapters import DECODER, TableAdapter
+from primeslurm.nn.checkpoint_names import DECODER, TableAdapter
 from primeslurm.nn.layers import gqa
 from primeslurm.nn.layers.common import build_parts, linear, norm, refuse_other_activations
 from primeslurm.nn.layers.rotary import rotary

@@ -16,7 +16,7 @@ from torchtitan.models.gpt_oss.parallelize import parallelize_gptoss
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from primeslurm.nn.adapters import TableAdapter
+from primeslurm.nn.checkpoint_names import TableAdapter
 from primeslurm.nn.kernels import host_value_cache
 from primeslurm.nn.layers.common import embedding_and_head, linear, model_spec, norm, refuse, refuse_other_activations
 from primeslurm.nn.layers.moe import local, routed, shard_experts, softmax_moe

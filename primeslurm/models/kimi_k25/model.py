@@ -9,7 +9,7 @@ from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDict
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.models.kimi_k2 import model as kimi_k2
-from primeslurm.nn.adapters import Tensors
+from primeslurm.nn.checkpoint_names import Tensors
 
 PREFIX = "language_model."
 

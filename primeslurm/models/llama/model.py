@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.adapters import DecoderAdapter
+from primeslurm.nn.checkpoint_names import DecoderAdapter
 from primeslurm.nn.layers import gqa
 from primeslurm.nn.layers.common import ffn, refuse, refuse_other_activations
 from primeslurm.nn.layers.rotary import rotary

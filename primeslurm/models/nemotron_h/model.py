@@ -17,7 +17,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.models.nemotron_h import relu2
 from primeslurm.models.nemotron_h.mamba import Mamba2
-from primeslurm.nn.adapters import TableAdapter
+from primeslurm.nn.checkpoint_names import TableAdapter
 from primeslurm.nn.layers.common import MATRIX, build_parts, embedding_and_head, linear, model_spec, norm, refuse
 from primeslurm.nn.layers.moe import routed, shard_experts, sigmoid_moe
 from primeslurm.nn.layers.parallelize import parallelize

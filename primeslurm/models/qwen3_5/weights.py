@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from primeslurm.nn.adapters import DraftFormat, StackedAdapter, TableAdapter, VisionAdapter, renamed
+from primeslurm.nn.checkpoint_names import DraftFormat, StackedAdapter, TableAdapter, VisionAdapter, renamed
 
 
 class Qwen35Adapter(TableAdapter):

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.models.qwen3 import model as qwen3
-from primeslurm.nn.adapters import DECODER, MOE, StackedAdapter, VisionAdapter, renamed
+from primeslurm.nn.checkpoint_names import DECODER, MOE, StackedAdapter, VisionAdapter, renamed
 from primeslurm.nn.layers import vision
 
 _PREFIX = {"model.": "model.language_model."}

@@ -26,7 +26,7 @@ from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.adapters import TableAdapter
+from primeslurm.nn.checkpoint_names import TableAdapter
 from primeslurm.nn.layers import vision
 from primeslurm.nn.layers.common import build_parts, embedding_and_head, linear, model_spec, norm
 from primeslurm.nn.layers.rotary import Rotary

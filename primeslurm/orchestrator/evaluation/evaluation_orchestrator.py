@@ -17,8 +17,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import weight_update_loop
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.weight_update_loop import weight_update_loop
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import require_newest
 from primeslurm.records.events.training import (

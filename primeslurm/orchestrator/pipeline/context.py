@@ -12,7 +12,7 @@ from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
+from primeslurm.orchestrator.weight_updates.weight_update_loop import WeightUpdateLoop
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 

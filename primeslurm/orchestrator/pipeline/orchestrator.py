@@ -45,9 +45,9 @@ from primeslurm.orchestrator.rollouts.worker_pool import WorkerEvent, WorkerPool
 from primeslurm.orchestrator.teacher import scoring_of
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import weight_update_loop
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.weight_update_loop import weight_update_loop
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import require_newest
 from primeslurm.records.events.training import OrchestratorDone, OrchestratorUp

@@ -18,8 +18,8 @@ from primeslurm.orchestrator.pipeline.finalize import GroupFinalizer
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, ProgressFile, RunProgress
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.sample_tables import SampleTables
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.records.attempt import first_step_metrics, require_newest
 from primeslurm.records.metrics import MetricsLog, Row
 from primeslurm.records.monitors import SampleRow

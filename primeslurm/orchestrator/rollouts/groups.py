@@ -17,7 +17,7 @@ from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.batches.inline_images import whole
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import Count, DamagedError, decode_msgpack
-from primeslurm.wire.stored.digests import XXH3, hasher
+from primeslurm.wire.stored.checksums import XXH3, hasher
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

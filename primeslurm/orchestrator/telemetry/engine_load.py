@@ -14,7 +14,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from primeslurm.orchestrator.weight_transfer.polling import UNRESPONSIVE_S
+from primeslurm.orchestrator.weight_updates.polling import UNRESPONSIVE_S
 from primeslurm.records.state import Load
 
 Sample = dict[str, float]  # values of one engine at one moment: gauges, and counters since the engine's start

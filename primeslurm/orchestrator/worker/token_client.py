@@ -46,7 +46,7 @@ from primeslurm.orchestrator.rendering.context_window import (
     model_cards,
 )
 from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
-from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS, TrainedDialect
+from primeslurm.orchestrator.rendering.program_protocols import ROLLOUT_DIALECTS, TrainedDialect
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering, select_renderer
 from primeslurm.orchestrator.worker.generate_endpoint import (
     SESSION_HEADER,

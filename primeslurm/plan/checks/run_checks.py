@@ -14,7 +14,7 @@ from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.gpus import GPUS, gpu_of
 from primeslurm.plan.memory.estimate import estimate
 from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.placement.fixed_ports import port_warnings
+from primeslurm.plan.placement.fixed_port_checks import port_warnings
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.rules.environments import rule_of

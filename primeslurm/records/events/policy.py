@@ -47,7 +47,7 @@ class EngineUpdated(Event, frozen=True, tag="engine_updated", omit_defaults=True
 
     engine: str
     version: int
-    by: str = ""  # how: see `orchestrator.weight_transfer.engine_client.Step`
+    by: str = ""  # how: see `orchestrator.weight_updates.engine_client.Step`
     seconds: float | None = None  # total; the next fields are its parts
     wait_s: float | None = None
     load_s: float | None = None

@@ -15,7 +15,7 @@ from torchtitan.models.common.param_init import skip_param_init
 from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
 from primeslurm.nn import compat
-from primeslurm.nn.adapters import adapter_for_checkpoint
+from primeslurm.nn.checkpoint_names import adapter_for_checkpoint
 from primeslurm.nn.layers.parallelize import configure_compiler
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe

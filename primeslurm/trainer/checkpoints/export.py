@@ -26,7 +26,7 @@ from primeslurm.base import durable
 from primeslurm.base import files as storage
 from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
-from primeslurm.nn.adapters import adapter_for_checkpoint
+from primeslurm.nn.checkpoint_names import adapter_for_checkpoint
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.assembly import converters, generic_model

@@ -32,7 +32,7 @@ from torch.serialization import set_crc32_options
 
 from primeslurm.base import files
 from primeslurm.records.heartbeats import liveness
-from primeslurm.wire.stored import digests, manifest
+from primeslurm.wire.stored import checksums, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class _DigestStream:
     def __init__(self, file: BinaryIO, counter: ByteCounter, copy: CopyFile) -> None:
         self.bytes = 0
         self._file, self._counter, self._copy = file, counter, copy
-        self._file_hash, self._item_hash = digests.hasher(), digests.hasher()
+        self._file_hash, self._item_hash = checksums.hasher(), checksums.hasher()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -271,7 +271,7 @@ class _DigestStream:
         return digest
 
     def file_digest(self) -> str:
-        return digests.XXH3 + self._file_hash.hexdigest()
+        return checksums.XXH3 + self._file_hash.hexdigest()
 
 
 class _MemoryFile(io.RawIOBase):
@@ -359,7 +359,7 @@ def _read_shared(path: Path, piece: _StoredPiece, data: memoryview, counter: Byt
 
 
 def _read_checked(path: Path, piece: _StoredPiece, data: memoryview, counter: ByteCounter) -> None:
-    hasher = digests.hasher()
+    hasher = checksums.hasher()
     with path.open("rb", buffering=0) as file:
         file.seek(piece.offset)
         done = 0

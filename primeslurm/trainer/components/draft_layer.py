@@ -20,7 +20,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.models import model_builder
 from primeslurm.models.hf_config import DRAFT_LAYERS
-from primeslurm.nn.adapters import DraftFormat, adapter_for_checkpoint
+from primeslurm.nn.checkpoint_names import DraftFormat, adapter_for_checkpoint
 from primeslurm.nn.layers.common import build_parts, linear
 from primeslurm.trainer.base.model_draft import ModelDraft
 

@@ -23,7 +23,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from primeslurm.base import files
-from primeslurm.nn.adapters import DOWN, GATE_UP, stacked_adapter
+from primeslurm.nn.checkpoint_names import DOWN, GATE_UP, stacked_adapter
 from primeslurm.trainer.components import lora as adapters
 from primeslurm.trainer.policy.policy_model import PolicyModel
 

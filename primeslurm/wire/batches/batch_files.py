@@ -23,7 +23,7 @@ from primeslurm.wire.batches.batch import Batch
 from primeslurm.wire.batches.file_ranges import READ_BYTES, FrameSource, loaded
 from primeslurm.wire.batches.frames import IncomingArrays
 from primeslurm.wire.decoding import DamagedError, Size, decode_msgpack
-from primeslurm.wire.stored.digests import XXH3, hasher
+from primeslurm.wire.stored.checksums import XXH3, hasher
 
 MAGIC = b"primeslurm batch"
 _PREFIX = struct.Struct(f">{len(MAGIC)}sII")

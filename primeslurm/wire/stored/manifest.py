@@ -14,7 +14,7 @@ import msgspec
 from primeslurm.base import durable, files
 from primeslurm.base.files import digest
 from primeslurm.wire.decoding import DamagedError, decode_json
-from primeslurm.wire.stored import digests
+from primeslurm.wire.stored import checksums
 
 T = TypeVar("T")
 MAX_NAME_BYTES = 255  # longest name of a file or directory on Linux file systems
@@ -50,7 +50,7 @@ def differing(directory: Path, records: Sequence[FileRecord]) -> list[str]:
         path = directory / record.name
         if problem := _size_problem(directory, record):
             return problem
-        return "" if digests.same(path, record.digest) else describe_difference(path)
+        return "" if checksums.same(path, record.digest) else describe_difference(path)
 
     with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1)) as readers:
         return [problem for problem in readers.map(check, records) if problem]

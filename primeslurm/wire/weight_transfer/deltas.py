@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from primeslurm.wire.stored import digests
+from primeslurm.wire.stored import checksums
 
 _INDICES, _VALUES = ".delta_indices", ".delta_values"
 # Elements are compared as integers, because NaN differs from itself, and 0 equals -0.
@@ -25,7 +25,7 @@ class DeltaError(ValueError):
 
 def digest(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's bytes. The tensor must be contiguous, on the CPU."""
-    state = digests.hasher()
+    state = checksums.hasher()
     state.update(tensor.flatten().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
 

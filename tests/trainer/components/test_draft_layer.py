@@ -18,7 +18,7 @@ from primeslurm.trainer.components.logprobs import next_token_loss
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy import draft_training
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
 from tests.trainer.as_released import stack_experts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.trainer.__main__ import leave, main
-from primeslurm.trainer.weight_transfer import filesystem_sender
+from primeslurm.trainer.weight_senders import filesystem_sender
 
 _save_file = filesystem_sender.save_file
 

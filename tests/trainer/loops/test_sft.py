@@ -21,7 +21,7 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem

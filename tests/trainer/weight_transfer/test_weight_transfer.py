@@ -11,11 +11,11 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weight_transfer import filesystem_sender
-from primeslurm.trainer.weight_transfer.filesystem_sender import FilesystemTransfer, Publisher
+from primeslurm.trainer.weight_senders import filesystem_sender
+from primeslurm.trainer.weight_senders.filesystem_sender import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link import trainer_link
 from primeslurm.wire.link.messages import Answer, Request

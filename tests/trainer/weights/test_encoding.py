@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantize
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding, published
 from primeslurm.wire.weight_transfer import tensor_names
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8

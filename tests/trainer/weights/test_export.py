@@ -12,7 +12,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.cli import primeslurm

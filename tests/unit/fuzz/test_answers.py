@@ -26,10 +26,10 @@ from verifiers.v1.types import ToolCall
 from primeslurm.inference.router.supervisor import WorkerDifference, Workers, compare, listed_urls
 from primeslurm.models.deepseek_v3 import renderer as deepseek_v31_renderer
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
-from primeslurm.orchestrator.rendering import dialects
+from primeslurm.orchestrator.rendering import program_protocols
 from primeslurm.orchestrator.teacher import Teacher, TeacherError
 from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, parse, scrape
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, EngineDownError
 from primeslurm.orchestrator.worker.generate_endpoint import (
     Completion,
     GenerateEndpoint,
@@ -345,7 +345,7 @@ CALL = b'{"city": "Rome", "days": [1, 2]}'
 @fuzzed()
 @given(texts(CALL).map(lambda data: data.decode(errors="replace")) | st.just("[" * 100_000))
 def test_protocol_arguments(text: str) -> None:
-    assert isinstance(dialects._arguments(ToolCall(id="c", name="look_up", arguments=text)), dict)
+    assert isinstance(program_protocols._arguments(ToolCall(id="c", name="look_up", arguments=text)), dict)
     call = deepseek_v31_renderer.parse_call(
         ParsedToolCall(raw=f"look_up{deepseek_v31_renderer.SEPARATOR}{text}", name=None, arguments=None)
     )

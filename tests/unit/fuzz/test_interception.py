@@ -24,7 +24,7 @@ from verifiers.v1.trace import AgentInfo, TraceTask
 
 from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
-from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
+from primeslurm.orchestrator.rendering.program_protocols import ROLLOUT_DIALECTS
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.worker.token_client import LARGEST_REQUEST_BYTES, TokenClient, limit_requests
 from tests.support.conversations import ScriptedEngine, answering, sampled, write_tokenizer

@@ -24,7 +24,7 @@ from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo, TeacherPrompt, prefill_tag
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link.messages import Answer, Request
-from primeslurm.wire.stored import digests
+from primeslurm.wire.stored import checksums
 from tests.unit.fuzz.mutations import bounded, fuzzed, messages, texts, trees
 
 
@@ -140,9 +140,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(draw: st.DrawFn, valid: list[bytes]) -> bytes:
     """Draw a file with correct checksums and any content."""
     frames = draw(messages(valid) | restated(valid)) or [b""]
-    state = digests.hasher()
+    state = checksums.hasher()
     state.update(b"".join(frames))
-    head = {"header": len(frames[0]), "arrays": sizes(frames[1:]), "digest": digests.XXH3 + state.hexdigest()}
+    head = {"header": len(frames[0]), "arrays": sizes(frames[1:]), "digest": checksums.XXH3 + state.hexdigest()}
     encoded = msgspec.msgpack.encode(draw(st.just(head) | trees(head)))
     prefix = batch_files._PREFIX.pack(batch_files.MAGIC, len(encoded), zlib.crc32(encoded))
     return b"".join([prefix, encoded, *frames])

@@ -16,7 +16,7 @@ from primeslurm.base.unresponsive_timer import MAX_GAP_S
 from primeslurm.inference.auth import App
 from primeslurm.inference.liveness_gate import PROBE_PATH, UNRESPONSIVE_S, LivenessGate
 from primeslurm.inference.version_gate import VersionGate
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUnresponsiveError
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, EngineUnresponsiveError
 from primeslurm.wire.transport import secret
 
 

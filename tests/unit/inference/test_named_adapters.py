@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.inference.weight_transfer.named_adapters import (
+from primeslurm.inference.weight_receivers.named_adapters import (
     IDLE_S,
     AdapterError,
     AdapterLoadError,
@@ -130,7 +130,7 @@ async def test_copies_of_a_killed_engine_are_removed_at_the_next_start(
     code = f"""
 import os
 from pathlib import Path
-from primeslurm.inference.weight_transfer.named_adapters import NamedAdapters
+from primeslurm.inference.weight_receivers.named_adapters import NamedAdapters
 (NamedAdapters(Path({str(tmp_path)!r}), None)._copies.path / "1").mkdir()
 os.kill(os.getpid(), 9)
 """

@@ -16,7 +16,7 @@ import pytest
 
 from primeslurm.inference.version_gate import GateState
 from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
-from primeslurm.orchestrator.weight_transfer.damaged_answers import (
+from primeslurm.orchestrator.weight_updates.damaged_answers import (
     FEW,
     MANY,
     SETTLE_S,
@@ -24,8 +24,8 @@ from primeslurm.orchestrator.weight_transfer.damaged_answers import (
     BadEngine,
     DamagedAnswers,
 )
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import MISSED_UPDATES, WeightUpdateLoop
+from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_updates.weight_update_loop import MISSED_UPDATES, WeightUpdateLoop
 from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally, GenerateEndpoint, NoAnswerError, completion_of
 from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from primeslurm.orchestrator.weight_transfer.engine_client import (
+from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineClient,
     EngineDownError,
     EngineUpdateError,
@@ -67,7 +67,7 @@ class Engine:
 
 
 async def apply(engine: Engine, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 30, **options: Any) -> Step:
-    monkeypatch.setattr("primeslurm.orchestrator.weight_transfer.engine_client.internal_client", engine.client)
+    monkeypatch.setattr("primeslurm.orchestrator.weight_updates.engine_client.internal_client", engine.client)
     control = EngineClient(lambda: "http://engine", "/model", engine.sessions, retry_s=0.0, **options)
     return await control.apply(PolicyVersion(4, ""), timeout_s)
 

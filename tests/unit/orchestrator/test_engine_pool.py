@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion, Step, next_step
-from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion, Step, next_step
+from primeslurm.orchestrator.weight_updates.engine_pool import EnginePool
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 from tests.support.clock import Clock
 

@@ -17,8 +17,8 @@ import pytest
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.telemetry.engine_load import COUNTERS, GAUGES, Sample, scrape
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
-from primeslurm.orchestrator.weight_transfer import engine_client
-from primeslurm.orchestrator.weight_transfer.engine_client import (
+from primeslurm.orchestrator.weight_updates import engine_client
+from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineClient,
     EngineDownError,
     EngineUnresponsiveError,
@@ -26,8 +26,8 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
     PolicyVersion,
     Step,
 )
-from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
-from primeslurm.orchestrator.weight_transfer.polling import (
+from primeslurm.orchestrator.weight_updates.engine_pool import EnginePool
+from primeslurm.orchestrator.weight_updates.polling import (
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
     TICK_S,
@@ -36,7 +36,7 @@ from primeslurm.orchestrator.weight_transfer.polling import (
     EventLoopDelay,
     RateLimiter,
 )
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
+from primeslurm.orchestrator.weight_updates.weight_update_loop import WeightUpdateLoop
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.wire.weight_transfer.messages import EngineStatus

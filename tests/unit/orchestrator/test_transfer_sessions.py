@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from primeslurm.orchestrator.weight_transfer import sessions
-from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, OFFER_TIMEOUT_S, NoSenderError, TransferSessions
+from primeslurm.orchestrator.weight_updates import sessions
+from primeslurm.orchestrator.weight_updates.sessions import GATHER_S, OFFER_TIMEOUT_S, NoSenderError, TransferSessions
 from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace
 from tests.support.clock import Clock

@@ -29,7 +29,7 @@ WRITERS = (
     ("trainer/policy/draft_training.py", "trainer/", {"update"}),
     ("trainer/policy/flops_meter.py", "trainer/", {"take"}),
     ("trainer/base/phase_timer.py", "trainer/", {"take"}),
-    ("orchestrator/weight_transfer/weight_update_loop.py", "", {"update_metrics"}),
+    ("orchestrator/weight_updates/weight_update_loop.py", "", {"update_metrics"}),
 )
 """Module, prefix of its metric names, and the functions that write them; None for all."""
 PLACEHOLDERS = {"E", "A", "R", "*"}

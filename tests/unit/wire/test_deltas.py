@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from primeslurm.trainer.weight_transfer.snapshots import Snapshots
+from primeslurm.trainer.weight_senders.snapshots import Snapshots
 from primeslurm.wire.weight_transfer import deltas, filesystem
 
 NAME = "model.layers.0.mlp.up_proj.weight"

@@ -13,7 +13,7 @@ from primeslurm.base.durable import retry_until_written
 from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.filesystem_sender import Publisher
+from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding, ExportedTensor, parts
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.weight_transfer.catalogue import (

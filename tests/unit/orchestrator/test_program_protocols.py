@@ -15,7 +15,7 @@ from renderers.base import load_tokenizer
 from verifiers.v1.types import AssistantMessage, FinishReason, Response, ToolCall, Usage
 
 from primeslurm.models.extending_renderer import extending_config
-from primeslurm.orchestrator.rendering.dialects import TrainedAnthropicMessages
+from primeslurm.orchestrator.rendering.program_protocols import TrainedAnthropicMessages
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from tests.support.conversations import (
     START,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.weight_transfer.polling import UNRESPONSIVE_S
+from primeslurm.orchestrator.weight_updates.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_updates.polling import UNRESPONSIVE_S
 from primeslurm.records.state import EngineRecord
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 

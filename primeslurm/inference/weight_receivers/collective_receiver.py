@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from vllm.utils.nccl import unpinned_nccl_env
 
-from primeslurm.inference.weight_transfer.experts import held_experts
-from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError
+from primeslurm.inference.weight_receivers.experts import held_experts
+from primeslurm.inference.weight_receivers.layerwise import LayerwiseTransferEngine, PolicyError
 from primeslurm.wire.weight_transfer.collective import Channel, Group, Store, TransferError, receive
 from primeslurm.wire.weight_transfer.messages import SessionPlace, TransferSession
 

@@ -216,7 +216,7 @@ def use(root: Path) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from primeslurm.inference.weight_transfer.adapter_receiver import check_layers
+    from primeslurm.inference.weight_receivers.adapter_receiver import check_layers
 
     init = expect(OpenAIServingModels, "__init__", ("engine_client",))
     expect(OpenAIServingModels, "resolve_lora", ("lora_name",))

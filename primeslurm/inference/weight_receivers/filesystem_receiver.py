@@ -19,7 +19,7 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from primeslurm.base import files
-from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, first_three
+from primeslurm.inference.weight_receivers.layerwise import LayerwiseTransferEngine, PolicyError, first_three
 from primeslurm.wire.weight_transfer import deltas
 from primeslurm.wire.weight_transfer.filesystem import MANIFEST, SEEN_S, base_of, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory

@@ -19,8 +19,8 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from primeslurm.inference.patches import expect
-from primeslurm.inference.weight_transfer.filesystem_receiver import FilesystemInit, policy_files
-from primeslurm.inference.weight_transfer.layerwise import PolicyError, first_three
+from primeslurm.inference.weight_receivers.filesystem_receiver import FilesystemInit, policy_files
+from primeslurm.inference.weight_receivers.layerwise import PolicyError, first_three
 from primeslurm.wire.names import ADAPTER, ADAPTER_BACKEND
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 

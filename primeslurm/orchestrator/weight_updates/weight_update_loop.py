@@ -16,8 +16,8 @@ from types import MappingProxyType
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
-from primeslurm.orchestrator.weight_transfer.damaged_answers import DamagedAnswers
-from primeslurm.orchestrator.weight_transfer.engine_client import (
+from primeslurm.orchestrator.weight_updates.damaged_answers import DamagedAnswers
+from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineClient,
     EngineDownError,
     EngineUnresponsiveError,
@@ -26,9 +26,9 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
     PolicyVersion,
     Step,
 )
-from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
-from primeslurm.orchestrator.weight_transfer.polling import EventLoopDelay, RateLimiter
-from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError, TransferSessions
+from primeslurm.orchestrator.weight_updates.engine_pool import EnginePool
+from primeslurm.orchestrator.weight_updates.polling import EventLoopDelay, RateLimiter
+from primeslurm.orchestrator.weight_updates.sessions import NoSenderError, TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.policy import (
     EngineAnswersDamaged,

@@ -31,13 +31,13 @@ from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.trainer.weight_transfer.snapshots import Snapshots
+from primeslurm.trainer.weight_senders.snapshots import Snapshots
 from primeslurm.trainer.weights import model_directory, peft
 from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.trainer.weights.safetensors_header import read_header
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.link.trainer_link import TrainerLink
-from primeslurm.wire.stored import digests
+from primeslurm.wire.stored import checksums
 from primeslurm.wire.stored.manifest import FileRecord
 from primeslurm.wire.weight_transfer import deltas, filesystem, tensor_names
 
@@ -370,7 +370,7 @@ class _RankWriter:
         name = f"{_prefix(self._rank)}{len(self.records):05d}.safetensors"
         path = self._directory / name
         files.retrying(path, lambda: save_file(self._held, path, metadata={"format": "pt", **self._digests}))
-        self.records.append(FileRecord(name, files.retrying(path, path.stat).st_size, digests.of(path)))
+        self.records.append(FileRecord(name, files.retrying(path, path.stat).st_size, checksums.of(path)))
         self.index |= dict.fromkeys(self._names, name)
         self.size += self._bytes
 

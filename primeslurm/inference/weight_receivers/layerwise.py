@@ -25,7 +25,7 @@ from vllm.model_executor.models.gpt_oss import GptOssModel, OAIAttention
 from vllm.platforms import current_platform
 
 from primeslurm.inference.patches import expect
-from primeslurm.inference.weight_transfer.experts import incomplete_experts
+from primeslurm.inference.weight_receivers.experts import incomplete_experts
 from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, layers_ahead
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from primeslurm.orchestrator.weight_transfer.polling import MAX_DELAY_FRACTION, MIN_TIMEOUT_S, AnswerTimeout
-from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.weight_updates.polling import MAX_DELAY_FRACTION, MIN_TIMEOUT_S, AnswerTimeout
+from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.names import STATUS_PATH
 from primeslurm.wire.transport.http import error_text, internal_client
