@@ -56,7 +56,7 @@ def test_help_imports_no_verb(place: Path) -> None:
         (("check", "r.yaml"), {"primeslurm.node"}),  # it renders the script for sbatch --test-only
         (
             ("render", "r.yaml"),
-            {"msgspec", "primeslurm.plan.checks.environments", "primeslurm.run.status.run_status", "primeslurm.node"},
+            {"primeslurm.plan.checks.environments", "primeslurm.run.status.run_status", "primeslurm.node"},
         ),
         (
             ("plan", "r.yaml"),
