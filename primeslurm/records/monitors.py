@@ -54,7 +54,7 @@ class MetricsMonitor(Protocol):
         """Show some rollouts of a step as a table. All rows have the same columns."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the metrics that are still buffered, and end the connection."""
 
 
 class TensorBoard:

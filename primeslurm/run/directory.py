@@ -185,7 +185,7 @@ class RunDirectory:
         return attempts[-1]
 
     def lock(self) -> LockRecord:
-        """Return lock.json; an empty record if it cannot be read."""
+        """Return lock.json: identity of the run, and versions of its software. Empty if it cannot be read."""
         return find_record(self.path / "lock.json", LockRecord) or LockRecord()
 
     def recipe(self) -> RunRecipe:

@@ -43,7 +43,10 @@ def inherited_by_jobs(names: Iterable[str]) -> list[str]:
 
 
 def clean(environ: Mapping[str, str], slurm_conf: str | None = None) -> dict[str, str]:
-    """Return an environment for a Slurm command. Without `slurm_conf` it keeps that of `environ`, or the system's."""
+    """Return an environment for a Slurm command, without the variables of the allocation that this shell may be in.
+
+    `slurm_conf` replaces the one of `environ`.
+    """
     foreign = set(inherited(environ))
     environment = {name: value for name, value in environ.items() if name not in foreign}
     return environment if slurm_conf is None else environment | {"SLURM_CONF": slurm_conf}

@@ -15,7 +15,7 @@ HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass
 class HeldSignals:
-    """Message to print when the delayed signals are delivered."""
+    """What `signals_held` prints if it delayed a signal: the block sets `done` when it has done something."""
 
     done: str = ""  # Result of the delayed block, for example a submission. Empty: nothing was done.
 

@@ -72,7 +72,7 @@ class DataRequest(msgspec.Struct, frozen=True):
 
 
 class DataAnswer(msgspec.Struct, frozen=True):
-    """Result of rendering SFT data."""
+    """Findings of a check that renders the examples of SFT data."""
 
     violations: list[Violation] = []  # problems that would end the run, with the first line of each kind
     warnings: list[Violation] = []

@@ -31,7 +31,7 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Target:
-    """A process or node of a running attempt."""
+    """A process or node of a running attempt, in which `attach` opens a shell or runs a command."""
 
     node: int  # index of the node in the plan
     group: int  # index of the node's component in a heterogeneous job

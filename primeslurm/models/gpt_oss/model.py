@@ -25,7 +25,7 @@ EXPERT_PARAMETERS = ("gate_up_EDG", "gate_up_bias_EG", "down_EFD", "down_bias_ED
 
 
 class GptOssAdapter(TableAdapter):
-    """Names of gpt-oss checkpoints in bfloat16 or float32."""
+    """Converts tensor names between this model and gpt-oss checkpoints in bfloat16 or float32."""
 
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",

@@ -147,7 +147,10 @@ def _shares(grad: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, slop
 
 
 def _add_up(shares: torch.Tensor, where: torch.Tensor, grad_keys: torch.Tensor, rank: int) -> None:
-    """Add the contributions to the gradients of their keys `where` [queries, selected]."""
+    """Add each query's contributions to the gradients of its selected keys.
+
+    `where` [queries, selected]: indices of the keys.
+    """
     keys, size = grad_keys.shape
     owners, order = where.flatten().sort(stable=True)
     ends = torch.searchsorted(owners, torch.arange(keys + 1, dtype=owners.dtype, device=owners.device))

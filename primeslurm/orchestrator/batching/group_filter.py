@@ -182,7 +182,7 @@ def sift(group: RolloutGroup, filters: Sequence[RolloutFilter]) -> Sifted:
 
 
 def has_advantage(group: RolloutGroup, algorithm: Algorithm, seq_len: int) -> bool:
-    """Tell whether an algorithm would train any token of a group that is alone in a batch."""
+    """Return whether an algorithm would train any token of the group, if a batch had no other groups."""
     (credits,) = algorithm.assign([group.cut(seq_len)])
     zero = ROUNDING * max(abs(reward) for reward in group.rewards)
     return any(

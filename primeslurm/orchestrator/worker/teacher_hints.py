@@ -25,9 +25,9 @@ from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
 async def with_teacher_prompts(
     teacher: PolicyTeacher, client: TrainClient, trace: vf.Trace, sequences: Sequence[Rollout]
 ) -> tuple[Rollout, ...]:
-    """Return the sequences of a trace with their teacher prompts.
+    """Return the sequences of a trace, each with the teacher's prompt: the policy's prompt with the hint.
 
-    Raise RolloutError if the task has no such field, or a prompt cannot be rendered again as it was.
+    Raise RolloutError if the task lacks the hint's field, or rendering the policy's prompt again gives other tokens.
     """
     text = teacher.template.replace("{hint}", _hint(teacher, trace.task.data))
     rollouts = []

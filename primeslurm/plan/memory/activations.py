@@ -33,7 +33,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Mixer:
-    """Bytes of a recurrent layer, without norm and feed-forward network."""
+    """Bytes of activations of a recurrent layer, without norm and feed-forward network."""
 
     kept: int  # per token
     selective: int  # per token with selective checkpointing, which keeps every other matrix product

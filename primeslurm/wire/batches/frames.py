@@ -48,7 +48,7 @@ class ArraySpec(msgspec.Struct, frozen=True):
 
 
 class ArraysHeader(msgspec.Struct, frozen=True):
-    """The first frame of a message."""
+    """The first frame of a message with arrays: its other data, and the shapes of the arrays in the next frames."""
 
     meta: msgspec.Raw
     arrays: tuple[ArraySpec, ...]
@@ -121,7 +121,10 @@ class IncomingArrays:
         self._unfilled = [buffer for buffer in self.buffers if len(buffer)]
 
     def take(self, chunks: Sequence[Any]) -> None:
-        """Copy the next bytes into the buffers. Raise DamagedError for more bytes than were announced."""
+        """Copy the next bytes of the arrays into the buffers.
+
+        Raise DamagedError for more bytes than the message's header announced.
+        """
         for chunk in chunks:
             rest = np.frombuffer(chunk, np.uint8)
             while len(rest):

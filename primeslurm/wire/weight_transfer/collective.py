@@ -219,7 +219,7 @@ class Channel:
     def _begun(
         self, messages: Sequence[tuple[int, torch.Tensor]], start: Callable[[Any, int, torch.Tensor], Any]
     ) -> str:
-        """Start works of torch. Return the error; empty if there is none."""
+        """Begin to send or receive tensors. Return the error; empty if there is none."""
         try:
             for rank, data in messages:
                 self._moving.append((start(self._group.process_group, rank, data), data))

@@ -16,7 +16,7 @@ class Backend(Protocol):
     """Products of quantized operands, accumulated in float32. Padding rows of results are undefined."""
 
     def product(self, a: Quantized, b: Quantized) -> torch.Tensor:
-        """Multiply a [m, k] in ROWS by b [n, k] in BLOCKS. Returns [m, n]."""
+        """Multiply a [m, k], scaled per row (ROWS), by b [n, k], scaled per block (BLOCKS). Returns [m, n]."""
 
     def grouped_product(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
         """Multiply rows a [padded rows, k] in ROWS by their group's b [groups, n, k] in BLOCKS."""
