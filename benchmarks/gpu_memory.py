@@ -18,9 +18,9 @@ from typing import Any
 
 from primeslurm.models.catalog import catalog
 from primeslurm.models.hf_config import shape_of
+from primeslurm.plan.estimates.engine_memory import EngineLayout, engine_memory
+from primeslurm.plan.estimates.trainer_memory import TrainerLayout, trainer_memory
 from primeslurm.plan.gpus import GIB
-from primeslurm.plan.memory.engine import EngineLayout, engine_memory
-from primeslurm.plan.memory.trainer import TrainerLayout, trainer_memory
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu_memory.json"
 CONFIG = {

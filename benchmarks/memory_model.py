@@ -18,10 +18,10 @@ from pathlib import Path
 
 from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
+from primeslurm.plan.estimates.engine_memory import EngineLayout, kv_bytes_per_token, prompt_logit_bytes
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.trainer_memory import TrainerLayout, lora_parameters, trainer_memory
 from primeslurm.plan.gpus import GIB
-from primeslurm.plan.memory.engine import EngineLayout, kv_bytes_per_token, prompt_logit_bytes
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.trainer import TrainerLayout, lora_parameters, trainer_memory
 
 RESULT = Path(__file__).resolve().parent / "results" / "memory_model.json"
 # Logits per chunk of prime-rl's fused LM head.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.models.hf_config import shape_of
+from primeslurm.plan.estimates import step_time as model
 from primeslurm.plan.gpus import GPUS
-from primeslurm.plan.memory import step_time as model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RESULT = RESULTS / "step_times.json"

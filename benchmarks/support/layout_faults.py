@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.support.meta_rank import Box, Rank, boxes, covers, local_bytes
 from primeslurm.models.shape import ModelShape
-from primeslurm.plan.memory.estimate import trainer_layout
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.trainer import STATE_BYTES, trained_parameters
+from primeslurm.plan.estimates.estimate import trainer_layout
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.trainer_memory import STATE_BYTES, trained_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, outgoing
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE

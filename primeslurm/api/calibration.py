@@ -19,7 +19,7 @@ from primeslurm.base import files
 from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.paths import shipped
 from primeslurm.plan.calibration import calibration_plan
-from primeslurm.plan.memory.rates import measured_problems
+from primeslurm.plan.estimates.rates import measured_problems
 from primeslurm.plan.planner import Planned
 from primeslurm.recipe.reading.recipe_files import read_site
 from primeslurm.records.calibration import FILE, CalibrationRecord

@@ -31,9 +31,9 @@ from primeslurm.plan.commands.processes import (
     trainer_command,
 )
 from primeslurm.plan.emulate import emulate
+from primeslurm.plan.estimates.rates import measured_problems
+from primeslurm.plan.estimates.time_limits import with_limits
 from primeslurm.plan.forecast import Estimate, Quantity
-from primeslurm.plan.memory.rates import measured_problems
-from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Finding, Plan, Replica, Totals, as_findings
 from primeslurm.plan.placement.fixed_port_checks import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher

@@ -17,7 +17,7 @@ from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment,
 from primeslurm.recipe.sections.slurm import MetricsOptions, Monitor, Slurm
 from primeslurm.recipe.sections.teacher import Teacher
 from primeslurm.recipe.sections.tenant import Tenant
-from primeslurm.recipe.sections.tenants import Tenants
+from primeslurm.recipe.sections.tenant_deployment import Tenants
 from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, Weights
 
 

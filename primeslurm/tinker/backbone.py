@@ -26,7 +26,7 @@ from primeslurm.base.model_files import locate
 from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.tenant import ALPHA
-from primeslurm.recipe.sections.tenants import BATCH_TOKENS, LOGIT_TOKENS
+from primeslurm.recipe.sections.tenant_deployment import BATCH_TOKENS, LOGIT_TOKENS
 from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import LOSS_INPUTS, AdamParams, Config, Datum, LoraConfig, ModelLimits, RequestError
 from primeslurm.trainer.assembly.build import build

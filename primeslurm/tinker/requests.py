@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from primeslurm.recipe.sections.tenants import BATCH_TOKENS
+from primeslurm.recipe.sections.tenant_deployment import BATCH_TOKENS
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")

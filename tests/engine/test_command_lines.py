@@ -12,7 +12,7 @@ from primeslurm.models import families
 from primeslurm.plan.commands.command import Device, EngineRole, long_options
 from primeslurm.plan.commands.engine import DataParallel
 from primeslurm.plan.commands.engine_defaults import BATCHES, ENVIRONMENT, OPTIONS
-from primeslurm.plan.memory.engine import PROMPT_TOKENS
+from primeslurm.plan.estimates.engine_memory import PROMPT_TOKENS
 from primeslurm.recipe.reading.recipe_files import read_recipe
 from primeslurm.recipe.rules import engine_options
 from tests.engine.conftest import tiny_recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from primeslurm.models.shape import DeltaNets, Mamba
-from primeslurm.plan.memory.activations import Mixer, delta_net, mamba
+from primeslurm.plan.estimates.activations import Mixer, delta_net, mamba
 
 torch = pytest.importorskip("torch")
 pytestmark = [

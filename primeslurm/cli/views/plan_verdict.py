@@ -10,8 +10,8 @@ from rich.text import Text
 
 from primeslurm.base.units import count, duration, gib, number, size, tokens
 from primeslurm.cli.views.tables import light_table, out
+from primeslurm.plan.estimates.estimate import SAMPLED, TYPICAL
 from primeslurm.plan.forecast import Quantity, RoleMemory
-from primeslurm.plan.memory.estimate import SAMPLED, TYPICAL
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.types import minutes

@@ -7,11 +7,11 @@ from typing import Literal
 
 from primeslurm.base.units import duration, number
 from primeslurm.plan.batch_job import node_memory
+from primeslurm.plan.estimates.estimate import LONGEST_STEP, TYPICAL, TYPICAL_STEP
+from primeslurm.plan.estimates.orchestrator_memory import BUFFERED
+from primeslurm.plan.estimates.trainer_memory import LOCAL_COPIES, in_memory
 from primeslurm.plan.forecast import Estimate, RoleMemory
 from primeslurm.plan.gpus import GIB
-from primeslurm.plan.memory.estimate import LONGEST_STEP, TYPICAL, TYPICAL_STEP
-from primeslurm.plan.memory.orchestrator_memory import BUFFERED
-from primeslurm.plan.memory.trainer import LOCAL_COPIES, in_memory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from primeslurm.plan.checks.rule import Rule, RuleContext, when
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine_defaults import DEEPEP_BUFFERS, tokens_per_request
+from primeslurm.plan.estimates.engine_memory import DEFAULT_BATCHED_TOKENS, low_latency_bytes
 from primeslurm.plan.gpus import GIB
-from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.speculation import Speculation
 

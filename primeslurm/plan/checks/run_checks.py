@@ -10,9 +10,9 @@ from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.teacher import teacher_findings
 from primeslurm.plan.checks.tool_rendering import tool_rendering
 from primeslurm.plan.checks.unsupported import unsupported
+from primeslurm.plan.estimates.estimate import estimate
 from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.gpus import GPUS, gpu_of
-from primeslurm.plan.memory.estimate import estimate
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.fixed_port_checks import port_warnings
 from primeslurm.plan.placement.resources import ResourceRequest

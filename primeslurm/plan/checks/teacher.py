@@ -11,9 +11,9 @@ from primeslurm.plan.checks.checkpoint_tensors import UNREADABLE_TOKENIZER, toke
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
+from primeslurm.plan.estimates.estimate import engine_role
 from primeslurm.plan.forecast import Estimate, RoleMemory
 from primeslurm.plan.gpus import gpu_of
-from primeslurm.plan.memory.estimate import engine_role
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest

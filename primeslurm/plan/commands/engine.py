@@ -17,7 +17,7 @@ from primeslurm.recipe.rules import engine_options
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
 from primeslurm.recipe.sections.speculation import Speculation
-from primeslurm.recipe.sections.tenants import Tenants
+from primeslurm.recipe.sections.tenant_deployment import Tenants
 from primeslurm.wire.names import ADAPTER_BACKEND, ADAPTERS, SERVED_MODEL
 
 CPU_KV_CACHE_BYTES = 256 * 2**20

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from primeslurm.models import bundled, capabilities, family_of, lora_targets, model_builder
 from primeslurm.models.hf_config import shape_of
 from primeslurm.nn import compat
-from primeslurm.plan.memory.trainer import lora_parameters
+from primeslurm.plan.estimates.trainer_memory import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.trainer.assembly.build import build

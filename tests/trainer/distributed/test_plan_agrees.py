@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from primeslurm.models import GENERIC, Family, bundled, capabilities, model_builder
 from primeslurm.models.hf_config import shape_of
-from primeslurm.plan.memory.parameters import count
+from primeslurm.plan.estimates.parameters import count
 from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of
 
 

@@ -13,7 +13,7 @@ from benchmarks.training_models import SHAPES, expert_count
 from benchmarks.training_speed import arguments, document_lengths, flops_per_token, measure
 from primeslurm.models import family_of
 from primeslurm.models.hf_config import shape_of
-from primeslurm.plan.memory.parameters import count
+from primeslurm.plan.estimates.parameters import count
 from primeslurm.trainer.distributed.world import World
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

@@ -7,8 +7,8 @@ import pytest
 
 from primeslurm.models.catalog import catalog
 from primeslurm.models.flops import Work, flops, layer_weights
+from primeslurm.plan.estimates.parameters import count
 from primeslurm.plan.gpus import GPUS
-from primeslurm.plan.memory.parameters import count
 from primeslurm.trainer.policy.flops_meter import Peak, peak_of
 
 QWEN = catalog()["Qwen/Qwen3-30B-A3B"].shape

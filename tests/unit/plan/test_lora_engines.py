@@ -10,9 +10,9 @@ import pytest
 from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.models.catalog import catalog
 from primeslurm.plan.auto_fields import choose_transport, resolve_auto_fields
-from primeslurm.plan.memory.engine import engine_memory
-from primeslurm.plan.memory.estimate import engine_layout
-from primeslurm.plan.memory.trainer import lora_parameters
+from primeslurm.plan.estimates.engine_memory import engine_memory
+from primeslurm.plan.estimates.estimate import engine_layout
+from primeslurm.plan.estimates.trainer_memory import lora_parameters
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive, try_plan
 from primeslurm.recipe import Recipe

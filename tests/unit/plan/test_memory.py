@@ -15,21 +15,21 @@ from primeslurm.models.catalog import CATALOG, catalog
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import Mamba, ModelShape, Vision
 from primeslurm.plan.checks.files import model_files
-from primeslurm.plan.forecast import Quantity
-from primeslurm.plan.gpus import GIB, GPUS, gpu_of
-from primeslurm.plan.memory.activations import Mixer, delta_net, images_of, layers_of, mamba
-from primeslurm.plan.memory.engine import (
+from primeslurm.plan.estimates.activations import Mixer, delta_net, images_of, layers_of, mamba
+from primeslurm.plan.estimates.engine_memory import (
     EngineLayout,
     engine_memory,
     kv_bytes_per_token,
     low_latency_bytes,
     prompt_logit_bytes,
 )
-from primeslurm.plan.memory.estimate import SAMPLED, engine_layout, trainer_layout
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.rollout_rate import decode_seconds
-from primeslurm.plan.memory.step_time import moving_state
-from primeslurm.plan.memory.trainer import TrainerLayout, layer_gather_bytes, trainer_memory
+from primeslurm.plan.estimates.estimate import SAMPLED, engine_layout, trainer_layout
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.rollout_rate import decode_seconds
+from primeslurm.plan.estimates.step_time import moving_state
+from primeslurm.plan.estimates.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory
+from primeslurm.plan.forecast import Quantity
+from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge

@@ -12,7 +12,7 @@ from primeslurm.orchestrator.batching.batches import KEPT_STEPS
 from primeslurm.orchestrator.dispatch import DispatchLimits
 from primeslurm.orchestrator.pipeline.progress import limits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.plan.memory.orchestrator_memory import (
+from primeslurm.plan.estimates.orchestrator_memory import (
     BATCHES_AHEAD,
     BUFFERED,
     ROLLOUT_BYTES,

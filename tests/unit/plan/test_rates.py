@@ -9,9 +9,9 @@ import pytest
 
 from primeslurm.models.catalog import catalog
 from primeslurm.plan.checks.files import model_files
+from primeslurm.plan.estimates.rates import MEMORY_SHARE, PRODUCT_SHARE, line_rate, measured_problems, rated_gpu
+from primeslurm.plan.estimates.step_time import DISPATCH, StepTime, step_time
 from primeslurm.plan.gpus import GPUS
-from primeslurm.plan.memory.rates import MEMORY_SHARE, PRODUCT_SHARE, line_rate, measured_problems, rated_gpu
-from primeslurm.plan.memory.step_time import DISPATCH, StepTime, step_time
 from primeslurm.plan.planner import RecipeFiles, make_plan
 from primeslurm.recipe import Recipe, Site
 from tests.support.recipes import recipe_data, site

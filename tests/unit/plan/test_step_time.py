@@ -13,9 +13,9 @@ import pytest
 from benchmarks import step_times
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.step_time import COMPILED, DISPATCH, NETWORK_SHARE, SPREAD, StepTime, step_time
 from primeslurm.plan.gpus import GPUS
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.step_time import COMPILED, DISPATCH, NETWORK_SHARE, SPREAD, StepTime, step_time
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 

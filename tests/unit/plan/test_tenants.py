@@ -10,7 +10,7 @@ import pytest
 from primeslurm.base.errors import UsageError
 from primeslurm.models.catalog import catalog
 from primeslurm.plan.checks.unsupported import unsupported
-from primeslurm.plan.memory.estimate import engine_layout, trainer_layout
+from primeslurm.plan.estimates.estimate import engine_layout, trainer_layout
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge

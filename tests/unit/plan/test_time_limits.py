@@ -10,8 +10,8 @@ import pytest
 
 from primeslurm.models.catalog import catalog
 from primeslurm.plan.checks.files import model_files
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.time_limits import with_limits
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.time_limits import with_limits
 from primeslurm.plan.planner import Planned, RecipeFiles, requests_of, try_plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits

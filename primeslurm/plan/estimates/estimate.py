@@ -11,21 +11,19 @@ from primeslurm.nn.block_sizes import ONE_RANK_COPY_BYTES
 from primeslurm.plan.batch_job import cpus_per_gpu
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
-from primeslurm.plan.forecast import Estimate, Quantity, RoleMemory
-from primeslurm.plan.gpus import GIB, Gpu, gpu_of
-from primeslurm.plan.memory.engine import (
+from primeslurm.plan.estimates.engine_memory import (
     DEFAULT_BATCHED_TOKENS,
     EngineLayout,
     EngineMemory,
     engine_memory,
     kv_bytes_per_token,
 )
-from primeslurm.plan.memory.orchestrator_memory import orchestrator_memory
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.rates import line_rate, rate_sources, rated_gpu
-from primeslurm.plan.memory.rollout_rate import decode_seconds
-from primeslurm.plan.memory.step_time import SPREAD, StepTime, moving_state, step_time
-from primeslurm.plan.memory.trainer import (
+from primeslurm.plan.estimates.orchestrator_memory import orchestrator_memory
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.rates import line_rate, rate_sources, rated_gpu
+from primeslurm.plan.estimates.rollout_rate import decode_seconds
+from primeslurm.plan.estimates.step_time import SPREAD, StepTime, moving_state, step_time
+from primeslurm.plan.estimates.trainer_memory import (
     ELEMENT_BYTES,
     STATE_BYTES,
     TrainerLayout,
@@ -38,13 +36,15 @@ from primeslurm.plan.memory.trainer import (
     trained_parameters,
     trainer_memory,
 )
+from primeslurm.plan.forecast import Estimate, Quantity, RoleMemory
+from primeslurm.plan.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.types import minutes
 from primeslurm.recipe.sections.kv_offload import NativeOffload
 from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.recipe.sections.tenants import BATCH_TOKENS, LOGIT_TOKENS
+from primeslurm.recipe.sections.tenant_deployment import BATCH_TOKENS, LOGIT_TOKENS
 from primeslurm.recipe.sections.trainer import ENGINE_CONTEXT_BYTES
 
 # Share of the line rate that a weight update reaches, as in a published broadcast of GLM-5 (58 s)

@@ -17,10 +17,10 @@ from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import settings_of
 from primeslurm.plan.commands.engine_defaults import START_S
+from primeslurm.plan.estimates.estimate import LONGEST_STEP, MICRO_BATCH, SAMPLED, STORED_BYTES, TOKEN
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.trainer_memory import STATE_BYTES
 from primeslurm.plan.forecast import Estimate, Quantity
-from primeslurm.plan.memory.estimate import LONGEST_STEP, MICRO_BATCH, SAMPLED, STORED_BYTES, TOKEN
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.trainer import STATE_BYTES
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.inference import teacher_recipe
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks

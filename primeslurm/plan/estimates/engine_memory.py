@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from primeslurm.models.shape import Mla, ModelShape
 from primeslurm.nn.block_sizes import FP8_BLOCK
+from primeslurm.plan.estimates.parameters import count
 from primeslurm.plan.gpus import GIB
-from primeslurm.plan.memory.parameters import count
 
 # CUDA context, NCCL communicators and other memory outside of torch's allocator
 CONTEXT_BYTES = int(1.5 * GIB)

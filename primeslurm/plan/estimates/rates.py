@@ -1,6 +1,6 @@
 """Rates of the hardware that estimates use: measured ones of the site file, and assumptions for the others. Pure.
 
-The constants of `plan.memory.step_time` are shares of data sheet values, and were fitted together on H100s and H200s.
+The constants of `plan.estimates.step_time` are shares of data sheet values, fitted together on H100s and H200s.
 A measured rate is therefore converted to the data sheet value of a device that reaches the same share as an H200. An
 H200 that measures what the recorded ones did keeps its estimates.
 """
@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from primeslurm.base import units
 from primeslurm.base.errors import Violation
+from primeslurm.plan.estimates.step_time import NETWORK_SHARE
 from primeslurm.plan.forecast import Quantity
 from primeslurm.plan.gpus import Gpu, gpu_of
-from primeslurm.plan.memory.step_time import NETWORK_SHARE
 from primeslurm.recipe.site import NodeKind, Site
 
 # Share of the peak that one large product reaches on an H200 (783 of 989 TFLOPS, `fp8_products_h200.json`)

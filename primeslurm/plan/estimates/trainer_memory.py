@@ -10,9 +10,9 @@ from primeslurm.models import EXPERTS, SWIGLU
 from primeslurm.models.expert_sharding import shards_have_whole_blocks
 from primeslurm.models.shape import ModelShape
 from primeslurm.nn.block_sizes import FP8_BLOCK
+from primeslurm.plan.estimates.activations import images_of, layers_of
+from primeslurm.plan.estimates.parameters import count, largest_layer, largest_tensor
 from primeslurm.plan.forecast import Quantity
-from primeslurm.plan.memory.activations import images_of, layers_of
-from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, STATE_BUFFERS, STATE_CHUNK_BYTES
 

@@ -11,9 +11,9 @@ import math
 from dataclasses import asdict, dataclass
 
 from primeslurm.models.shape import ModelShape
+from primeslurm.plan.estimates.parameters import count
+from primeslurm.plan.estimates.trainer_memory import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.plan.gpus import Gpu
-from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Parallelism
 

@@ -8,9 +8,9 @@ models, long contexts, full batches, and prefill engines beside decode engines w
 from __future__ import annotations
 
 from primeslurm.models.shape import ModelShape
+from primeslurm.plan.estimates.engine_memory import EngineLayout, kv_bytes_per_token, weight_bytes
+from primeslurm.plan.estimates.parameters import count
 from primeslurm.plan.gpus import Gpu
-from primeslurm.plan.memory.engine import EngineLayout, kv_bytes_per_token, weight_bytes
-from primeslurm.plan.memory.parameters import count
 
 # Share of the memory's bandwidth that a decode step reaches, and its further time per layer, and per layer whose
 # experts are on several GPUs [s]. Fitted.
