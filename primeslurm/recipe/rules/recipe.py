@@ -13,7 +13,7 @@ from primeslurm.recipe.rules import (
     sandboxes,
     speculation,
     tenant,
-    tenants,
+    tenant_deployment,
 )
 from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.losses import CustomLoss
@@ -28,7 +28,7 @@ _ADD_TEACHER = "add `teacher: {type: engines, path: ...}`"
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Return everything in the recipe that contradicts another part of the recipe."""
-    of_task = {"rl": _rl, "sft": _sft, "serve": _serve, "tenants": tenants.violations}.get(recipe.task)
+    of_task = {"rl": _rl, "sft": _sft, "serve": _serve, "tenants": tenant_deployment.violations}.get(recipe.task)
     problems = of_task(recipe) if of_task else []
     problems += _colocated(recipe) + _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
     problems += _component_options(recipe) + evaluation.violations(recipe) + engine_options.violations(recipe)
