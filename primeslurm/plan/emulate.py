@@ -22,7 +22,7 @@ NODE_MIB = 30
 # Memory per process of the plan that each agent holds [KiB]
 PLANNED_KIB = 8
 # Memory of an emulated or real process by role [MiB], without the pages of Python that all processes share
-PROCESS_MIB: dict[Role, int] = {"trainer": 8, "router": 50, "orchestrator": 70, "environment": 45}
+PROCESS_MIB: dict[Role, int] = {"trainer": 7, "router": 50, "orchestrator": 70, "environment": 45}
 # Memory of an emulated engine, teacher or store [MiB]
 USUAL_MIB = 16
 # Memory that remains after the kernel has merged equal pages (KSM). Merging takes a while.

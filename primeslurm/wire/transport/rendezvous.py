@@ -96,18 +96,6 @@ def open_gate(host: str, port: int, store: socket.socket, gate: socket.socket | 
     _run(_Gate(store_port, key if signed else b"", _key()).open(host, port, gate))
 
 
-def listen_behind_gate(host: str, port: int) -> socket.socket:
-    """Return a listening socket to which only processes with the run's secret can connect, through `host`:`port`.
-
-    Raises OSError if the port is taken.
-    """
-    listener = bound_store_socket()
-    signed = _sign(listener, key := os.urandom(NONCE_BYTES))
-    listener.listen(1024)
-    _run(_Gate(int(listener.getsockname()[1]), key if signed else b"", _key()).open(host, port))
-    return listener
-
-
 def _key() -> bytes:
     return key_for(b"rendezvous")
 
