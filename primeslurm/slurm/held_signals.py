@@ -15,9 +15,9 @@ HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass
 class HeldSignals:
-    """What `signals_held` prints if it delayed a signal: the block sets `done` when it has done something."""
+    """Text that `signals_held` prints if it has delayed a signal. The delayed block sets it."""
 
-    done: str = ""  # Result of the delayed block, for example a submission. Empty: nothing was done.
+    done: str = ""  # result of the block, for example a submission; empty: nothing was done
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class HostedTenant:
     """A tenant, its state, and the process that starts its run."""
 
     tenant: TenantDirectory
-    wanted: Wanted | None = None  # None: it was never read
+    wanted: Wanted | None = None  # None until the file is read for the first time
     supervisor: TenantSupervisor = field(default_factory=TenantSupervisor)
     starter: subprocess.Popen[bytes] | None = None
     recorded: TenantState = field(default_factory=TenantState)
