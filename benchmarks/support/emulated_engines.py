@@ -21,9 +21,8 @@ from aiohttp import web
 
 from benchmarks.support.ports import HOST, free_port
 from benchmarks.support.simulated_engine import SimulatedEngine, Turn
-from primeslurm.orchestrator.worker.generate_endpoint import GENERATE
 from primeslurm.plan.commands import kv_events
-from primeslurm.wire.names import SERVED_MODEL
+from primeslurm.wire.names import GENERATE, SERVED_MODEL
 
 # Step of the clock [s], and so the error of a latency.
 TICK_S = 0.2

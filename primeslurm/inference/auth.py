@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from primeslurm.wire.names import STATUS_PATH
+from primeslurm.wire.names import GENERATE, STATUS_PATH
 from primeslurm.wire.transport import secret
 
 Message = MutableMapping[str, Any]
@@ -23,7 +23,7 @@ _OPEN = ("/health", "/metrics", STATUS_PATH)
 # Routes that also accept a router's token (`wire.transport.secret.generate_token`): for generation, and for what a
 # router that reads KV events asks prefill engines.
 _ROUTER = (
-    *("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *(GENERATE, "/v1/completions", "/v1/chat/completions", "/v1/models"),
     *("/v1/completions/render", "/v1/chat/completions/render", "/kv_event_sources", "/server_info"),
 )
 

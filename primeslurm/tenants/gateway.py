@@ -27,11 +27,10 @@ from primeslurm.inference.version_gate import VersionGate, read_body
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.tenant import Tenant
 from primeslurm.wire.decoding import DamagedError, decode_json
-from primeslurm.wire.names import SERVED_MODEL
+from primeslurm.wire.names import GENERATE, SERVED_MODEL
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.http import internal_client
 
-GENERATE = "/inference/v1/generate"
 # Headers of a request that concern its connection, or its authentication
 _OWN_HEADERS = {b"host", b"content-length", b"connection", b"authorization", b"accept-encoding", b"transfer-encoding"}
 # Control routes of an engine for which there is nothing to do

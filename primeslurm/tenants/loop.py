@@ -75,7 +75,7 @@ class TenantTask:
                 break
             step += 1
             self._train(step, batch)
-            if step % self.recipe.checkpoint.interval == 0:
+            if self.recipe.commits(step):
                 self._save(step)
         if step > self._saved:
             self._save(step)

@@ -17,7 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from primeslurm.tinker.requests import AdamParams, Datum
+from primeslurm.tinker.requests import NOT_FINITE, AdamParams, Datum
 from primeslurm.tinker.wire import MESSAGES, encode_datum
 from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.transport.http import CONNECT_S, UNCOMPRESSED, error_text
@@ -29,8 +29,6 @@ HEARTBEAT_S = 10.0
 # A service that cannot be reached for this long raises ConnectionError [s].
 UNREACHABLE_S = 600.0
 RETRY_S = 1.0
-# End of the service's error for a gradient that is not finite
-_NOT_FINITE = "the weights are unchanged"
 # The service answers a poll after this time [s], so that heartbeats are sent while a result is computed.
 POLL_S = 5.0
 # Longest wait for one answer [s]. It is longer than any poll, because an abandoned poll stays in the service.
@@ -138,7 +136,7 @@ class TinkerClient:
         """Return the result of a request: a JSON object, or that of a pass."""
         result = self._request("POST", "retrieve_future", {"request_id": sent["request_id"], "wait_s": POLL_S})
         if isinstance(result, dict) and "error" in result:
-            raise (FloatingPointError if _NOT_FINITE in result["error"] else TinkerError)(result["error"])
+            raise (FloatingPointError if NOT_FINITE in result["error"] else TinkerError)(result["error"])
         return result
 
     def _request(self, method: str, route: str, body: Mapping[str, object] | bytes | None = None) -> Any:

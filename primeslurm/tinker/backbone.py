@@ -28,7 +28,16 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.tenant import ALPHA
 from primeslurm.recipe.sections.tenant_deployment import BATCH_TOKENS, LOGIT_TOKENS
 from primeslurm.tinker.losses import per_token
-from primeslurm.tinker.requests import LOSS_INPUTS, AdamParams, Config, Datum, LoraConfig, ModelLimits, RequestError
+from primeslurm.tinker.requests import (
+    LOSS_INPUTS,
+    NOT_FINITE,
+    AdamParams,
+    Config,
+    Datum,
+    LoraConfig,
+    ModelLimits,
+    RequestError,
+)
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
@@ -60,7 +69,7 @@ class Adapter:
         norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         try:
             if not norm.isfinite():
-                raise RequestError("optim_step", "", f"the gradient norm is {norm}; the weights are unchanged")
+                raise RequestError("optim_step", "", f"the gradient norm is {norm}; {NOT_FINITE}")
             if params.grad_clip_norm:
                 nn.utils.clip_grads_with_norm_(trained, params.grad_clip_norm, norm)
             settings = {"lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": params.eps}

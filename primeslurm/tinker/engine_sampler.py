@@ -21,13 +21,14 @@ import msgspec
 
 from primeslurm.base import files
 from primeslurm.base.model_files import locate
-from primeslurm.orchestrator.worker.generate_endpoint import GENERATE, Completion, completion_of
+from primeslurm.orchestrator.worker.generate_endpoint import Completion, completion_of
 from primeslurm.tinker.requests import ModelLimits, RequestError, SamplingParams
 from primeslurm.tinker.sampler import Samples, end_tokens
 from primeslurm.wire.decoding import DamagedError, decode_json
-from primeslurm.wire.names import ADAPTERS
+from primeslurm.wire.names import ADAPTERS, GENERATE
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.http import BUSY, UnavailableError, error_text, internal_client
+from primeslurm.wire.transport.retry import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 # A sample fails if no engine answers for this long after its first failure [s].
 AWAY_S = 300.0
@@ -37,7 +38,6 @@ ANSWER_S = 7200.0
 PROBE_S = 30.0
 # Failed probes in a row after which an engine is given up.
 PROBES = 3
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 # Requests to engines at the same time. Each has a connection, and processes may have 1024 files open.
 IN_FLIGHT = 512
 T = TypeVar("T")

@@ -11,6 +11,8 @@ ENGINE_HEADER = "X-Primeslurm-Engine"
 # URL of an engine's EngineStatus. It answers as soon as the HTTP server is up, while `/health` waits for the current
 # policy. Only engines of trained policies have it.
 STATUS_PATH = "/primeslurm/status"
+# Path of generation requests to engines and routers, with token ids in and out
+GENERATE = "/inference/v1/generate"
 # Variable with the only address from which an engine's KV events can be read
 KV_EVENTS_READER = "PRIMESLURM_KV_EVENTS_READER"
 # Variable that is set if the reader is vllm-router, which would not understand events with cache salts

@@ -19,7 +19,7 @@ from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.rollout import LARGEST_LOGPROB, MAX_LOGPROB
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, decode_json
-from primeslurm.wire.names import ADAPTER, ENGINE_HEADER, SERVED_MODEL
+from primeslurm.wire.names import ADAPTER, ENGINE_HEADER, GENERATE, SERVED_MODEL
 from primeslurm.wire.transport.http import (
     BUSY,
     MovedError,
@@ -29,7 +29,6 @@ from primeslurm.wire.transport.http import (
 )
 from primeslurm.wire.transport.retry import retry_with_backoff
 
-GENERATE = "/inference/v1/generate"
 # Header with the id of a trace. verifiers' TrainClient sets it, and routers use it to pin a trace to an engine.
 SESSION_HEADER = "X-Session-ID"
 LOADED_VERSION = "default"  # vLLM's name for the weights it loaded at start, until it is told a version: version 0

@@ -12,8 +12,8 @@ import pytest
 
 from primeslurm.inference.version_gate import VersionGate
 from primeslurm.recipe.sections.tenant import Tenant
-from primeslurm.tenants.gateway import GENERATE, Gateway, TokenBudget
-from primeslurm.wire.names import ENGINE_HEADER
+from primeslurm.tenants.gateway import Gateway, TokenBudget
+from primeslurm.wire.names import ENGINE_HEADER, GENERATE
 from primeslurm.wire.transport import secret
 
 ADAPTERS = "/shared/adapters"
