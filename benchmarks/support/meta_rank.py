@@ -126,7 +126,7 @@ def fake_rank(recipe: Recipe, config: dict[str, Any], rank: int, size: int) -> R
         planner.set_up_planner(state, None, is_coordinator=rank == 0)
         plan = planner.create_local_plan()
         encoding = published(recipe, policy.stored_fp8)
-        catalogue = Sender(policy, encoding, cast(Any, None), world, 1.0)._describe()
+        catalogue = Sender(policy, encoding, cast(Any, None), world, 1.0)._catalogue
         return Rank(world, policy, train_step, named, back, planner.state_dict, plan, catalogue)
 
 

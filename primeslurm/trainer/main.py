@@ -28,6 +28,7 @@ from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.policy.flops_meter import FlopsMeter
 from primeslurm.trainer.policy.kept_logprobs import KeptLogprobs
 from primeslurm.trainer.policy.train_step import TrainStep
+from primeslurm.trainer.weight_senders.background import beside
 from primeslurm.trainer.weight_senders.collective_sender import CollectiveTransfer, Sender
 from primeslurm.trainer.weight_senders.filesystem_sender import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights import model_directory
@@ -90,12 +91,12 @@ def _task(
         if link is None or orchestrator is None:
             raise ValueError("task rl needs --orchestrator")
         transfer: WeightTransfer
+        announcing = TrainerLink(orchestrator, on_wait=liveness().heartbeat)
         if recipe.weights.transport != "nccl":
-            announcing = TrainerLink(orchestrator, on_wait=liveness().heartbeat)
             transfer = FilesystemTransfer(publisher, run_dir, recipe.model.path, announcing, world)
         else:
-            sender = Sender(policy, encoding, link, world, recipe.weights.load_s)
-            transfer = CollectiveTransfer(sender, publisher, recipe.max_steps, recipe.model.path, link, world)
+            sender = Sender(policy, encoding, announcing, beside(world), recipe.weights.load_s)
+            transfer = CollectiveTransfer(sender, publisher, recipe.max_steps, recipe.model.path, announcing, world)
         return RlTask(recipe, train_step, transfer, saver, world, link, journal)
     if recipe.sft is None:
         raise ValueError("task sft needs an sft section")

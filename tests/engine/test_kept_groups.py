@@ -82,6 +82,7 @@ async def test_group_is_kept_until_an_engine_is_killed(
         applying = asyncio.create_task(exchange.apply(version))
         events: list[WeightsPublished] = []
         await asyncio.to_thread(transfer.transfer, version, events.append)
+        await asyncio.to_thread(transfer.finish)
         (published,) = events
         assert (published.version, published.groups) == (version, groups)
         return await applying

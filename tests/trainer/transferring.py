@@ -40,7 +40,12 @@ def main() -> None:
         publisher.publish(2)
         print("GATHERED", json.dumps([directory.name, max(gathered)]), flush=True)
         gathered.clear()
-        sessions = Sender(policy, encoding, link, world, 60).send(1)
+        sender = Sender(policy, encoding, link, world, 60)
+        layers = sender.copy()
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.zero_()  # as the next step changes it, while the copy is sent
+        sessions = sender.send(1, layers)
         print("SENT", json.dumps([directory.name, sessions]), flush=True)
     world.close()
 

@@ -94,8 +94,8 @@ class TrainerService:
             return Answer("stop")
         if request.step > self._dispatcher.step:
             raise ValueError(f"step {request.step} is requested, but step {self._dispatcher.step} is next")
-        if not request.ahead:
-            self._sessions.close()
+        if not request.ahead and request.step == self._dispatcher.step:
+            self._sessions.close()  # otherwise a thread of the trainer may still send the policy
         deadline = time.monotonic() + HOLD_S
         if (interrupted := await self._wait_for_batch(request, deadline)) is not None:
             return interrupted

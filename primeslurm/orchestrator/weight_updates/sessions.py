@@ -1,6 +1,6 @@
 """Sessions between the trainer that can send a policy and the engines that need it.
 
-The trainer can send only between steps, while it offers a policy (`OfferTransfer`). Engines that wait then join one
+The trainer can send only the newest policy, while it offers it (`OfferTransfer`). Engines that wait then join one
 session, in which all trainer ranks send to all their workers. An engine that comes later gets the policy in the next
 session: when the trainer has made the next policy, or waits for a batch. If an engine is lost, its session ends for all
 members, because they would wait for it. The others ask for another session.

@@ -299,9 +299,9 @@ class Weights(Section):
 
     transport: Literal["auto", "filesystem", "nccl"] = "auto"
     """filesystem: trainer ranks write the weights in parallel and engines read them. nccl: trainer ranks send the
-    weights to the engines between two steps (with gloo on CPUs); only the last step's version is written to disk. auto:
-    nccl if trainer and engines have separate GPUs, unless the run uses LoRA or `inference.batch_invariant`, or sets
-    `keep`; else filesystem. `plan` shows the choice."""
+    weights to the engines (with gloo on CPUs); only the last step's version is written to disk. auto: nccl if trainer
+    and engines have separate GPUs, unless the run uses LoRA or `inference.batch_invariant`, or sets `keep`; else
+    filesystem. `plan` shows the choice."""
     keep: PositiveInt = 3
     """Number of published versions to keep on disk. Versions that engines still need are always kept."""
     deltas: bool = False

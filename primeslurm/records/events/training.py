@@ -46,7 +46,7 @@ class WeightsPublished(Event, frozen=True, tag="published"):
     connect_s: float | None = None  # part of `sent_s` until all engines had arrived and were connected
     groups: int | None = None  # process groups made so far to send: one more when engines come, go or fail
     size: int | None = None  # bytes of the files that engines read, from rank 0: a whole model, or an adapter
-    beside_s: float | None = None  # duration of the part that ran beside the next step, if engines read files
+    beside_s: float | None = None  # duration of the part that ran beside the next step
 
 
 class CheckpointCommitted(Event, frozen=True, tag="committed"):

@@ -1,9 +1,15 @@
-"""Weight updates over NCCL: between two steps, trainer ranks send the policy to the engines that need it."""
+"""Weight updates over NCCL: trainer ranks send the policy to the engines that need it.
+
+Training waits only for a copy of a small policy, which a thread sends beside the next step.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,8 +19,9 @@ from primeslurm.base.durable import retry_until_written
 from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weight_senders.background import ALIGNMENT, Background, PolicyCopy, Tensors
 from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
-from primeslurm.trainer.weights.export import Encoding, ExportedTensor, parts
+from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.weight_transfer.catalogue import (
     Catalogue,
@@ -32,8 +39,12 @@ from primeslurm.wire.weight_transfer.messages import TransferSession
 log = logging.getLogger(__name__)
 
 
+# Maximum size of a rank's copy of the policy, which takes memory of its GPU [bytes]
+COPY_BYTES = 2 * 2**30
+
+
 class Sender:
-    """Sends the current policy to engines. All methods are collectives.
+    """Sends a policy to engines. All methods are collectives.
 
     `timeout_s` limits each wait within a session, and the time during which new sessions start.
     """
@@ -54,20 +65,38 @@ class Sender:
         """Number of process groups made so far. A group is kept until members come or go, or a transfer fails."""
         self._kept: Group | None = None
         self._store: Store | None = None
-        self._catalogue: Catalogue = []
+        self._copy: PolicyCopy | None = None
+        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 
-    def send(self, version: int) -> int:
+    def send(self, version: int, layers: Callable[[], Iterable[Tensors]] | None = None) -> int:
         """Send `version` to every engine that waits for it. Return the number of successful sessions.
 
-        Raises RankError if the orchestrator does not answer.
+        `layers`: a copy of the policy, which a thread may send. None: the policy itself. Raises RankError if the
+        orchestrator does not answer.
         """
         # A failed session is not repeated here: engines that still need the policy ask for another session.
         deadline = time.monotonic() + self._timeout_s
         done, succeeded = "", 0
-        while (session := self._next(version, done, deadline)) is not None:
-            succeeded += self._send_in(session, version)
-            done = session.id
+        with torch.cuda.stream(self._stream if layers else None):
+            while (session := self._next(version, done, deadline)) is not None:
+                succeeded += self._send_in(session, version, layers or self._layers)
+                done = session.id
         return succeeded
+
+    def copy(self) -> Callable[[], Iterable[Tensors]] | None:
+        """Copy the policy, and return the layers to send. They are valid until the next call. None: it is too large."""
+        # Kernels of two NCCL communicators that run at once on several ranks may wait for each other forever.
+        if self._world.device.type == "cuda" and self._world.size > 1:
+            return None
+        sizes = Counter[int]()
+        for info in itertools.chain.from_iterable(self._catalogue):
+            sizes[info.sender] += info.bytes + ALIGNMENT
+        if max(sizes.values()) > COPY_BYTES:
+            return None
+        if self._copy is None:
+            self._copy = PolicyCopy(sizes[self._world.rank], self._world.device)
+        self._copy.take(self._layers())
+        return self._copy.read
 
     def _next(self, version: int, done: str, deadline: float) -> TransferSession | None:
         session, failure = None, None
@@ -79,10 +108,9 @@ class Sender:
         self._world.agree(failure, f"sending v{version}")
         return self._world.share(session)
 
-    def _send_in(self, session: TransferSession, version: int) -> bool:
+    def _send_in(self, session: TransferSession, version: int, layers: Callable[[], Iterable[Tensors]]) -> bool:
         if self._store is None:
             self._store = Store(self._world.store, self._timeout_s)
-            self._catalogue = self._describe()
             if self._world.is_main:
                 self._store.put_catalogue(self._catalogue)
         start = time.monotonic()
@@ -108,8 +136,8 @@ class Sender:
         connecting = time.monotonic() - start
         self.groups += channel.made_group
         outbox = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
-        for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
-            outbox.put(number, self._tensors(layer))
+        for number, tensors in enumerate(layers()):
+            outbox.put(number, tensors)
         outbox.finish()
         succeeded = self._all_succeeded(version, outbox.failure)
         if not succeeded:
@@ -123,15 +151,16 @@ class Sender:
             log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
         return True
 
-    def _tensors(self, layer: list[ExportedTensor]) -> dict[str, torch.Tensor]:
-        """Gather a layer's tensors with the other ranks, and return those that this rank sends, encoded."""
-        wholes = ((part, part.whole()) for part in layer)
-        return {
-            sent.name: sent.tensor for sent in self._encoded((p.name, whole) for p, whole in wholes if p.is_exporter)
-        }
+    def _layers(self) -> Iterator[Tensors]:
+        """Gather the policy with the other ranks, and yield the tensors that this rank sends, encoded, by layer."""
+        for layer in parts(self._policy, self._encoding.gathered, self._world):
+            wholes = ((part, part.whole()) for part in layer)
+            exported = ((part.name, whole) for part, whole in wholes if part.is_exporter)
+            yield {sent.name: sent.tensor for sent in self._encoded(exported)}
 
-    def _describe(self) -> Catalogue:
-        """List the tensors that all ranks send, by layer, without gathering them."""
+    @functools.cached_property
+    def _catalogue(self) -> Catalogue:
+        """The tensors that all ranks send, by layer. The first use is a collective, but gathers no tensor."""
         local_layers = []
         for layer in parts(self._policy, self._encoding.gathered, self._world):
             shapes = [(part.name, part.sharded.shape, part.sharded.dtype) for part in layer if part.is_exporter]
@@ -201,8 +230,11 @@ class CollectiveTransfer:
     publisher: Publisher
     last: int
     model: str
-    link: TrainerLink
+    link: TrainerLink  # used by no one else but the sender, because a thread announces versions
     world: World
+
+    def __post_init__(self) -> None:
+        self._background = Background()
 
     def resume(self, version: int) -> None:
         self.publisher.discard_after(version)
@@ -210,20 +242,31 @@ class CollectiveTransfer:
         self._publish_last(version)
 
     def transfer(self, version: int, published: Callable[[WeightsPublished], None]) -> None:
-        self._announce(version, "")
-        sender = self.sender
-        sender.send(version)
-        self._publish_last(version)
-        sent_s, connect_s = round(sender.seconds, 3), round(sender.connect_seconds, 3)
-        published(WeightsPublished(version, sent_s, connect_s, sender.groups))
+        self.finish()
+        layers = self.sender.copy() if version != self.last else None
+        began = time.monotonic()
+
+        def complete() -> None:
+            self._announce(version, "")
+            self.sender.send(version, layers)
+            sent_s, connect_s = round(self.sender.seconds, 3), round(self.sender.connect_seconds, 3)
+            beside_s = round(time.monotonic() - began, 3) if layers else None
+            published(WeightsPublished(version, sent_s, connect_s, self.sender.groups, beside_s=beside_s))
+
+        if layers is not None:
+            self._background.start(complete)
+        else:
+            complete()
+            self._publish_last(version)
 
     def pending(self) -> bool:
-        return False
+        return self._background.pending()
 
     def finish(self) -> None:
-        """Do nothing: nothing runs beside the next step."""
+        self._background.finish()
 
     def repeat(self, version: int) -> None:
+        self.finish()
         self.sender.send(version)
 
     def flush(self, version: int) -> None:

@@ -11,17 +11,13 @@ the next step.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial as partial_of
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -31,6 +27,7 @@ from primeslurm.records.events.training import WeightsPublished
 from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weight_senders.background import ALIGNMENT, Background, PolicyCopy, beside
 from primeslurm.trainer.weight_senders.snapshots import Snapshots
 from primeslurm.trainer.weights import model_directory, peft
 from primeslurm.trainer.weights.export import Encoding, parts
@@ -43,7 +40,6 @@ from primeslurm.wire.weight_transfer import deltas, filesystem, tensor_names
 
 # Target size of a rank's files. It bounds the tensors that a rank holds in host memory.
 FILE_BYTES = 2 * 2**30
-_ALIGNMENT = 16  # of tensors in a copy of the policy [bytes]
 
 
 class Publisher:
@@ -73,7 +69,7 @@ class Publisher:
         lora = policy.lora
         self._may_write_beside = not only_adapter and whole is None and not (lora and lora.save_adapter)
         self._largest = 0  # bytes of the largest copy of a rank; 0: no whole version was published yet
-        self._copy: _PolicyCopy | None = None
+        self._copy: PolicyCopy | None = None
         self._snapshots = Snapshots(whole or (lambda version: True))  # used by rank 0, which decides
         self._base: tuple[Path, list[str]] = Path(), []  # directory of the newest whole version, and this rank's files
         self.size: int | None = None
@@ -96,7 +92,7 @@ class Publisher:
             path = self.publish(version)
             return lambda: path
         if self._copy is None:
-            self._copy = _PolicyCopy(self._largest, pinned=self._world.device.type == "cuda")
+            self._copy = PolicyCopy(self._largest, pinned=self._world.device.type == "cuda")
         copy = self._copy
         copy.take(self._exported())
         return lambda: self._write(version, world, copy.read)
@@ -126,7 +122,7 @@ class Publisher:
             self._on_main(lambda: self._complete(partial, version, written, base), version, world)
             if base is None:
                 self._base = final, sorted(set(written[world.rank].index.values()))
-                self._largest = max(of_rank.size + _ALIGNMENT * len(of_rank.index) for of_rank in written)
+                self._largest = max(of_rank.size + ALIGNMENT * len(of_rank.index) for of_rank in written)
         self._on_main(lambda: self._rename(partial, final, version), version, world)
         return final
 
@@ -242,10 +238,8 @@ class FilesystemTransfer:
     """Newest version that engines may read. It must not change, even if a resumed run repeats its step."""
 
     def __post_init__(self) -> None:
-        # The thread needs its own process group: its collectives must not mix with those of the training loop.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.world.timeout_s))
-        self._beside = replace(self.world, control=group)
-        self._running: Future[None] | None = None
+        self._beside = beside(self.world)
+        self._background = Background()
 
     def resume(self, version: int) -> None:
         """Announce `version`, after publishing it again if its files are missing or damaged."""
@@ -268,16 +262,13 @@ class FilesystemTransfer:
             seconds = round(time.monotonic() - began, 3)
             published(WeightsPublished(version, 0.0, size=self.publisher.size, beside_s=seconds))
 
-        self._running = _in_thread(complete)
+        self._background.start(complete)
 
     def pending(self) -> bool:
-        running = self._running
-        return running is not None and not (running.done() and running.exception() is None)
+        return self._background.pending()
 
     def finish(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        self._background.finish()
 
     def repeat(self, version: int) -> None:
         """Wait for the files. Engines read them without the trainer."""
@@ -298,31 +289,6 @@ class _Written:
     index: dict[str, str]
     records: list[FileRecord]
     size: int
-
-
-class _PolicyCopy:
-    """A copy of a rank's exported tensors in `size` bytes of host memory, which the next version reuses."""
-
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._copied: torch.cuda.Event | None = None
-
-    def take(self, tensors: Iterable[dict[str, torch.Tensor]]) -> None:
-        """Begin to copy tensors. Later work on the current stream may overwrite them."""
-        self._tensors, end = {}, 0
-        for name, tensor in (item for exported in tensors for item in exported.items()):
-            place = self._memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._tensors[name] = place.copy_(tensor, non_blocking=True)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._memory.is_pinned():
-            self._copied = torch.cuda.current_stream().record_event()
-
-    def read(self) -> list[dict[str, torch.Tensor]]:
-        """Wait for the copy and return it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return [self._tensors]
 
 
 class _RankWriter:
@@ -384,22 +350,6 @@ def _attempt(action: Callable[[], object]) -> OSError | None:
     except SafetensorError as error:
         return OSError(str(error))
     return None
-
-
-def _in_thread(action: Callable[[], None]) -> Future[None]:
-    """Start `action` in a daemon thread: a process that has failed must not wait for it, or for a full disk."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:  # raised by `finish`
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="publish", daemon=True).start()
-    return future
 
 
 def _prefix(rank: int) -> str:

@@ -48,6 +48,8 @@ class FakeOrchestrator:
         """True if a batch needs rollouts of the newest policy."""
         self.transfer_at: int | None = None
         """Step before which engines request the current policy again."""
+        self.engines_ready = True
+        """False: the trainer waits for engines that need the policy that it offers."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -76,6 +78,9 @@ class FakeOrchestrator:
                 await asyncio.sleep(0.2)
                 return Answer("wait")
             return make_batch(request.step, request.shard.dp_rank, request.shard.dp_world).encode()
+        if isinstance(request, messages.OfferTransfer) and not self.engines_ready:
+            await asyncio.sleep(0.02)
+            return Answer("wait")
         if isinstance(request, Save):
             if self.refuse_save:
                 raise OSError("no space left on device")
@@ -235,6 +240,21 @@ def test_policies_are_sent_to_late_engines_again(
     assert published == [(0, str(moe_model)), (1, ""), (2, "")]
     assert [r.version for r in orchestrator.of(messages.OfferTransfer)] == [1, 1, 2]
     assert filesystem.published(tmp_path) == [2], "only what the run has made is written"
+
+
+def test_policy_is_sent_beside_the_next_step(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
+    recipe = make_recipe(moe_model, max_steps=3, checkpoint={"interval": 100}, weights={"transport": "nccl"})
+    run = Run(tmp_path, recipe, orchestrator)
+    orchestrator.engines_ready = False
+    ranks = run.start(2)
+    until(lambda: (run.state().get("step"), run.state().get("phase")) == (2, "publish"), "end of step 2")
+    assert [r.step for r in orchestrator.of(StepDone)] == [1], "step 2 is trained, and waits for version 1"
+    assert {r.version for r in orchestrator.of(messages.OfferTransfer)} == {1}
+    orchestrator.engines_ready = True
+    finish(ranks)
+    assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [0, 1, 2, 3]
+    assert {r.version for r in orchestrator.of(messages.OfferTransfer)} == {1, 2, 3}
+    assert run.events(1).count("published") == run.events(1, rank=1).count("published") == 3
 
 
 def test_rejected_checkpoint_ends_the_attempt_without_a_commit(
