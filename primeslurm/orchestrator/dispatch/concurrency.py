@@ -36,9 +36,9 @@ START_PER_ENGINE = 12
 FLOOR_PER_ENGINE = 2
 # Until the first rollout ends, each five minutes allow as many more, because rollouts then differ in age.
 FIRST_S = 300.0
-# The limit grows by 20 % in ten seconds, because engines show the effect of a larger limit only after seconds, or
-# fourfold while it is below an eighth of what the cache holds.
-GROWTH, FAR_GROWTH, FAR, GROWTH_S = 1.2, 4.0, 8.0, 10.0
+# The limit grows by 20 % in ten seconds, because engines show the effect of a larger limit only after seconds. Up to an
+# eighth of what the cache holds, it grows fourfold in that time, or in four lifetimes of a rollout if they are shorter.
+GROWTH, FAR_GROWTH, FAR, GROWTH_S, SHOWN_LIFETIMES = 1.2, 4.0, 8.0, 10.0, 4.0
 # Below this use, the limit holds back no rollout, so there is no reason to raise it.
 USED_SHARE = 0.8
 
@@ -216,8 +216,10 @@ class ReplicaLimit:
             "prefill": look.without_queue(look.prefill_waiting, PREFILL_QUEUED) / self._engines,
         }
         lowest = min(bounds, key=lambda name: bounds[name])
-        growth = FAR_GROWTH if FAR * self._per_engine < min(kv, cache) and model.settled == 1 else GROWTH
-        bound, grown = bounds[lowest], self._per_engine * growth ** min(1.0, look.seconds / GROWTH_S)
+        bound, grown = bounds[lowest], self._per_engine * GROWTH ** min(1.0, look.seconds / GROWTH_S)
+        if (far := min(kv, cache) / FAR) > self._per_engine and model.settled == 1:
+            shown_s = min(GROWTH_S, SHOWN_LIFETIMES * model.lifetime)
+            grown = max(grown, min(far, self._per_engine * FAR_GROWTH ** min(1.0, look.seconds / shown_s)))
         if bound < self._per_engine:
             self._per_engine, self.limited_by = max(bound, FLOOR_PER_ENGINE), lowest
         elif self.speed < 1 or look.inflight < USED_SHARE * self.slots or not look.generated:

@@ -190,6 +190,14 @@ def test_limit_far_below_what_fits_grows_fast_once_rollouts_have_ended() -> None
     assert engines.slots["router-0"] <= before * GROWTH * 1.01, "few more fit"
 
 
+def test_limit_grows_fourfold_in_a_few_lifetimes_of_short_rollouts() -> None:
+    engines = Engines("engine-r0-0")
+    engines.run(15, kv_each=0.0001, ended=1000)
+    assert engines.slots["router-0"] == START_PER_ENGINE * FAR_GROWTH**3
+    engines.run(10, kv_each=0.0001, ended=10_000)
+    assert 1250 <= engines.slots["router-0"] < 1250 * GROWTH, "an eighth of what fits"
+
+
 def test_prefill_limit_differs_from_kv_limit() -> None:
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(60)
