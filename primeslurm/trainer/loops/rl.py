@@ -6,6 +6,7 @@ import enum
 import logging
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,7 @@ class _Fetch:
         self.step = step
         self.batch: Batch | None = None
         self.transfer_wanted = False
+        self.ended = futures.Future[None]()
         self._link = link
         self._shard = shard
         self._timeout_s = timeout_s
@@ -70,6 +72,7 @@ class _Fetch:
             log.warning("cannot prefetch the batch of step %d: %s", self.step, error)
         finally:
             self._link.close()
+            self.ended.set_result(None)
 
 
 class Prefetch:
@@ -101,6 +104,11 @@ class Prefetch:
             self._fetch.cancel()
             self._fetch = None
 
+    def wait(self, other: futures.Future[None], timeout_s: float) -> None:
+        """Wait until the batch is here, or `other` is done, but at most `timeout_s`. Return at once without a fetch."""
+        if self._fetch is not None:
+            futures.wait((self._fetch.ended, other), timeout_s, futures.FIRST_COMPLETED)
+
 
 class Choice(enum.IntEnum):
     """Rank 0's decision before each step. All ranks follow it, so that they run the same collectives."""
@@ -126,8 +134,8 @@ class WeightTransfer(Protocol):
         The policy may change after this returns. The rest runs in a thread, at most until the next call.
         """
 
-    def pending(self) -> bool:
-        """Return whether the last `transfer` is incomplete or has failed. Not a collective."""
+    def pending(self) -> futures.Future[None] | None:
+        """Return the last `transfer`; None if it is complete. Not a collective."""
 
     def finish(self) -> None:
         """Wait until the last `transfer` is complete."""
@@ -235,6 +243,9 @@ class RlTask:
             liveness().heartbeat()
             return self.world.is_main and self.world.interrupt.requested()
 
+        pending = self.transfer.pending() if self.world.is_main else None
+        if pending is not None and not interrupted():
+            self._prefetch.wait(pending, _HEARTBEAT_S)
         if not interrupted() and (batch := self._prefetched(step)) is not None:
             return batch
         if self.world.is_main and self.transfer.pending():

@@ -75,10 +75,10 @@ class Background:
 
         threading.Thread(target=run, name="publish", daemon=True).start()
 
-    def pending(self) -> bool:
-        """Return whether the last action still runs, or has failed."""
+    def pending(self) -> Future[None] | None:
+        """Return the last action if it still runs, or has failed."""
         running = self._running
-        return running is not None and not (running.done() and running.exception() is None)
+        return None if running is None or (running.done() and running.exception() is None) else running
 
     def finish(self) -> None:
         """Wait for the last action, and raise its error."""

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -259,7 +260,7 @@ class CollectiveTransfer:
             complete()
             self._publish_last(version)
 
-    def pending(self) -> bool:
+    def pending(self) -> Future[None] | None:
         return self._background.pending()
 
     def finish(self) -> None:

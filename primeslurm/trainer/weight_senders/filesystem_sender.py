@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial as partial_of
 from pathlib import Path
@@ -264,7 +265,7 @@ class FilesystemTransfer:
 
         self._background.start(complete)
 
-    def pending(self) -> bool:
+    def pending(self) -> Future[None] | None:
         return self._background.pending()
 
     def finish(self) -> None:
