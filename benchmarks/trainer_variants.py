@@ -111,7 +111,7 @@ def _modules(policy: PolicyModel, kind: type) -> list[Any]:
 
 
 def _float32_head(policy: PolicyModel) -> list[AbstractContextManager[Any]]:
-    return [patch.object(policy.model.lm_head, "_dtype", torch.float32)]
+    return [patch.object(policy.model.lm_head, "dtype", torch.float32)]
 
 
 def _bfloat16_log_softmax(policy: PolicyModel) -> list[AbstractContextManager[Any]]:

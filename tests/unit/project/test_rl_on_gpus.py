@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
+from benchmarks.rl_on_gpus import CELLS, CONFIG, DRAFTING, HERE, report
 from benchmarks.support import shared_gpu
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.records.events.policy import EngineUpdated
@@ -16,12 +16,14 @@ from primeslurm.records.events.training import WeightsPublished
 from tests.support.planning import plan_on_gpus
 
 MODEL = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
+DRAFTS = CONFIG | DRAFTING | {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
     cell = CELLS[name]
-    assert plan_on_gpus(tmp_path, cell.gpus, HERE / cell.recipe, MODEL, **cell.settings).totals.gpus == cell.gpus
+    model = DRAFTS if cell.drafting else MODEL
+    assert plan_on_gpus(tmp_path, cell.gpus, HERE / cell.recipe, model, **cell.settings).totals.gpus == cell.gpus
 
 
 def test_recovery_benchmark_is_planned_on_four_gpus(tmp_path: Path) -> None:
