@@ -1,10 +1,12 @@
 """Router policies for rollouts: `python -m benchmarks routing [--emulated [N ...]] [--write]`.
 
-Two real engines on CPUs with a tiny random model, and the real vllm-router. Rollouts of several turns come in groups
+Three real engines on CPUs with a tiny random model, and the real vllm-router. Rollouts of several turns come in groups
 with a common prompt; all groups have the same beginning. A free slot is refilled at once. All cells serve the same
 loads on the same engines in turns, each with a salt of its own. `ample` engines have room for all rollouts in flight at
 their longest, and `tight` ones for a quarter. Measured are cached prompt tokens per prompt token, and the time of a
-request.
+request. Other work on the machine changes that time, so three values stand beside it: the prompt tokens that a
+request's engine computed for the requests in flight with it (`work`), those of the engine that computed most, and the
+engines' CPU seconds.
 
 With `--emulated`, the real router sends requests to simulated engines (`benchmarks.support.emulated_engines`), whose
 loads make it matter where a prefix is cached.
@@ -15,43 +17,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
 from benchmarks.kv_offload import token_bytes
-from benchmarks.support.emulated_engines import EmulatedEngines
-from benchmarks.support.machine import machine
+from benchmarks.support.emulated_routing import CELLS, emulate_all, medians
+from benchmarks.support.machine import machine, versions
 from benchmarks.support.ports import HOST, free_port
 from benchmarks.support.servers import Server, start_engine, start_process
-from benchmarks.support.simulated_engine import KV_TOKENS, SimulatedEngine
 from primeslurm.orchestrator.rollouts.cache_salt import cache_salt
 from primeslurm.orchestrator.telemetry import engine_load
 from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.worker.generate_endpoint import SESSION_HEADER, GenerateEndpoint
+from primeslurm.orchestrator.worker.router_session import RouterAnswer, RouterSession
 from primeslurm.plan.commands.command import ReplicaEngines
 from primeslurm.plan.commands.engine import Engines
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
+from primeslurm.wire.names import ENGINE_HEADER
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "routing.json"
-# By group: requests name their group as the session, and not their rollout. Without a session, kv_aware of vllm-router
-# 0.1.17 takes the engine with the smallest (uncached + pending prompt tokens) x (requests + 1), and a prompt is pending
-# until its whole answer arrives (policies/kv_aware.rs). So load often outweighs cached blocks.
-CELLS = ("consistent_hash", "kv_aware", "consistent_hash by group", "kv_aware by group")
-ENGINES, GROUPS, ROLLOUTS, SLOTS = 2, 4, 4, 6
+ENGINES, GROUPS, ROLLOUTS, SLOTS = 3, 9, 4, 9
 # Smallest and largest number of a rollout's turns, and of tokens sampled in a turn.
 TURNS, SAMPLED = (1, 4), (4, 16)
 # Tokens of the beginning of all prompts, of a group's prompt and of a tool's answer.
@@ -59,76 +58,35 @@ COMMON, PROMPT, ADDED = 128, 512, 96
 LONGEST = COMMON + PROMPT + TURNS[1] * (ADDED + SAMPLED[1])
 # KV cache of all engines, as a share of what the rollouts in flight need at their longest.
 CACHES = {"ample": 2.0, "tight": 0.25}
-EMULATED_RESULT = RESULT.with_name("routing_emulated.json")
+# Values that are compared with those of the first cell for the same load.
+RATIOS = ("p95_s", "seconds", "work_p95", "most_computed", "cpu_s")
 
 
-@dataclass(frozen=True)
-class Load:
-    """Rollouts of emulated engines. Lengths are log-normal, given as the median and the deviation of the logarithm."""
+class Served(NamedTuple):
+    """A request that a real engine has answered, with its first and last second."""
 
-    name: str
-    group: int
-    """Rollouts of a group."""
-    prompt: int
-    """Tokens of a group's prompt."""
-    slots: int
-    """Rollouts in flight per engine."""
-    answer: tuple[float, float]
-    turns: tuple[float, int] = (0.0, 1)
-    """Shape of a Pareto distribution of the number of turns, and their largest number."""
-    observed: tuple[float, float] = (1.0, 0.0)
-    """Tokens of a tool's answer."""
-    tool_s: tuple[float, float] = (0.0, 0.0)
-    kv_tokens: int = KV_TOKENS
-    """KV cache of an engine."""
-    slow: float = 1.0
-    """Speed of one engine."""
-
-    def script(self, name: str) -> list[tuple[int, int, float]]:
-        """Return for each turn: new tokens of the prompt, sampled tokens, and the seconds of the tool before it."""
-        draw = random.Random(name)
-
-        def size(of: tuple[float, float]) -> float:
-            return of[0] * math.exp(draw.gauss(0, of[1]))
-
-        shape, most = self.turns
-        turns = min(most, int(draw.paretovariate(shape) * 2)) if most > 1 else 1
-        new = [int(size(self.observed)) + 1 if turn else 0 for turn in range(turns)]
-        return [(tokens, int(size(self.answer)) + 1, size(self.tool_s) if tokens else 0.0) for tokens in new]
+    engine: str
+    begun: float
+    ended: float
+    computed: int
+    """Prompt tokens that were not cached."""
 
 
-LONG_ANSWERS = Load("long answers", 8, 4096, 16, (1500, 0.8))
-AGENTS = Load("agents", 8, 4096, 6, (150, 0.7), (1.2, 16), (400, 0.8), (4, 0.8))
-# Loads of eight engines: groups begin within the time of a prefill; engines evict; one engine is slow.
-HARDER = (
-    replace(LONG_ANSWERS, name="short answers", answer=(200, 0.8)),
-    replace(AGENTS, name="agents, tight cache", kv_tokens=2**15),
-    replace(AGENTS, name="agents, slow engine", slow=0.5),
-)
-# Policies of emulated engines, without and with separate prefill engines. Prefill engines of kv_aware know no session.
-POLICIES = {
-    "plain": (*CELLS, "sticky_least_loaded by group"),
-    "P/D": (*CELLS[:3], "consistent_hash by group, decode kv_aware"),
-}
-# Emulations that run at once
-WORKERS = 2
-# Rollouts per slot
-REFILLS = 2
+class Recorder(RouterSession):
+    """A connection that keeps what it has sent."""
 
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self.served: list[Served] = []
 
-class Cell(NamedTuple):
-    """Emulated engines with a load and a policy."""
-
-    load: Load
-    engines: int
-    shape: str
-    policy: str
-
-
-def cells(sizes: Sequence[int]) -> list[Cell]:
-    loads = [(load, size, shape) for load in (LONG_ANSWERS, AGENTS) for size in sizes for shape in POLICIES]
-    loads += [(load, size, "plain") for load in HARDER for size in sizes if size == 8]
-    return [Cell(*each, policy) for each in loads for policy in POLICIES[each[2]]]
+    async def post(self, url: str, content: bytes, headers: Mapping[str, str]) -> RouterAnswer:
+        begun = time.monotonic()
+        answer = await super().post(url, content, headers)
+        if answer.status == httpx.codes.OK:
+            usage = json.loads(answer.content)["usage"]
+            computed = usage["prompt_tokens"] - (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+            self.served.append(Served(answer.headers[ENGINE_HEADER], begun, time.monotonic(), computed))
+        return answer
 
 
 def main(words: list[str]) -> None:
@@ -136,6 +94,7 @@ def main(words: list[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks routing", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="loads of each policy; the medians are reported")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="of real engines")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     parser.add_argument(
         "--emulated", nargs="*", type=int, metavar="N", help="emulate N engines, and write another file"
@@ -147,13 +106,14 @@ def main(words: list[str]) -> None:
     config = SHAPES["tiny"].build(2, None, None)
     config.architectures = [SHAPES["tiny"].config.__name__.replace("Config", "ForCausalLM")]
     load = {"groups": GROUPS, "rollouts_of_a_group": ROLLOUTS, "slots": SLOTS, "turns": TURNS, "sampled": SAMPLED}
-    load |= {"common_tokens": COMMON, "prompt_tokens": PROMPT, "added_tokens": ADDED}
-    command = f"python -m benchmarks routing --repeats {options.repeats} --write"
-    result: dict[str, Any] = {"command": command, "machine": machine(), "load": load, "rows": []}
+    load |= {"engines": ENGINES, "common_tokens": COMMON, "prompt_tokens": PROMPT, "added_tokens": ADDED}
+    command = f"python -m benchmarks routing --repeats {options.repeats} --caches {' '.join(options.caches)} --write"
+    result: dict[str, Any] = {"command": command, "date": str(date.today()), "machine": machine()}
+    result |= {"versions": versions("vllm", "vllm-router"), "load": load, "rows": []}
     with tempfile.TemporaryDirectory() as name:
         config.save_pretrained(name)
-        for cache, share in CACHES.items():
-            kv_bytes = int(share * SLOTS * LONGEST * token_bytes(config, 4) / ENGINES)
+        for cache in options.caches:
+            kv_bytes = int(CACHES[cache] * SLOTS * LONGEST * token_bytes(config, 4) / ENGINES)
             result["rows"] += measure(Path(name), cache, kv_bytes, config.vocab_size, options.repeats)
             if options.write:
                 RESULT.write_text(json.dumps(result, indent=2) + "\n")
@@ -171,7 +131,7 @@ def measure(model: Path, cache: str, kv_bytes: int, vocabulary: int, repeats: in
             "inference": {
                 "kv_cache_bytes": kv_bytes,
                 "router": {"type": "vllm-router", "policy": "kv_aware"},
-                "vllm_extra": {"load_format": "dummy"},
+                "vllm_extra": {"load_format": "dummy", "enable_prompt_tokens_details": True},
             },
         }
     )
@@ -209,8 +169,7 @@ def measure(model: Path, cache: str, kv_bytes: int, vocabulary: int, repeats: in
     base = runs[CELLS[0]]
     ratios = {
         cell: [
-            {f"{name}_ratio": run[name] / first[name] for name in ("p95_s", "seconds")}
-            for run, first in zip(of, base, strict=True)
+            {f"{name}_ratio": run[name] / first[name] for name in RATIOS} for run, first in zip(of, base, strict=True)
         ]
         for cell, of in runs.items()
     }
@@ -232,6 +191,7 @@ async def serve(router: Server, engines: Sequence[Server], cell: str, vocabulary
     """Serve all rollouts through a router, and return what is reported of the load."""
     slots, latencies, salt = asyncio.Semaphore(SLOTS), list[float](), cache_salt(f"{cell}.{repeat}", 0)
     endpoint = GenerateEndpoint(lambda: router.url, LONGEST, 600, kv_aware="kv_aware" in cell)
+    recorder = endpoint._http = Recorder(600)
 
     def tokens(draw: random.Random, count: int) -> list[int]:
         return [draw.randrange(3, vocabulary) for _ in range(count)]
@@ -250,134 +210,46 @@ async def serve(router: Server, engines: Sequence[Server], cell: str, vocabulary
                 said += answer.token_ids + tokens(draw, ADDED)
 
     draw = random.Random(repeat)
-    common, before, began = tokens(draw, COMMON), await counters(engines), time.monotonic()
+    common, before, cpu_before = tokens(draw, COMMON), await counters(engines), cpu_seconds(engines)
+    began = time.monotonic()
     prompts = [common + tokens(draw, PROMPT) for _ in range(GROUPS)]
     each = [(prompt, f"{repeat}-{group}-{n}") for group, prompt in enumerate(prompts) for n in range(ROLLOUTS)]
     await asyncio.gather(*(rollout(prompt, session) for prompt, session in each))
-    seconds, after = time.monotonic() - began, await counters(engines)
+    seconds, cpu_s = time.monotonic() - began, cpu_seconds(engines) - cpu_before
+    after = await counters(engines)
     await endpoint.close()
     spent = [{key: new[key] - old[key] for key in new} for new, old in zip(after, before, strict=True)]
     prompted = [engine["prompted"] for engine in spent]
     hundredths = statistics.quantiles(latencies, n=100)
+    work = statistics.quantiles(map(partial(work_of, recorder.served), recorder.served), n=100)
     return {
         "hit_rate": sum(engine["prefix_hits"] for engine in spent) / sum(prompted),
         "p50_s": hundredths[49],
         "p95_s": hundredths[94],
         "seconds": seconds,
+        "cpu_s": cpu_s,
+        "work_p50": work[49],
+        "work_p95": work[94],
+        "computed": sum(engine["computed"] for engine in spent),
+        "most_computed": max(engine["computed"] for engine in spent),
         "busier_engine": max(prompted) / sum(prompted),
     }
+
+
+def cpu_seconds(engines: Sequence[Server]) -> float:
+    """Return the CPU seconds of all processes of the engines until now."""
+    roots = [psutil.Process(engine.pid) for engine in engines]
+    processes = [process for root in roots for process in (root, *root.children(recursive=True))]
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def work_of(served: Sequence[Served], one: Served) -> int:
+    """Return the prompt tokens that a request's engine computed for it and for those in flight with it."""
+    beside = (each for each in served if each.engine == one.engine)
+    return sum(each.computed for each in beside if each.begun < one.ended and one.begun < each.ended)
 
 
 async def counters(engines: Sequence[Server]) -> list[Mapping[str, float]]:
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         texts = [(await client.get(f"{engine.url}/metrics", timeout=60)).text for engine in engines]
     return [dict.fromkeys(engine_load.COUNTERS, 0.0) | engine_load.parse(text) for text in texts]
-
-
-def emulate_all(sizes: Sequence[int], seeds: int, write: bool) -> None:
-    """Emulate all cells with several seeds, and write medians after each run. Rows of other sizes are kept."""
-    runs: dict[Cell, list[dict[str, float]]] = {cell: [] for cell in cells(sizes)}
-    command = f"python -m benchmarks routing --emulated 4 8 32 --repeats {seeds} --write"
-    with ProcessPoolExecutor(WORKERS) as pool:
-        running = {pool.submit(emulate, cell, seed): cell for seed in range(seeds) for cell in runs}
-        for done in as_completed(running):
-            cell = running[done]
-            runs[cell].append(done.result())
-            print(cell.load.name, *cell[1:], json.dumps(runs[cell][-1]), flush=True)
-            if write:
-                rows = [
-                    {**cell._asdict(), "load": cell.load.name, "seeds": len(of), **medians(of)}
-                    for cell, of in runs.items()
-                    if of
-                ]
-                if EMULATED_RESULT.exists():
-                    rows += [
-                        row for row in json.loads(EMULATED_RESULT.read_bytes())["rows"] if row["engines"] not in sizes
-                    ]
-                rows.sort(key=lambda row: (row["load"], row["shape"], row["engines"], row["policy"]))
-                loads = [vars(load) for load in (LONG_ANSWERS, AGENTS, *HARDER)]
-                result = {"command": command, "machine": "2 CPU cores", "loads": loads, "rows": rows}
-                EMULATED_RESULT.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
-
-
-def emulate(cell: Cell, seed: int) -> dict[str, float]:
-    return asyncio.run(_emulate(cell, seed))
-
-
-async def _emulate(cell: Cell, seed: int) -> dict[str, float]:
-    """Serve a load with emulated engines, and return its report. With shape P/D, half of the engines prefill."""
-    names = [f"e{number}" for number in range(cell.engines)]
-    prefill = names[: len(names) // 2] if cell.shape == "P/D" else []
-    workers = ReplicaEngines([], prefill, names[len(prefill) :]) if prefill else ReplicaEngines(names)
-    speeds = dict.fromkeys(names, 1.0) | {names[0]: cell.load.slow}
-    simulated = {name: SimulatedEngine(cell.load.kv_tokens, speed) for name, speed in speeds.items()}
-    values = {"name": "routing", "max_steps": 1, "seq_len": 2**17, "model": {"path": "none"}}
-    recipe = Recipe.model_validate(values | {"environments": [{"id": "reverse-text"}]})
-    policy, _, decode_policy = cell.policy.replace(" by group", "").partition(", decode ")
-    settings = VllmRouter.model_validate({"policy": policy, "decode_policy": decode_policy or None})
-    kv_aware = policy == "kv_aware"
-    engines = EmulatedEngines(simulated, prefill, kv_aware)
-    await engines.start()
-    with tempfile.TemporaryDirectory() as directory:
-        command = router_command(recipe, settings, workers, "router-0")
-        router = start_process(command, engines.addresses, Path(directory, "router.log"))
-        try:
-            await asyncio.to_thread(router.wait, "/health")
-            await engines.subscribed()
-            latencies = await serve_emulated(cell, engines, router.url, kv_aware, seed)
-        finally:
-            await asyncio.to_thread(router.stop)
-            await engines.stop()
-        if "kv_index" in (log := router.log.read_text()):
-            raise RuntimeError(f"the router did not understand the KV events:\n{log[-1000:]}")
-    first = [simulated[name].counts for name in prefill or names]
-    hundredths, prompted = statistics.quantiles(latencies, n=100), [counts["prefix_queries"] for counts in first]
-    return {
-        "hit_rate": sum(counts["prefix_hits"] for counts in first) / sum(prompted),
-        "p50_s": hundredths[49],
-        "p95_s": hundredths[94],
-        "p99_s": hundredths[98],
-        "seconds": engines.time.now,
-        "fullest_engine": max(prompted) / sum(prompted),
-    }
-
-
-async def serve_emulated(cell: Cell, engines: EmulatedEngines, url: str, kv_aware: bool, seed: int) -> list[float]:
-    """Serve all rollouts of a load, and return the seconds of each turn."""
-    load, by_group, slots = cell.load, " by group" in cell.policy, cell.load.slots * cell.engines
-    time, latencies = engines.time, list[float]()
-    endpoint = GenerateEndpoint(lambda: url, 2**20, 600, kv_aware=kv_aware)
-
-    async def rollout(group: str, name: str) -> None:
-        said, draw = list(random.Random(group).randbytes(load.prompt)), random.Random(name)
-        for new, sampled, tool_s in load.script(name):
-            if new:
-                await time.sleep(tool_s)
-            said += draw.randbytes(new)
-            body = {"token_ids": said, "sampling_params": {"max_tokens": sampled}, "cache_salt": cache_salt("run.1", 0)}
-            body |= {"rollout": name, "group": group, "shared": load.prompt}
-            began = time.now
-            said += (await endpoint.generate(body, {SESSION_HEADER: group if by_group else name})).token_ids
-            latencies.append(time.now - began)
-
-    async def slot(waiting: Iterator[tuple[str, str]]) -> None:
-        for group, name in waiting:
-            await rollout(group, name)
-        time.move(-1)
-
-    groups = [f"{load.name} {seed} {group}" for group in range(slots * REFILLS // load.group)]
-    waiting = iter([(group, f"{group}-{number}") for group in groups for number in range(load.group)])
-    running = list[asyncio.Task[None]]()
-    for _ in range(slots):
-        time.move(1)
-        running.append(asyncio.create_task(slot(waiting)))
-        await time.still()
-    while not all(task.done() for task in running):
-        await engines.tick()
-    await asyncio.gather(*running)
-    await endpoint.close()
-    return latencies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from benchmarks.agreement import Case, packed
 from benchmarks.router_replay import document
 from benchmarks.trainer_variants import VARIANTS, Models, reference, scores
+from primeslurm.orchestrator.worker.generate_endpoint import Completion
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.families import COMMON, EXPERTS
 
@@ -26,7 +26,7 @@ def test_every_variant_computes_something_else(world: World, tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     draw = np.random.default_rng(0)
     routed = np.argsort(draw.random((64, 2, 8)))[..., :2].astype(np.uint8)
-    answer = SimpleNamespace(token_ids=draw.integers(3, 64, 32).tolist(), logprobs=[-4.0] * 32, routed_experts=routed)
+    answer = Completion(draw.integers(3, 64, 32).tolist(), [-4.0] * 32, [0] * 32, routed_experts=routed)
     documents = [document(draw.integers(3, 64, 32).tolist(), answer)]
     rows = packed(documents)
     models = Models(Case(tmp_path, "cpu", True, [], {}).recipe, world)
