@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -66,6 +67,20 @@ def test_unformed_batch_is_not_waited_for() -> None:
     ahead.begin(2)
     assert ahead.take(2) is None
     assert link.closed.wait(60), "nor asked for any more"
+
+
+def test_wait_ends_with_the_batch_or_with_the_publication() -> None:
+    ahead, publication = prefetch(link := Link(batch := make_batch(2))), Future[None]()
+    link.coming.set()
+    ahead.begin(2)
+    threading.Timer(0.2, link.formed.set).start()
+    ahead.wait(publication, 60)
+    assert not publication.done() and ahead.take(2) is batch
+    ahead = prefetch(Link(batch))
+    ahead.begin(2)
+    threading.Timer(0.2, publication.set_result, [None]).start()
+    ahead.wait(publication, 60)
+    assert publication.done() and ahead.take(2) is None
 
 
 def test_batch_of_another_step_is_not_returned() -> None:
