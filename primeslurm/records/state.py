@@ -99,6 +99,7 @@ class OrchestratorState(RolloutProgress, frozen=True):
     """`state/orchestrator.json`."""
 
     failure: str = ""  # why the orchestrator ends early
+    complete: bool = False  # the last step is committed, its policy is on the engines, and evaluations have ended
     moved: float = 0.0  # last progress, tokens of engines included, by the orchestrator's monotonic clock
     engines: dict[str, EngineRecord] = {}
     replicas: dict[str, dict[str, Load]] = {}  # load by replica and role

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from primeslurm.base import durable, files
 from primeslurm.base.durable import retry_until_written
@@ -30,6 +29,7 @@ from primeslurm.records.events.training import (
 )
 from primeslurm.tenants.step import TenantStep
 from primeslurm.tenants.tinker_client import MissingError, TinkerClient
+from primeslurm.tinker.store import EXTERNAL, SCHEME
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch, RankShard
@@ -60,6 +60,7 @@ class TenantTask:
         self._journal = self.timer.journal
         self._announced = 0  # newest version that was announced in this attempt
         self._saved = 0
+        self._stored: set[str] = set()  # paths of this run's checkpoints in the service
 
     def run(self) -> int:
         """Train until max_steps, until the orchestrator stops the run, or until an interrupt. Return the exit code."""
@@ -85,12 +86,14 @@ class TenantTask:
 
     def _resume(self) -> int:
         with self.timer.phase("load"):
-            model = self.client.open(self.recipe.name)
+            assert self.recipe.tenant is not None  # checked at the start
+            model = self.client.open(self.recipe.name, self.recipe.tenant.weight)
             if Path(model).resolve() != Path(self.recipe.model.path).resolve():
                 why = f"the Tinker service has {model}; use that path"
                 raise ValueError(f"model.path = {self.recipe.model.path}: {why}")
-            earlier = [each["tinker_path"].removeprefix("tinker://") for each in self._checkpoints()]
-            for session in {path.partition(":")[0] for path in earlier}:
+            mine, everything = str(self.run_dir), self.client.checkpoints()
+            self._stored = {c["tinker_path"] for c in everything if (c["user_metadata"] or {}).get(_RUN) == mine}
+            for session in {path.removeprefix(SCHEME).partition(":")[0] for path in self._stored}:
                 self.client.finish(session)  # of a killed trainer: its adapter would stay in the service's memory
             step = self._load(model)
         self.timer.step = self._saved = step
@@ -138,14 +141,20 @@ class TenantTask:
     def _export(self, version: int) -> str:
         """Write the adapter for the deployment's engines, and return its directory."""
         assert self.recipe.tenant is not None  # checked at the start
-        path = self.client.save(f"v{version:06d}", {_RUN: str(self.run_dir)}, external=True)
-        return str(Path(self.recipe.tenant.adapters) / path.removeprefix("tinker://"))
+        path = self._store(f"v{version:06d}", external=True)
+        return str(Path(self.recipe.tenant.adapters) / path.removeprefix(SCHEME))
+
+    def _store(self, name: str, *, external: bool) -> str:
+        """Save the adapter in the service, and return the path of its checkpoint there."""
+        path = self.client.save(name, {_RUN: str(self.run_dir)}, external=external)
+        self._stored.add(path)
+        return path
 
     def _save(self, step: int) -> None:
         """Commit a checkpoint, or raise. The service's part comes first: a committed checkpoint names it."""
         with self.timer.phase("checkpoint"):
             require_newest(self.run_dir, self.attempt)
-            path = self.client.save(f"step_{step:06d}", {_RUN: str(self.run_dir)}, external=False)
+            path = self._store(f"step_{step:06d}", external=False)
             retry_until_written(partial(self._commit, step, path))
             self._saved = step
             self._announce_commit(step)
@@ -171,9 +180,8 @@ class TenantTask:
         needed = {self._recorded(step) for step in steps}
         exports: dict[int, list[str]] = {}
         obsolete = []
-        for each in self._checkpoints():
-            path = str(each["tinker_path"])
-            if each["checkpoint_type"] == "external":
+        for path in self._stored:
+            if f"/{EXTERNAL}/" in path:
                 exports.setdefault(int(path.rpartition("/v")[2]), []).append(path)
             elif path not in needed:
                 obsolete.append(path)
@@ -183,12 +191,8 @@ class TenantTask:
         for path in obsolete:
             with contextlib.suppress(MissingError):  # a repeated request
                 self.client.delete(path)
+            self._stored.discard(path)
 
     def _recorded(self, step: int) -> str:
         """Return the path of the service's part of a checkpoint."""
         return files.read_text(checkpoints.step_dir(self.run_dir, step) / RECORD)
-
-    def _checkpoints(self) -> list[Mapping[str, Any]]:
-        """Return descriptions of this run's checkpoints in the service."""
-        mine = str(self.run_dir)
-        return [each for each in self.client.checkpoints() if (each["user_metadata"] or {}).get(_RUN) == mine]

@@ -16,15 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import Optimizer
+from primeslurm.recipe.sections.trainer import MAX_SKIPPED, Optimizer
 from primeslurm.tenants.tinker_client import TinkerClient
 from primeslurm.tinker.requests import AdamParams, Datum
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import Documents, Sums, Targets, from_recipe
 from primeslurm.wire.batches.batch import Batch, Row, lengths_of
 
-# Consecutive steps without a finite gradient after which training fails, as in the trainer
-MAX_SKIPPED = 3
 # Fields of a row that a loss gets, for the token that a position predicts. The last two may be missing.
 _TARGETS = ("logprobs", "advantages", "temperatures", "on_policy", "ref_logprobs", "echo_weights")
 

@@ -17,7 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from primeslurm.tinker.requests import NOT_FINITE, AdamParams, Datum
+from primeslurm.tinker.requests import NOT_FINITE, WEIGHT, AdamParams, Datum
 from primeslurm.tinker.wire import MESSAGES, encode_datum
 from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.transport.http import CONNECT_S, UNCOMPRESSED, error_text
@@ -57,10 +57,11 @@ class TinkerClient:
         self.session, self._run, self._number = "", "", 0
         self._heartbeat_at = time.monotonic()
 
-    def open(self, name: str) -> str:
-        """Begin a session. Return the name of the service's model."""
+    def open(self, name: str, weight: float = 1.0) -> str:
+        """Begin a session. Return the name of the service's model. `weight`: share of the service."""
         capabilities = self._request("GET", "get_server_capabilities")
-        self.session = self._request("POST", "create_session", {"display_name": name})["session_id"]
+        session = {"display_name": name, "user_metadata": {WEIGHT: weight}}
+        self.session = self._request("POST", "create_session", session)["session_id"]
         model: str = capabilities["supported_models"][0]["model_name"]
         return model
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from primeslurm.tinker.fair_queue import FairQueue
 from primeslurm.tinker.requests import RequestError
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 RETRIEVED = 1000
 # Number of requests of one session. More drop its oldest results, even if no client retrieved them.
 PER_SESSION = 10_000
+# Cost of work that is executed alone, such as an optimizer step or a checkpoint, in tokens of a pass.
+ACTION_COST = 1000.0
 
 Result = dict[str, object] | bytes
 """A JSON object, or an encoded protobuf message."""
@@ -36,6 +38,9 @@ class Sharing(Protocol):
 
     def fits(self, works: Sequence[Any]) -> bool:
         """Return whether works can be executed together."""
+
+    def cost(self, work: Any) -> float:
+        """Return the number of tokens of a work."""
 
     def execute(self, works: Sequence[Any]) -> list[Action]:
         """Execute works. Return for each an action that returns its result, or raises its error."""
@@ -67,15 +72,21 @@ class Requests:
     """All requests by id, and their results. One thread of `worker` executes them.
 
     An id is that of a client, a colon and a number, and a client's id starts with its session and a colon. A request
-    that is sent again has the same id, and is not executed again. Clients take turns. If the next request is shared
-    work, it is executed together with the shared work that is next of other clients, as far as that fits.
+    that is sent again has the same id, and is not executed again. Users share the worker by cost, and the clients of a
+    user take turns. If the next request is shared work, it is executed together with the shared work that is next of
+    other clients, as far as that fits. `user_of` returns the user of a session, and `weight` the weight of a user.
     """
 
-    def __init__(self, worker: Executor, sharing: Sharing) -> None:
-        self._worker, self._sharing = worker, sharing
+    def __init__(
+        self,
+        worker: Executor,
+        sharing: Sharing,
+        user_of: Callable[[str], str] = lambda session: session,
+        weight: Callable[[str], float] = lambda user: 1.0,
+    ) -> None:
+        self._worker, self._sharing, self._user_of = worker, sharing, user_of
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[_Item]] = {}
-        """Requests of each client that has any. The client whose turn is next comes first."""
+        self._waiting = FairQueue[_Item](weight)
         self._sessions: dict[str, dict[str, Future[Result]]] = {}
         self._retrieved: dict[str, None] = {}
         """Ids of retrieved results. The oldest one comes first."""
@@ -90,7 +101,7 @@ class Requests:
         self._remember(request_id, future)
         with self._lock:
             for item in ready:
-                self._waiting.setdefault(request_id.rpartition(":")[0], deque()).append(item)
+                self._waiting.add(self._user_of(_session(request_id)), request_id.rpartition(":")[0], item)
         for _ in ready:
             self._worker.submit(self._execute_next)
 
@@ -146,20 +157,19 @@ class Requests:
     def _take(self) -> list[_Item]:
         """Take the requests to execute next: one, or shared work that fits together."""
         taken: list[_Item] = []
+
+        def accept(item: _Item) -> float | None:
+            future, action = item
+            works = [each.work for _, each in [*taken, item] if isinstance(each, Shared)]
+            if taken and (len(works) <= len(taken) or not self._sharing.fits(works)):
+                return None
+            if not future.set_running_or_notify_cancel():
+                return 0.0
+            taken.append(item)
+            return self._sharing.cost(action.work) if isinstance(action, Shared) else ACTION_COST
+
         with self._lock:
-            for client, items in list(self._waiting.items()):
-                future, action = items[0]
-                works = [each.work for _, each in [*taken, items[0]] if isinstance(each, Shared)]
-                if taken and not (isinstance(action, Shared) and self._sharing.fits(works)):
-                    continue
-                del self._waiting[client]
-                items.popleft()
-                if items:
-                    self._waiting[client] = items  # its next turn comes after those of all others
-                if future.set_running_or_notify_cancel():
-                    taken.append((future, action))
-                    if not isinstance(action, Shared):
-                        break
+            self._waiting.take(accept)
         return taken
 
 

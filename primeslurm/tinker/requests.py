@@ -25,6 +25,8 @@ LOSS_INPUTS = {
 }
 # End of the error of an optimizer step whose gradient is not finite
 NOT_FINITE = "the weights are unchanged"
+# Key of a session's metadata, with the share of a tenant
+WEIGHT = "primeslurm_weight"
 # Tinker's default clip thresholds of the ratio.
 CLIP = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
 # A pass may have as many tokens as this number of the longest sequences.

@@ -24,11 +24,13 @@ from typing import Annotated, Any
 from fastapi import Body, Request
 from safetensors import SafetensorError
 
+from primeslurm.run.tenants import user_of
 from primeslurm.tinker import requests
 from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit, saved
 from primeslurm.tinker.engine_sampler import EngineSampler
 from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail, settled
 from primeslurm.tinker.requests import (
+    WEIGHT,
     CreateModel,
     CreateSession,
     LoadWeights,
@@ -90,7 +92,16 @@ class Service:
         self._engines = engines
         self.limits = backbone.limits
         self._worker = ThreadPoolExecutor(1, "tinker-model")
-        self.requests = Requests(self._worker, sharing=self)
+        self._owners: dict[str, str] = {}
+        """User of each session that was named in a request."""
+        self._weights: dict[str, float] = {}
+        """Weights of tenants. Those of clients are 1."""
+        self.requests = Requests(
+            self._worker,
+            self,
+            user_of=lambda session: self._owners.get(session, session),
+            weight=lambda user: self._weights.get(user, 1.0),
+        )
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, str | None] = {}
         """Checkpoint of each sampling session. None: the base model."""
@@ -98,8 +109,6 @@ class Service:
         """Name of each sampling session's adapter in requests to engines. The session keeps it while it lives."""
         self._heartbeats: dict[str, float] = {}
         """Time of the last heartbeat of each live session."""
-        self._owners: dict[str, str] = {}
-        """User of each session that was named in a request."""
         store.remove_checkpoints(EPHEMERAL)
         store.remove_adapters()
 
@@ -112,7 +121,10 @@ class Service:
         self.store.close()
 
     async def create_session(self, http: Request, request: CreateSession) -> Answer:
-        session = self.store.add_session(http.state.user, request.user_metadata, request.display_name)
+        user, weight = http.state.user, (request.user_metadata or {}).get(WEIGHT)
+        if user.startswith(user_of("")) and isinstance(weight, int | float) and weight > 0:
+            self._weights[user] = weight
+        session = self.store.add_session(user, request.user_metadata, request.display_name)
         self._heartbeats[session] = self._clock()
         note = "This service trains no adapter of the output layer: train_unembed has no effect."
         return {"session_id": session, "info_message": note}
@@ -181,6 +193,9 @@ class Service:
     def fits(self, works: Sequence[RunPass]) -> bool:
         """Return whether passes can share a batch. Longer ones are computed one by one."""
         return fit([each.request.lengths for each in works], [each.run.lora.rank for each in works])
+
+    def cost(self, work: RunPass) -> float:
+        return float(sum(work.request.lengths))
 
     def execute(self, works: Sequence[RunPass]) -> list[Action]:
         """Compute passes of several runs together. Return actions that encode the results, or raise the errors."""

@@ -21,14 +21,16 @@ from pathlib import Path
 
 from primeslurm.api.jobs import record_interrupted_submission
 from primeslurm.api.tenants.host import Action, StarterState, TenantSupervisor, View
-from primeslurm.api.tenants.recipes import DeploymentUrls, deployment_recipe
+from primeslurm.api.tenants.recipes import UNKNOWN, DeploymentUrls, deployment_recipe
 from primeslurm.base import durable, files
 from primeslurm.base.errors import PrimeslurmError
+from primeslurm.base.files import FileWatcher
 from primeslurm.base.parent_death import end_with_parent
+from primeslurm.plan.model import Plan
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.fleet import Outcome
 from primeslurm.records.heartbeats import liveness
-from primeslurm.run.directory import CANCEL_NOW, RunDirectory
+from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.tenants import TenantDirectory, TenantState, Wanted, remove_key, tenants_of, user_of
 from primeslurm.slurm.local import submit
 from primeslurm.wire.stored import checkpoints
@@ -49,6 +51,25 @@ class HostedTenant:
     supervisor: TenantSupervisor = field(default_factory=TenantSupervisor)
     starter: subprocess.Popen[bytes] | None = None
     recorded: TenantState = field(default_factory=TenantState)
+    _plan: tuple[int, Plan] | None = None
+    _recipe: FileWatcher = field(init=False)
+    _urls: DeploymentUrls | None = None
+
+    def __post_init__(self) -> None:
+        self._recipe = FileWatcher(self.tenant.run.path / recipe_record.FILE)
+
+    def plan(self, attempt: Attempt) -> Plan:
+        """Return the plan of an attempt. It is read once. Raises RunError."""
+        if self._plan is None or self._plan[0] != attempt.number:
+            self._plan = (attempt.number, attempt.plan())
+        return self._plan[1]
+
+    def urls(self) -> DeploymentUrls | None:
+        """Return the addresses that its run knows, from a file that is decoded after a change only."""
+        if (recipe := self._recipe.changed()) is not None:
+            section = recipe.get("tenant") or {}
+            self._urls = DeploymentUrls(section.get("service", UNKNOWN), section.get("router", UNKNOWN))
+        return self._urls
 
     @property
     def is_over(self) -> bool:
@@ -118,11 +139,10 @@ class TenantHost:
         record_interrupted_submission(tenant.run)
         attempt = tenant.run.latest()
         job, end = attempt.job(), attempt.end()
-        section = (files.read_json(tenant.run.path / recipe_record.FILE) or {}).get("tenant") or {}
         local_id = job.job_id if job is not None and job.host == socket.gethostname() else ""
         return view(
-            active=bool(local_id) and submit.is_running(attempt.plan(), local_id),
-            current=(section.get("service"), section.get("router")) == (self._urls.service, self._urls.router),
+            active=bool(local_id) and submit.is_running(hosted.plan(attempt), local_id),
+            current=hosted.urls() == self._urls,
             completed=end is not None and end.outcome == Outcome.COMPLETED,
             committed=checkpoints.newest(tenant.run.path) or 0,
             reason=reason or (end.reason if end else ""),
@@ -166,7 +186,10 @@ class TenantHost:
         """Tell all runs to end without a last checkpoint."""
         for hosted in self._hosted.values():
             with contextlib.suppress(PrimeslurmError, OSError, ValueError):
-                self._act(hosted, "end" if hosted.starter is None else "end_starter")
+                if hosted.starter is not None:
+                    hosted.starter.kill()
+                    hosted.starter.wait()
+                self._act(hosted, "end")  # a starter may have started the run already
 
 
 def _cancelled_now(run_dir: Path) -> bool:

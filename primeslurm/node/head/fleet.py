@@ -50,6 +50,8 @@ SPARE_WAIT_S = 30.0  # longest wait for spares once every node of the Plan can b
 # Delay before the death of a trainer rank ends the attempt, if a spare is available: after this long, all nodes of the
 # trainer must have sent a heartbeat. A failed GPU or node, which the spare would replace, may be noticed only then.
 VERDICT_S = 5.0
+# Time for trainer ranks to end after the orchestrator has ended [s].
+RANKS_END_S = 60.0
 # Lost nodes that the reason of an ending names.
 _NAMED_LOSSES = 4
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
@@ -80,6 +82,7 @@ class Fleet:
     progress: Any = None
     progress_at: float = 0.0
     last_error: str = ""  # why the orchestrator ends, in its own words
+    work_is_done: bool = False  # the orchestrator needs no trainer any more
     hung: dict[str, str] = field(default_factory=dict)  # unresponsive trainer ranks that must be ended, and why
     unresponsive_ranks: UnresponsiveRanks | None = None  # while no trainer rank sends heartbeats
 
@@ -93,6 +96,7 @@ class Fleet:
         self._killed: dict[str, str] = {}  # node names whose agent was killed, and how
         self._file_system_fault_at = self.started_at  # last time agents waited for the file system
         self._died_at: dict[str, float] = {}  # by restart group: first death of a member that is not restarted
+        self._orchestrator_done_at: float | None = None
 
     def observe(self, report: AgentReport, now: float) -> None:
         """Record an agent's heartbeat.
@@ -186,12 +190,12 @@ class Fleet:
             return self._lose_unfit_nodes(now) or self._assign_nodes(now)
         self._find_unresponsive_ranks()
         return (
-            self._lose_unfit_nodes(now)
+            self._complete(now)
+            or self._lose_unfit_nodes(now)
             or self._lose_silent_nodes(now)
             or self._failed_starts.check(self.report, self.lost)
             or self._restart_groups(now)
             or self._handle_dead_processes(now)
-            or self._complete()
             or self._stalled(now)
         )
 
@@ -454,6 +458,8 @@ class Fleet:
             group = self.restart_groups.get(process.restart_group or "")
             if group is not None and report.generation < group.generation:
                 continue  # it is about to restart
+            if process.role == "trainer" and self.work_is_done:
+                continue  # everything is saved; NCCL, for example, may crash at exit
             reason = f"{process.name} {how_it_died(report)}"
             if report.exit_code == exit_codes.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
@@ -479,12 +485,26 @@ class Fleet:
             for process in group.members
         )
 
-    def _complete(self) -> Ending | None:
-        last = [process for process in self.plan.processes() if process.role in ("trainer", "orchestrator")]
-        reports = [self.report(process.name) for process in last]
-        if reports and all(report is not None and report.state == ProcessState.DONE for report in reports):
-            return Ending(Outcome.COMPLETED, "all steps done")
-        return None
+    def _complete(self, now: float) -> Ending | None:
+        """Complete the attempt if the orchestrator and all trainer ranks have ended.
+
+        The orchestrator ends after the last commit. It would not answer a rank that is restarted afterwards. So ranks
+        that have died then are not needed, and others must end soon.
+        """
+        states: dict[str, list[ProcessState | None]] = {"trainer": [], "orchestrator": []}
+        for process in self.plan.processes():
+            if process.role in states:
+                report = self.report(process.name)
+                states[process.role].append(ProcessState(report.state) if report else None)
+        orchestrators, ranks = states["orchestrator"], states["trainer"]
+        if not orchestrators + ranks or any(state is not ProcessState.DONE for state in orchestrators or ranks):
+            return None
+        if self._orchestrator_done_at is None:
+            self._orchestrator_done_at = now
+        running = any(state in (None, ProcessState.LOADING, ProcessState.READY) for state in ranks)
+        if running and now - self._orchestrator_done_at <= RANKS_END_S:
+            return None
+        return Ending(Outcome.COMPLETED, "all steps done")
 
     def _stalled(self, now: float) -> Ending | None:
         limit = self.plan.stall_timeout_s * 1.5  # the orchestrator's timeout is shorter, and it knows the reason

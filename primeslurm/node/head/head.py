@@ -244,7 +244,7 @@ class Head(threading.Thread):
         if state is not None:
             self.fleet.observe_progress(state.marker, now)
         if isinstance(state, OrchestratorState):
-            self.fleet.last_error = state.failure
+            self.fleet.last_error, self.fleet.work_is_done = state.failure, state.complete
 
     def _record_news(self) -> None:
         news, self.fleet.news = self.fleet.news, []

@@ -181,7 +181,7 @@ class OrchestratorPipeline:
                     await self._policy.want(PolicyVersion(published.version, published.path))
                 await self._run_dispatch()
                 liveness().enter("end", limit_s=END_S)
-                self._monitor.write_state(self._state())
+                self._monitor.write_state(msgspec.structs.replace(self._state(), complete=True))
                 await asyncio.sleep(self._linger_s)
                 if self._files is not None:
                     await self._files.tidy()

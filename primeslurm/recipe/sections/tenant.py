@@ -16,7 +16,7 @@ ALPHA = 32.0
 class Tenant(Section):
     """Addresses of the deployment, and the limits of this tenant.
 
-    Only the run's trainer and gateway read keys of the deployment, from files in its run directory.
+    Only the run's trainer and gateway read a key and a token of the deployment, from files in its run directory.
     """
 
     service: HttpUrl
@@ -30,8 +30,11 @@ class Tenant(Section):
     """Largest number of requests to the deployment's engines at once; further requests wait. Default: no limit."""
     tokens_per_second: PositiveFloat | None = None
     """Largest average rate of sampled tokens; requests wait while the average is above it. Default: no limit."""
+    weight: PositiveFloat = 1.0
+    """Share of the Tinker service while requests of others wait, for example 2: twice the tokens of a tenant or client
+    of weight 1. Clients of the Tinker API have weight 1."""
 
     @property
     def deployment(self) -> Path:
-        """The deployment's run directory, which has its secret and all keys."""
+        """The deployment's run directory, which has all keys and tokens."""
         return Path(self.adapters).parent.parent

@@ -21,6 +21,9 @@ ENGINE_CONTEXT_BYTES = 2**30
 STATE_CHUNK_BYTES = 128 << 20
 # One buffer each for arriving, updated and departing state, because PCIe transfers in both directions at once.
 STATE_BUFFERS = 3
+# Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
+# weights are broken.
+MAX_SKIPPED = 3
 
 
 def micro_batch_rows(tokens: int, cp: int, seq_len: int) -> int:

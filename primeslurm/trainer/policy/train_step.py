@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import micro_batch_rows
+from primeslurm.recipe.sections.trainer import MAX_SKIPPED, micro_batch_rows
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import Documents, LossFunction, Targets, cross_entropy, from_recipe
@@ -61,11 +61,6 @@ class CompilationMetrics:
         counts = torch.tensor([len(forward), len(reasons), seconds], dtype=torch.float32)
         sums = self._world.sum(counts.to(self._world.device)).tolist()
         return dict(zip(("compiles", "recompiles", "compile_s"), sums, strict=True))
-
-
-# Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
-# weights are broken.
-MAX_SKIPPED = 3
 
 
 class TrainStep:

@@ -20,7 +20,7 @@ import torch
 
 from primeslurm.tinker import store as store_module
 from primeslurm.tinker.backbone import Pass
-from primeslurm.tinker.requests import Datum, RequestError
+from primeslurm.tinker.requests import WEIGHT, CreateSession, Datum, RequestError
 from primeslurm.tinker.service import UNRESPONSIVE_S
 from primeslurm.tinker.store import TinkerStore
 from tests.trainer.tinker.conftest import Api, make_data
@@ -531,3 +531,11 @@ def test_end_of_a_session_keeps_what_the_worker_adds_for_others(serve: Serve) ->
     api.post(f"sessions/{session}/finish")
     api.service._worker.submit(int).result(600)
     assert not adapters
+
+
+def test_only_tenants_have_weights(serve: Serve) -> None:
+    service = serve().service
+    for user in ("tenant.alice", "bob"):
+        http: Any = SimpleNamespace(state=SimpleNamespace(user=user))
+        asyncio.run(service.create_session(http, CreateSession(user_metadata={WEIGHT: 2.0})))
+    assert service._weights == {"tenant.alice": 2.0}

@@ -90,9 +90,12 @@ def adapter(path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_run_announces_every_version_and_keeps_what_the_recipe_says(run: Run) -> None:
-    link = FakeLink()
-    assert run.train(link) == 0
+def test_run_announces_every_version_and_keeps_what_the_recipe_says(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, listed, checkpoints_of = FakeLink(), list[int](), TinkerClient.checkpoints
+    with monkeypatch.context() as patch:
+        patch.setattr(TinkerClient, "checkpoints", lambda self: listed.append(1) or checkpoints_of(self))
+        assert run.train(link) == 0
+    assert len(listed) == 1, "the service's list is read at the start only"
     assert link.trained == [1, 2, 3, 4] and link.committed_steps == [2, 4]
     assert link.announced[0] == run.recipe.model.path and list(link.announced) == [0, 1, 2, 3, 4]
     assert run.saved() == ["external_weights/v000004", "weights/step_000004"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,20 +16,24 @@ import uvicorn
 import yaml
 
 from primeslurm.api.runs.run import Run
-from primeslurm.run.records import rows
+from primeslurm.records.events.training import OrchestratorDone
+from primeslurm.run.records import events, rows
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.run.tenants import user_of
+from primeslurm.run.tenants import TenantDirectory, user_of
 from primeslurm.tinker.backbone import Backbone
 from primeslurm.tinker.routes import application
 from primeslurm.tinker.sampler import TrainerSampler
 from primeslurm.tinker.server import TinkerServer, prepare
-from primeslurm.tinker.service import Service
+from primeslurm.tinker.service import Answer, Service
 from primeslurm.trainer.distributed.world import World
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from scripts.models.tiny_model import write_model
 from tests.support.cli import run_python
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.waiting import wait_until
+
+STEPS = 40
 
 
 @pytest.fixture
@@ -47,12 +52,27 @@ def service(world: World, tmp_path: Path) -> Iterator[TinkerServer]:
     service.close()
 
 
-def test_run_completes_although_its_trainer_is_killed(service: TinkerServer, tmp_path: Path) -> None:
+def test_run_completes_although_its_trainer_is_killed(
+    service: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is killed amid the run, and again after its last step, when the orchestrator has ended."""
+    end_session, killed_at_end = Service.end_session, []
+
+    async def kill_at_end(self: Service, session: str, reason: str) -> Answer:
+        if checkpoints.newest(run.path) == STEPS and not killed_at_end:
+            killed_at_end.append(trainer())
+            await asyncio.to_thread(
+                wait_until, lambda: [e for e in events(run.directory) if isinstance(e, OrchestratorDone)]
+            )
+            os.kill(killed_at_end[0], signal.SIGKILL)
+        return await end_session(self, session, reason)
+
+    monkeypatch.setattr(Service, "end_session", kill_at_end)
     with FakeEngine(tmp_path / "model") as engine:
         engine.version = 0
         recipe: dict[str, Any] = {
             "name": "tenant",
-            "max_steps": 40,  # so that the trainer is killed long before the last one
+            "max_steps": STEPS,  # so that the trainer is killed long before the last one
             "seq_len": 64,
             "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
             "environments": [{"id": "reverse-text"}],
@@ -66,15 +86,18 @@ def test_run_completes_although_its_trainer_is_killed(service: TinkerServer, tmp
         secret.create(tmp_path)
         (tmp_path / "keys").mkdir()
         (tmp_path / "keys" / user_of("tenant")).write_text(service.keys["default"])
-        keys = [service.keys["default"], secret.read(tmp_path)]
+        tenant = TenantDirectory(tmp_path / "tenants" / "tenant")
+        tenant.path.mkdir(parents=True)
+        tenant.token_file.write_text(secret.generate_token(secret.read(tmp_path)))
+        keys = [service.keys["default"], tenant.token_file.read_text(), secret.read(tmp_path)]
         words = ("-m", "primeslurm", "submit", tmp_path / "tenant.yaml", "--local", "--json")
         submitted = run_python(*words, cwd=tmp_path)
         assert submitted.code == 0, submitted.err
         run = Run(Path(json.loads(submitted.out)["directory"]))
 
-        def trainer() -> int | None:
+        def trainer() -> int:
             status = looked()
-            return next((p.pid for p in status.processes if p.name == "trainer-rank-0"), None) if status.step else None
+            return next((p.pid or 0 for p in status.processes if p.name == "trainer-rank-0" and status.step), 0)
 
         def looked() -> RunStatus:
             status = run.status(processes=True, if_silent=lambda _: None)
@@ -83,7 +106,8 @@ def test_run_completes_although_its_trainer_is_killed(service: TinkerServer, tmp
 
         os.kill(wait_until(trainer), signal.SIGKILL)
         wait_until(lambda: looked().phase == "completed", poll_s=0.5)
-    assert [row["step"] for row in rows(run.path)] == list(range(1, 41))
+    assert len(killed_at_end) == 1 and len(run.directory.attempts()) == 1
+    assert [row["step"] for row in rows(run.path)] == list(range(1, STEPS + 1))
     models = {body["model"] for body in engine.requests}
     assert "policy" in models and any("/external_weights/v" in model for model in models)
     assert {headers["Authorization"] for headers in engine.headers} == {f"Bearer {keys[1]}"}

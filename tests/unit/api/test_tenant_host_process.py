@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.api.tenants.host_process import TenantHost
+from primeslurm.api.tenants.host_process import HostedTenant, TenantHost
 from primeslurm.api.tenants.recipes import UNKNOWN, DeploymentUrls
 from primeslurm.base import durable
+from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.attempt import JobRecord
-from primeslurm.run.directory import CANCEL_NOW, RunDirectory
+from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.tenants import TenantDirectory, add_tenant, key_of, user_of
 from primeslurm.slurm.local.submit import is_running
+from primeslurm.wire.transport import secret
 from tests.support.cli import ROOT
 from tests.support.deployments import make_deployment, write_tenant
 from tests.support.waiting import wait_until
@@ -90,6 +92,8 @@ def test_tenants_run_alone_and_outlive_their_host(lab: Path, start_host: Host) -
     started += environments("primeslurm", alice.run.path)  # of its controller and agent, too
     assert len(started) > 2
     assert sum(key in text for text in started for key in keys) == 0
+    token = alice.token_file.read_text()
+    assert token == secret.generate_token((lab / "secret").read_text()) and token.encode() not in b"".join(started)
     assert "the deployment allows at most 16" in broken.state().reason
     assert (late.state().state, late.state().reason) == ("waiting", "the deployment is full")
 
@@ -159,3 +163,18 @@ def test_a_removed_tenant_is_not_looked_at_once_it_is_recorded(lab: Path, caplog
     damage(alice)
     host.ending = True
     assert not host.tick(1) and not caplog.messages
+
+
+def test_files_of_a_running_tenant_are_decoded_after_a_change_only(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = paused(lab, "alice")
+    hosted, read = HostedTenant(alice), list[int]()
+    monkeypatch.setattr(Attempt, "plan", lambda self: read.append(self.number))
+    for number in (1, 1, 2, 2):
+        hosted.plan(alice.run.attempt(number))
+    assert read == [1, 2]
+    durable.make_directory(alice.run.path)
+    for service in ("http://a:1", "http://b:1"):
+        durable.write_json(
+            alice.run.path / recipe_record.FILE, {"tenant": {"service": service, "router": "http://r:1"}}
+        )
+        assert hosted.urls() == hosted.urls() == DeploymentUrls(service, "http://r:1")

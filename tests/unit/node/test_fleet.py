@@ -11,7 +11,7 @@ import pytest
 from primeslurm.api.recipes.loading import load
 from primeslurm.node.agent.supervision import BACKOFF_S
 from primeslurm.node.attempt.attempt_end import count_fruitless_attempts, fruitful_preemptions, should_requeue
-from primeslurm.node.head.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
+from primeslurm.node.head.fleet import RANKS_END_S, SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.plan.model import Plan, Replica
 from primeslurm.records.events.nodes import NodeLost, ProcessesGivenUp, ProcessesRestarted
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport, RestartOrder
@@ -458,6 +458,28 @@ def test_completion_needs_trainer_and_orchestrator() -> None:
     assert agents.decide(1.0) is None
     agents.states["orchestrator"] = DONE
     assert agents.decide(1.0) == Ending(Outcome.COMPLETED, "all steps done")
+
+
+@pytest.mark.parametrize(("restart", "died"), [("attempt", "failed"), ("in_place", "backoff")])
+def test_a_trainer_that_dies_after_the_last_commit_is_not_needed(restart: str, died: str) -> None:
+    ranks = [process("trainer", restart, f"t{rank}") for rank in range(2)]
+    agents = Agents((process("orchestrator", name="orchestrator"), *ranks))
+    agents.assigned().work_is_done = True
+    agents.states = {"t0": ProcessReport(died, exit_code=-11)}
+    assert agents.decide(1.0) is None, "the orchestrator still writes metrics"
+    agents.states["orchestrator"] = DONE
+    assert agents.decide(2.0) is None, "t1 still ends"
+    agents.states["t1"] = DONE
+    assert agents.decide(3.0) == Ending(Outcome.COMPLETED, "all steps done")
+
+
+def test_a_trainer_that_waits_for_the_ended_orchestrator_does_not_delay_the_end_for_long() -> None:
+    agents = Agents((process("orchestrator", name="orchestrator"), process("trainer", "in_place", "t")))
+    agents.assigned()
+    agents.states = {"orchestrator": DONE}
+    assert agents.decide(1.0) is None
+    assert agents.decide(1.0 + RANKS_END_S) is None
+    assert agents.decide(1.1 + RANKS_END_S) == Ending(Outcome.COMPLETED, "all steps done")
 
 
 STALLED, UNRECOVERABLE = exit_codes.STALLED, exit_codes.UNRECOVERABLE

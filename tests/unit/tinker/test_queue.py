@@ -24,6 +24,9 @@ class Tens:
     def fits(self, works: Sequence[int]) -> bool:
         return sum(works) <= 10
 
+    def cost(self, work: int) -> float:
+        return work
+
     def execute(self, works: Sequence[int]) -> list[Action]:
         if 99 in works:
             raise ValueError("broken")
@@ -46,8 +49,8 @@ def test_requests_run_in_order_however_they_arrive(worker: ThreadPoolExecutor) -
             return {"number": number}
 
         for number in [*arrival, *arrival]:  # each is sent twice
-            requests.submit(str(number), partial(action, number), number, order)
-        assert [requests.future(str(number)).result(600) for number in arrival] == [{"number": n} for n in arrival]
+            requests.submit(f"run:{number}", partial(action, number), number, order)
+        assert [requests.future(f"run:{number}").result(600) for number in arrival] == [{"number": n} for n in arrival]
         assert executed == [1, 2, 3, 4]
 
 
@@ -145,5 +148,5 @@ def test_clients_take_turns_and_share_work_that_fits(worker: ThreadPoolExecutor)
         for number, work in enumerate(works):
             expected = {} if work is None else {"number": work}
             assert requests.future(f"{client}:{number}").result(600) == expected
-    assert tens.executed == [[4, 3, 3], [7], [4, 2], [], [], [2, 4], [60], [1]]
+    assert tens.executed == [[4, 3, 3], [7], [], [4, 2], [], [2, 4], [60], [1]]
     assert alone == ["b", "a"]
