@@ -25,7 +25,7 @@ from fastapi import Body, Request
 from safetensors import SafetensorError
 
 from primeslurm.tinker import requests
-from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit, saved
+from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, saved
 from primeslurm.tinker.engine_sampler import EngineSampler
 from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail, settled
 from primeslurm.tinker.requests import (
@@ -180,7 +180,7 @@ class Service:
 
     def fits(self, works: Sequence[RunPass]) -> bool:
         """Return whether passes can share a batch. Longer ones are computed one by one."""
-        return fit([each.request.lengths for each in works], [each.run.lora.rank for each in works])
+        return self._backbone.fits([each.request.lengths for each in works], [each.run.lora.rank for each in works])
 
     def execute(self, works: Sequence[RunPass]) -> list[Action]:
         """Compute passes of several runs together. Return actions that encode the results, or raise the errors."""
