@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
@@ -171,7 +172,8 @@ class Backbone:
         self.ranks = Ranks(world, self)
         self._stacks: dict[str, torch.Tensor] = {}
         """Stacks of adapters in use, for the experts of this rank."""
-        named = self.policy.model.named_parameters()
+        # Without the wrappers of activation checkpointing, because values, files and exports depend on the names.
+        named = [(canonical_fqn(name), parameter) for name, parameter in self.policy.model.named_parameters()]
         self._shapes = {name: parameter.shape[:-1] for name, parameter in named if lora.is_adapter(name)}
         """Shapes of adapters' parameters, without the rank."""
         if not self._shapes:

@@ -63,8 +63,9 @@ class Ranks:
             while not self._announced(key):
                 liveness().heartbeat()
             liveness().enter("pass")
-            method, *arguments = self.world.share(())
+            call: tuple[Any, ...] = self.world.share(())
             self.world.barrier()
+            method, *arguments = call
             if not method:
                 return
             getattr(self._target, method)(*arguments)

@@ -18,7 +18,7 @@ GROUPS: dict[str, tuple[Rule, ...]] = {
 def conflicts(context: RuleContext) -> list[Finding]:
     """Return a finding for every rule that the recipe breaks on its site."""
     engine_rules = (*JOINT_RULES, *ENGINE_RULES) if context.serves else ()
-    trainer_rules = TRAINER_RULES if context.trains else ()
+    trainer_rules: tuple[Rule, ...] = TRAINER_RULES if context.trains else ()
     if context.recipe.task == "tenants":
         trainer_rules = tuple(rule for rule in TRAINER_RULES if rule.field in SHARED_WORK)
     return [

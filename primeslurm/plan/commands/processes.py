@@ -109,7 +109,7 @@ def tinker_command(
     recipe: Recipe, site: Site, router: str, *, rank: int, local_rank: int, local_world: int, world: int, cpus: int
 ) -> Command:
     """Return the command of one rank of a deployment's Tinker service, whose clients sample through a router."""
-    argv = ("${python}", "-m", "primeslurm.tinker", "--recipe", RECIPE, "--run-dir", "${run_dir}")
+    argv: tuple[str, ...] = ("${python}", "-m", "primeslurm.tinker", "--recipe", RECIPE, "--run-dir", "${run_dir}")
     env = COMPILED_CODE if site.device == "cuda" else {}
     if world > 1:
         env = env | _rank_env(recipe, site, TINKER, rank, local_rank, local_world, world, cpus)
