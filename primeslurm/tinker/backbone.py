@@ -33,7 +33,7 @@ from primeslurm.recipe.sections.tenant_deployment import BATCH_TOKENS, LOGIT_TOK
 from primeslurm.recipe.sections.trainer import Parallelism
 from primeslurm.tinker import rows as packing
 from primeslurm.tinker.losses import per_token
-from primeslurm.tinker.ranks import Ranks
+from primeslurm.tinker.ranks import SharedCalls
 from primeslurm.tinker.requests import (
     LOSS_INPUTS,
     NOT_FINITE,
@@ -169,7 +169,7 @@ class Backbone:
             }
         )
         self.policy = build(recipe, world)
-        self.ranks = Ranks(world, self)
+        self.ranks = SharedCalls(world, self)
         self._stacks: dict[str, torch.Tensor] = {}
         """Stacks of adapters in use, for the experts of this rank."""
         # Without the wrappers of activation checkpointing, because values, files and exports depend on the names.

@@ -22,7 +22,7 @@ _CALLS = itertools.count()
 """Numbers of calls, the same on all ranks."""
 
 
-class Ranks:
+class SharedCalls:
     """Executes methods of `target` on all ranks, in the same order."""
 
     def __init__(self, world: World, target: Any) -> None:

@@ -55,8 +55,8 @@ def train(backbone: Backbone, clients_of_steps: Sequence[Sequence[int]]) -> Resu
             results[f"{name} logprobs"] = torch.cat([torch.from_numpy(each) for each in logprobs])
             gradient = torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
             results[f"{name} gradient"] = gradient / gradient.abs().max()
-            # Adam divides by the gradient, so that its default epsilon would make updates of rounding errors.
-            rate = AdamParams(learning_rate=1e-3 * (1 + steps[number]) / (1 + number), eps=1e-5)
+            # Adam divides by the gradient, so that a small epsilon would make updates of rounding errors.
+            rate = AdamParams(learning_rate=1e-3 * (1 + steps[number]) / (1 + number), eps=1e-3)
             results[f"{name} norm"] = torch.tensor(adapters[number].step(rate)["grad_norm"])
             results[f"{name} parameters"] = torch.cat([p.detach().flatten() for p in parameters])
     return results
