@@ -194,10 +194,11 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     # Engines that share GPUs with the trainer start first. vLLM refuses to start if its share of a GPU is not free, and
     # while it profiles, it counts memory that others allocate as its own.
     engines = [name for replica in replicas for name in replica.engines] if recipe.colocated else []
+    cpus = batch_job.cpus_per_gpu(recipe, requests)
     if recipe.task == "tenants":
-        trainer_gpus = _tenants(recipe, site, builders, replicas[0])
+        trainer_gpus = _tenants(recipe, site, builders, cpus, replicas[0])
     else:
-        trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
+        trainer_gpus = _trainer(recipe, site, builders, cpus, engines)
     if recipe.samples:
         _control(recipe, builders[0], replicas, teachers)
         _environments(recipe, site, builders)
@@ -286,16 +287,31 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int,
     return world
 
 
-def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], replica: Replica) -> int:
-    """Add the Tinker service to the trainer's node, and the tenant host to the head. Returns the service's GPUs."""
-    limit = recipe.trainer.long_phase_timeout_s or LONG_PHASE_S
-    next(builder for builder in builders if builder.role == "train").add(
-        TINKER,
-        "tinker",
-        tinker_command(recipe, site.device, replica.router),
-        gpus=(0,),
-        health=Health(port="http", start_timeout_s=limit, hang_timeout_s=recipe.trainer.hang_s),
-    )
+def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int, replica: Replica) -> int:
+    """Add the ranks of the Tinker service, and the tenant host to the head. Returns the number of ranks."""
+    limit, hang = recipe.trainer.long_phase_timeout_s or LONG_PHASE_S, recipe.trainer.hang_s
+    places = [(builder, gpu) for builder in builders if builder.role == "train" for gpu in range(builder.gpus)]
+    world = len(places)
+    for rank, (builder, gpu) in enumerate(places):
+        builder.add(
+            f"{TINKER}-rank-{rank}" if rank else TINKER,
+            "tinker",
+            tinker_command(
+                recipe,
+                site,
+                replica.router,
+                rank=rank,
+                local_rank=gpu,
+                local_world=builder.gpus,
+                world=world,
+                cpus=cpus,
+            ),
+            gpus=(gpu,),
+            restart="unit" if world > 1 else "in_place",
+            restart_group=TINKER if world > 1 else None,
+            health=None if rank else Health(port="http", start_timeout_s=limit, hang_timeout_s=hang),
+            heartbeats=HeartbeatLimits(hang_timeout_s=hang) if rank else None,
+        )
     builders[0].add(
         TENANT_HOST,
         "tenant-host",
@@ -303,7 +319,7 @@ def _tenants(recipe: Recipe, site: Site, builders: list[NodeBuilder], replica: R
         heartbeats=HeartbeatLimits(hang_timeout_s=recipe.orchestrator.hang_timeout_s),
         after=(TINKER, replica.router),
     )
-    return 1
+    return world
 
 
 def _tenant(recipe: Recipe, head: NodeBuilder) -> list[Replica]:

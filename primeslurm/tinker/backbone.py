@@ -5,11 +5,14 @@ row of a batch has sequences of one client, and layers add the change of the row
 copied into stacks, padded with zeros to the largest rank, and gradients are copied back. Padding changes nothing: with
 A and B of an adapter padded by zeros, both the change of the weight and the gradients of the padding are zero. Rows do
 not see each other, so that a NaN stays with its client.
+
+Several ranks share the model as those of a run's trainer do. Adapters and optimizers are on rank 0, which sends the
+stacks to the others and gets the sums of their gradients. A pass moves the same bytes as an all-reduce would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,18 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.model_files import locate
-from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.tenant import ALPHA
 from primeslurm.recipe.sections.tenant_deployment import BATCH_TOKENS, LOGIT_TOKENS
+from primeslurm.recipe.sections.trainer import Parallelism
+from primeslurm.tinker import rows as packing
 from primeslurm.tinker.losses import per_token
+from primeslurm.tinker.ranks import SharedCalls
 from primeslurm.tinker.requests import (
     LOSS_INPUTS,
     NOT_FINITE,
@@ -38,16 +44,13 @@ from primeslurm.tinker.requests import (
     ModelLimits,
     RequestError,
 )
+from primeslurm.tinker.rows import RANK_STEP, Row
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.optimizers.container import Optimizers
 from primeslurm.trainer.weights import model_directory, peft
 
-# Adapters of a shared pass times their largest padded rank. This bounds the memory of the stacks, which are float32.
-STACKED_RANKS = 512
-# The rank of stacks is a multiple of this: grouped products on GPUs need it, and so do recipes.
-_RANK_STEP = 8
 _OPTIMIZER = "optimizer."
 
 
@@ -134,15 +137,15 @@ class Pass:
 
 Scores = tuple[list[NDArray[np.float32]], float]
 """Log-probabilities of each datum's targets, and the loss."""
-_Row = tuple[int, Sequence[Datum]]
-"""Index of a pass, and sequences of it."""
+_Terms = tuple[str, Config, bool]
+"""Loss of a pass, its settings, and whether there is a backward pass."""
 
 
 class Backbone:
-    """The model. Only one thread may use it at a time."""
+    """The model on this rank. Only one thread of rank 0 may use it at a time."""
 
-    def __init__(self, model: str, max_rank: int, world: World) -> None:
-        """Load the model.
+    def __init__(self, model: str, max_rank: int, world: World, parallelism: Parallelism | None = None) -> None:
+        """Load the model, sharded over all ranks. The public methods are for rank 0; the others call `ranks.follow`.
 
         Raises FileNotFoundError if there is none, ValueError if it cannot be trained, and UsageError for `max_rank`.
         """
@@ -158,17 +161,29 @@ class Backbone:
                 "name": "tinker",
                 "seq_len": self.limits.length,
                 "model": {"path": str(directory), "dtype": "float32" if world.device.type == "cpu" else "bfloat16"},
-                "trainer": {"lora": {"rank": _RANK_STEP, "alpha": ALPHA}, "memory": {"lm_head_chunk": LOGIT_TOKENS}},
+                "trainer": {
+                    "lora": {"rank": RANK_STEP, "alpha": ALPHA},
+                    "memory": {"lm_head_chunk": LOGIT_TOKENS},
+                    "parallelism": (parallelism or Parallelism()).model_dump(),
+                },
             }
         )
         self.policy = build(recipe, world)
-        named = self.policy.model.named_parameters()
+        self.ranks = SharedCalls(world, self)
+        self._stacks: dict[str, torch.Tensor] = {}
+        """Stacks of adapters in use, for the experts of this rank."""
+        # Without the wrappers of activation checkpointing, because values, files and exports depend on the names.
+        named = [(canonical_fqn(name), parameter) for name, parameter in self.policy.model.named_parameters()]
         self._shapes = {name: parameter.shape[:-1] for name, parameter in named if lora.is_adapter(name)}
         """Shapes of adapters' parameters, without the rank."""
         if not self._shapes:
             raise ValueError("the trainer has no LoRA for this model type")
         self._owners = lora.RowOwners()
         lora.adapt_rows(self.policy.model, self._owners)
+
+    def fits(self, lengths: Sequence[Sequence[int]], ranks: Sequence[int]) -> bool:
+        """Return whether one batch has room for passes with the given lengths of sequences and ranks of adapters."""
+        return packing.fit(lengths, ranks, self.ranks.world.size)
 
     def adapter(self, config: LoraConfig) -> Adapter:
         """Return a new adapter, which changes nothing before its first step."""
@@ -183,30 +198,23 @@ class Backbone:
 
     def score(self, passes: Sequence[Pass]) -> list[Scores]:
         """Compute passes of different adapters. If one of them fails, all gradients are unchanged."""
-        stacks = self.use([each.adapter.parameters for each in passes])
+        self.use([each.adapter.parameters for each in passes])
+        terms = [(each.loss, each.config, each.backward) for each in passes]
         logprobs: list[list[NDArray[np.float32]]] = [[] for _ in passes]
         totals = [0.0] * len(passes)
         try:
-            for rows in _batches(passes):
+            for batch in packing.batches([each.data for each in passes], self.policy.dp_world, self.policy.cp_world):
                 for each in passes:
                     each.check()
-                self._assign([owner for owner, _ in rows])
-                loss = torch.zeros((), device=self.policy.device)
-                with torch.set_grad_enabled(any(passes[owner].backward for owner, _ in rows)):
-                    scores = self.logprobs([data for _, data in rows])
-                    parts = scores.split([sum(_targets(datum).size for datum in data) for _, data in rows])
-                    for (owner, data), part in zip(rows, parts, strict=True):
-                        each = passes[owner]
-                        terms = per_token(each.loss, each.config, part, self._inputs(data, each.loss))
-                        totals[owner] += terms.detach().double().sum().item()
-                        if each.backward:
-                            loss = loss + terms.sum()
-                        logprobs[owner] += _by_datum(part.detach().cpu().numpy(), data)
-                if loss.requires_grad:
-                    loss.backward()
+                scores = self.ranks.execute("_compute", batch, terms)
+                for (owner, data), (values, total) in zip((row for rows in batch for row in rows), scores, strict=True):
+                    totals[owner] += total
+                    if values.size:
+                        logprobs[owner] += packing.by_datum(values, data)
+            sums = self.ranks.execute("_sum_gradients") if any(each.backward for each in passes) else {}
             backward = [(index, each.adapter) for index, each in enumerate(passes) if each.backward]
             # Copies can run out of memory. All are made before any gradient changes. Adding in place needs no memory.
-            gradients = [pair for index, adapter in backward for pair in _gradients(adapter, stacks, index)]
+            gradients = [pair for index, adapter in backward for pair in _gradients(adapter, sums, index)]
             for parameter, gradient in gradients:
                 if parameter.grad is None:
                     parameter.grad = gradient
@@ -216,21 +224,78 @@ class Backbone:
             self.use([])  # frees the stacks
         return list(zip(logprobs, totals, strict=True))
 
-    def use(self, adapters: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _compute(
+        self, batch: Sequence[Sequence[Row]], terms: Sequence[_Terms]
+    ) -> list[tuple[NDArray[np.float32], float]]:
+        """Compute this rank's rows of a batch. Return the log-probabilities and the loss of each row of all ranks."""
+        rows = batch[self.policy.dp_rank]
+        self._assign([owner for owner, _ in rows])
+        computed = []
+        with torch.set_grad_enabled(any(terms[owner][2] for each in batch for owner, _ in each)):
+            scores = self.logprobs([data for _, data in rows])
+            loss = scores[:0].sum()  # in the graph, because a backward pass needs all ranks
+            parts = [part for _, part in self._shards([data for _, data in rows])]
+            by_row = scores.split([part.stop - part.start for part in parts])
+            for (owner, data), part, values in zip(rows, parts, by_row, strict=True):
+                name, config, backward = terms[owner]
+                inputs = {each: self._tensor(packing.joined(data, each)[part]) for each in LOSS_INPUTS[name][1:]}
+                losses = per_token(name, config, values, inputs)
+                if backward:
+                    loss = loss + losses.sum()
+                computed.append((values.detach().cpu().numpy(), losses.detach().double().sum().item()))
+        if loss.requires_grad:
+            loss.backward()
+        place = (self.policy.dp_rank, self.policy.cp_rank)
+        by_place = dict(self.ranks.collect((place, computed)))
+        shards_of_rows = [
+            [by_place[dp, cp][index] for cp in range(self.policy.cp_world)]
+            for dp, rows in enumerate(batch)
+            for index in range(len(rows))
+        ]
+        return [(np.concatenate([v for v, _ in shards]), sum(t for _, t in shards)) for shards in shards_of_rows]
+
+    def _sum_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of whole stacks, summed over all ranks. Only those on rank 0 are complete."""
+        sums = {}
+        for name, stack in self._stacks.items():
+            gradient = torch.zeros_like(stack) if stack.grad is None else stack.grad
+            if (experts := self._experts(name)) != slice(None):
+                whole = gradient.new_zeros(self._shapes[name][0], *gradient.shape[1:])
+                whole[experts] = gradient
+                gradient = whole
+            self.ranks.sum(gradient)
+            if self.ranks.world.is_main:
+                sums[name] = gradient
+        return sums
+
+    def use(self, adapters: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Make the model compute with the parameters of adapters. No adapters: the model itself.
 
-        If there are several, `_assign` selects one for each row. Returns the stacks, which get the gradients.
+        If there are several, `_assign` selects one for each row.
         """
         stacks: dict[str, torch.Tensor] = {}
         for name, shape in self._shapes.items():
             holders = {i: each[name].detach() for i, each in enumerate(adapters) if name in each}
             if holders:
-                rank = _padded_rank(tensor.shape[-1] for tensor in holders.values())
+                rank = packing.padded_rank(tensor.shape[-1] for tensor in holders.values())
                 stack = torch.zeros(*shape[:-1], len(adapters), shape[-1], rank, device=self.policy.device)
                 for index, tensor in holders.items():
                     _own(stack, index, tensor).copy_(tensor).mul_(_scale(name, tensor))
-                stacks[name] = stack.requires_grad_()
-        self._owners.adapters = len(adapters)
+                stacks[name] = stack
+        self._stacks = stacks
+        self.ranks.execute("_attach", len(adapters), {name: stack.shape for name, stack in stacks.items()})
+
+    def _attach(self, adapters: int, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Get stacks of these shapes from rank 0, which has them already, and let the model compute with them."""
+        whole, self._stacks = self._stacks if self.ranks.world.is_main else {}, {}
+        for name, shape in shapes.items():
+            stack = whole.pop(name, None)
+            if stack is None:
+                stack = torch.empty(*shape, device=self.policy.device)
+            self.ranks.broadcast(stack)
+            experts = self._experts(name)
+            self._stacks[name] = (stack if experts == slice(None) else stack[experts].clone()).requires_grad_()
+        self._owners.adapters = adapters
         self._assign([])
         for name in self._shapes:
             if name.endswith(lora.A):
@@ -238,9 +303,16 @@ class Backbone:
                 path, _, attribute = weight.rpartition(".")
                 pairs = self.policy.model.get_submodule(path).row_adapters
                 pairs.pop(attribute, None)
-                if name in stacks:
-                    pairs[attribute] = lora.RowAdapters(stacks[name], stacks[weight + lora.B], self._owners)
-        return stacks
+                if name in shapes:
+                    pairs[attribute] = lora.RowAdapters(self._stacks[name], self._stacks[weight + lora.B], self._owners)
+
+    def _experts(self, name: str) -> slice:
+        """Return the experts of a parameter that this rank computes: all without expert parallelism."""
+        mesh = self.policy.dims.get_optional_mesh("ep")
+        if mesh is None or not lora.is_experts(name):
+            return slice(None)
+        count = self._shapes[name][0] // mesh.size()
+        return slice(mesh.get_local_rank() * count, (mesh.get_local_rank() + 1) * count)
 
     def _assign(self, owners: Sequence[int]) -> None:
         """Set the adapter of each row, by its index in `use`."""
@@ -251,25 +323,31 @@ class Backbone:
     def logprobs(self, rows: Sequence[Sequence[Datum]]) -> torch.Tensor:
         """Return the log-probabilities of the targets of rows of sequences, float32 [targets of all rows].
 
-        The targets of a sequence are [tokens] or [tokens, targets per token].
+        The targets of a sequence are [tokens] or [tokens, targets per token]. With context parallelism, the result has
+        those in this rank's shard of each row.
         """
-        width = max(sum(len(datum.tokens) for datum in row) for row in rows)
+        width, shards = packing.width(rows, self.policy.cp_world), self._shards(rows)
         tokens, positions = np.zeros((2, len(rows), width), np.int64)
-        places = []
         for index, row in enumerate(rows):
             start = 0
             for datum in row:
                 end = start + len(datum.tokens)
                 tokens[index, start:end], positions[index, start:end] = datum.tokens, np.arange(end - start)
-                targets_per_token = _targets(datum)[:1].size
-                places.append(np.repeat(np.arange(start, end) + index * width, targets_per_token))
                 start = end
             positions[index, start:] = np.arange(width - start)  # padding is a sequence of its own
-        labels = self._tensor(np.concatenate([_targets(datum).ravel() for row in rows for datum in row]))
+        local = width // self.policy.cp_world
+        places = np.concatenate([index * local + places for index, (places, _) in enumerate(shards)])
+        chosen = [packing.joined(row, "target_tokens")[part] for row, (_, part) in zip(rows, shards, strict=True)]
+        labels = self._tensor(np.concatenate(chosen))
         ones = torch.ones_like(labels, dtype=torch.float32)
-        with self.policy.model.lm_head.scoring(labels, ones, self._tensor(np.concatenate(places))):
+        with self.policy.model.lm_head.scoring(labels, ones, self._tensor(places)):
             (scores,) = self.policy.logits(self._tensor(tokens), self._tensor(positions))
         return scores[0]
+
+    def _shards(self, rows: Sequence[Sequence[Datum]]) -> list[tuple[NDArray[np.int64], slice]]:
+        """Return where each row has targets in this rank's shard of it, and which ones."""
+        size = packing.width(rows, self.policy.cp_world) // self.policy.cp_world
+        return [packing.shard(row, self.policy.cp_rank * size, size) for row in rows]
 
     def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits after rows of tokens [rows, length], float32 [rows, vocabulary], without gradient."""
@@ -304,59 +382,10 @@ class Backbone:
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.policy.device)
 
-    def _inputs(self, batch: Sequence[Datum], loss: str) -> dict[str, torch.Tensor]:
-        values = {name: [d.inputs[name].ravel() for d in batch] for name in LOSS_INPUTS[loss][1:]}
-        return {name: self._tensor(np.concatenate(arrays)) for name, arrays in values.items()}
-
-
-def fit(lengths: Sequence[Sequence[int]], ranks: Sequence[int]) -> bool:
-    """Return whether one batch has room for passes with the given lengths of sequences and ranks of adapters."""
-    if len(ranks) * _padded_rank(ranks) > STACKED_RANKS:
-        return False
-    longest = max((length for each in lengths for length in each), default=0)
-    return longest * sum(len(_pack(each, longest)) for each in lengths) <= BATCH_TOKENS
-
-
-def _batches(passes: Sequence[Pass]) -> list[list[_Row]]:
-    """Return batches of about BATCH_TOKENS, or of one longer sequence. The rows of a pass follow each other."""
-    lengths = [[len(datum.tokens) for datum in each.data] for each in passes]
-    # One long row needs no padding. But on CPUs, the cost of attention is quadratic in the length of a row.
-    alone = len(passes) == 1 and not compat.ON_CPU
-    room = BATCH_TOKENS if alone else max(length for each in lengths for length in each)
-    rows = [(index, each.data[part]) for index, each in enumerate(passes) for part in _pack(lengths[index], room)]
-    count = max(1, BATCH_TOKENS // room)
-    return [rows[start : start + count] for start in range(0, len(rows), count)]
-
-
-def _pack(lengths: Sequence[int], room: int) -> list[slice]:
-    """Split consecutive sequences into rows of at most `room` tokens, or of one longer sequence."""
-    starts, used = [0], 0
-    for index, length in enumerate(lengths):
-        if used and used + length > room:
-            starts.append(index)
-            used = 0
-        used += length
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(lengths)], strict=True)]
-
-
-def _padded_rank(ranks: Iterable[int]) -> int:
-    """Return the rank of a stack of adapters."""
-    return -(-max(ranks) // _RANK_STEP) * _RANK_STEP
-
 
 def _own(stack: torch.Tensor, index: int, parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter's part of a stack [..., adapters, size, rank]."""
     return stack.select(-3, index)[..., : parameter.shape[-1]]
-
-
-def _targets(datum: Datum) -> NDArray[Any]:
-    return datum.inputs["target_tokens"]
-
-
-def _by_datum(values: NDArray[np.float32], data: Sequence[Datum]) -> list[NDArray[np.float32]]:
-    """Split values of targets by datum, in the shapes of the targets."""
-    parts = np.split(values, np.cumsum([_targets(datum).size for datum in data])[:-1])
-    return [part.reshape(_targets(datum).shape) for part, datum in zip(parts, data, strict=True)]
 
 
 def _scale(name: str, parameter: torch.Tensor) -> float:
@@ -364,13 +393,11 @@ def _scale(name: str, parameter: torch.Tensor) -> float:
 
 
 def _gradients(
-    adapter: Adapter, stacks: Mapping[str, torch.Tensor], index: int
+    adapter: Adapter, sums: Mapping[str, torch.Tensor], index: int
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Yield the adapter's parameters, and what this pass adds to their gradients."""
     for name, parameter in adapter.parameters.items():
-        gradient = stacks[name].grad
-        assert gradient is not None
-        part = _own(gradient, index, parameter).mul_(_scale(name, parameter))
+        part = _own(sums[name], index, parameter).mul_(_scale(name, parameter))
         # A first gradient is a copy, because a view would keep the stack in memory.
         yield parameter, part.clone() if parameter.grad is None else part
 

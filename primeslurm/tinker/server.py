@@ -10,12 +10,17 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from primeslurm.base.errors import UsageError, Violation
+from primeslurm.recipe.sections.trainer import Parallelism
 from primeslurm.tinker.store import FIRST_USER, TinkerStore
 from primeslurm.wire.transport import secret
+
+if TYPE_CHECKING:
+    from primeslurm.trainer.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,18 @@ class TinkerServer:
     engines: tuple[str, ...] = ()
     """URLs of the engines that sample. None: the trainer's model samples."""
 
-    def serve(self, model: str, max_rank: int, users: Mapping[str, str] | None = None) -> None:
+    def serve(
+        self,
+        model: str,
+        max_rank: int,
+        users: Mapping[str, str] | None = None,
+        world: World | None = None,
+        parallelism: Parallelism | None = None,
+    ) -> None:
         """Load the model, and answer requests until SIGINT or SIGTERM. Raises UsageError if it cannot be trained.
 
-        `users` has the user of each key. Default: those of `keys`.
+        `users` has the user of each key. Default: those of `keys`. `world` has the ranks that train (None: this one
+        alone), and `parallelism` how they share the work. Several ranks need engines that sample.
         """
         # These import torch, for seconds.
         from primeslurm.tinker.backbone import Backbone
@@ -43,9 +56,9 @@ class TinkerServer:
         from primeslurm.tinker.service import Service
         from primeslurm.trainer.distributed.world import alone
 
-        world = alone()
+        world = world or alone()
         try:
-            backbone = Backbone(model, max_rank, world)
+            backbone = Backbone(model, max_rank, world, parallelism)
         except (OSError, ValueError) as error:
             raise UsageError([Violation("--model", model, str(error))]) from None
         engines = EngineSampler(self.engines, backbone.limits) if self.engines else None
@@ -64,6 +77,7 @@ class TinkerServer:
                 uvicorn.Server(config).run(sockets=[self.listener])
         finally:
             service.close()
+            backbone.ranks.close()
             world.close()
 
 

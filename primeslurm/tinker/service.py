@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from primeslurm.run.tenants import user_of
 from primeslurm.tinker import requests
-from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, fit, saved
+from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, saved
 from primeslurm.tinker.engine_sampler import EngineSampler
 from primeslurm.tinker.queue import Action, InOrder, Requests, Result, Shared, fail, settled
 from primeslurm.tinker.requests import (
@@ -192,7 +192,7 @@ class Service:
 
     def fits(self, works: Sequence[RunPass]) -> bool:
         """Return whether passes can share a batch. Longer ones are computed one by one."""
-        return fit([each.request.lengths for each in works], [each.run.lora.rank for each in works])
+        return self._backbone.fits([each.request.lengths for each in works], [each.run.lora.rank for each in works])
 
     def cost(self, work: RunPass) -> float:
         return float(sum(work.request.lengths))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from primeslurm.plan.checks.engine_rules import ENGINE_RULES
 from primeslurm.plan.checks.joint_rules import JOINT_RULES
 from primeslurm.plan.checks.rule import Rule, RuleContext
-from primeslurm.plan.checks.trainer_rules import TRAINER_RULES
+from primeslurm.plan.checks.trainer_rules import SHARED_WORK, TRAINER_RULES
 from primeslurm.plan.model import Finding
 
 GROUPS: dict[str, tuple[Rule, ...]] = {
@@ -18,7 +18,9 @@ GROUPS: dict[str, tuple[Rule, ...]] = {
 def conflicts(context: RuleContext) -> list[Finding]:
     """Return a finding for every rule that the recipe breaks on its site."""
     engine_rules = (*JOINT_RULES, *ENGINE_RULES) if context.serves else ()
-    trainer_rules = TRAINER_RULES if context.trains else ()
+    trainer_rules: tuple[Rule, ...] = TRAINER_RULES if context.trains else ()
+    if context.recipe.task == "tenants":
+        trainer_rules = tuple(rule for rule in TRAINER_RULES if rule.field in SHARED_WORK)
     return [
         Finding(
             level=rule.level,

@@ -203,6 +203,9 @@ def _vision_dtype(context: RuleContext) -> str:
 
 _EP = "trainer.parallelism.ep"
 _CP = "trainer.parallelism.cp"
+_CP_STYLE = "trainer.parallelism.cp_style"
+# Fields whose rules also hold for the ranks of a Tinker service
+SHARED_WORK = (_EP, _CP, _CP_STYLE)
 TRAINER_RULES = (
     Rule("deepep-without-ep", "error", "trainer.parallelism.ep_backend", "ep_backend deepep needs expert parallelism",
          lambda c: when(c.deepep and c.recipe.trainer.parallelism.ep == 1, "ep is 1"),
@@ -245,7 +248,7 @@ TRAINER_RULES = (
          "Ulysses exchanges tokens for heads"),
     Rule("trainer-cp-recurrent-heads", "error", _CP, "cp must divide the number of heads of recurrent layers as well",
          _cp_recurrent_heads, "use a divisor of both numbers of heads", "Ulysses exchanges tokens for heads"),
-    Rule("trainer-cp-recurrent-style", "error", "trainer.parallelism.cp_style",
+    Rule("trainer-cp-recurrent-style", "error", _CP_STYLE,
          "Models with recurrent layers need cp_style ulysses", _cp_recurrent_style, "set cp_style: ulysses",
          "a state depends on all tokens before it"),
     Rule("trainer-compile", "error", "trainer.compile", "compile needs bfloat16", _compile, "set compile: false",

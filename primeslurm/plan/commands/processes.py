@@ -68,20 +68,10 @@ def trainer_command(
     argv: tuple[str, ...] = ("${python}", "-m", "primeslurm.trainer", *_OF_RUN, "--device", site.device)
     if recipe.task == "rl":
         argv += ("--orchestrator", "tcp://${addr:orchestrator:wire}")
-    env = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "${host:trainer-rank-0}",
-        "MASTER_PORT": "${port:trainer-rank-0:master}",
-    }
+    env = _rank_env(recipe, site, "trainer-rank-0", rank, local_rank, local_world, world, cpus)
     if recipe.trainer.compile or site.device == "cuda":
         env |= COMPILED_CODE
-    if site.device == "cuda":  # NCCL's watchdog must not be faster than our timeouts
-        env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(round(PhaseLimits.of(recipe).control_s))
-        # By default, each rank would use all cores of the node for the optimizer step in host memory.
-        env |= {} if "OMP_NUM_THREADS" in site.env else {"OMP_NUM_THREADS": str(cpus)}
+    if site.device == "cuda":
         if not any(name in site.env or name in (*site.pass_env, *recipe.pass_env) for name in ALLOC_CONF):
             # Without it, rows of different lengths fragment memory: 31 of 140 GB with GLM-5's longest rows.
             env[ALLOC_CONF[0]] = EXPANDABLE
@@ -96,15 +86,37 @@ def trainer_command(
     return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else (), scratch=copies)
 
 
-def tinker_command(recipe: Recipe, device: str, router: str) -> Command:
-    """Return the command of a deployment's Tinker service, whose clients sample through a router."""
-    assert recipe.tenants is not None
-    argv = (
-        *("${python}", "-m", "primeslurm.tinker", "--model", recipe.model.path, "--run-dir", "${run_dir}"),
-        *("--host", "${host}", "--port", "${port:http}", "--max-rank", str(recipe.tenants.max_rank)),
-        *("--engines", url_of(router)),
-    )
-    return Command(argv=argv, env=COMPILED_CODE if device == "cuda" else {}, ports=("http",))
+def _rank_env(
+    recipe: Recipe, site: Site, first: str, rank: int, local_rank: int, local_world: int, world: int, cpus: int
+) -> dict[str, str]:
+    """Return the variables of one of `world` ranks that meet at the process `first`."""
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": f"${{host:{first}}}",
+        "MASTER_PORT": f"${{port:{first}:{RENDEZVOUS_PORT}}}",
+    }
+    if site.device == "cuda":  # NCCL's watchdog must not be faster than our timeouts
+        env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(round(PhaseLimits.of(recipe).control_s))
+        # By default, each rank would use all cores of the node for the optimizer step in host memory.
+        env |= {} if "OMP_NUM_THREADS" in site.env else {"OMP_NUM_THREADS": str(cpus)}
+    return env
+
+
+def tinker_command(
+    recipe: Recipe, site: Site, router: str, *, rank: int, local_rank: int, local_world: int, world: int, cpus: int
+) -> Command:
+    """Return the command of one rank of a deployment's Tinker service, whose clients sample through a router."""
+    argv: tuple[str, ...] = ("${python}", "-m", "primeslurm.tinker", "--recipe", RECIPE, "--run-dir", "${run_dir}")
+    env = COMPILED_CODE if site.device == "cuda" else {}
+    if world > 1:
+        env = env | _rank_env(recipe, site, TINKER, rank, local_rank, local_world, world, cpus)
+    if rank:
+        return Command(argv=argv, env=env, ports=())
+    argv += ("--host", "${host}", "--port", "${port:http}", "--engines", url_of(router))
+    return Command(argv=argv, env=env, ports=("http", RENDEZVOUS_PORT) if world > 1 else ("http",))
 
 
 def tenant_host_command(router: str) -> Command:

@@ -122,7 +122,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
     copied &= count(shape).total * dtype_bytes <= ONE_RANK_COPY_BYTES
     tokens, logits = trainer.rows_at_once(recipe.seq_len) * recipe.seq_len // p.cp, trainer.memory.lm_head_chunk
     if recipe.tenants is not None:
-        tokens, logits = max(BATCH_TOKENS, recipe.seq_len), LOGIT_TOKENS
+        tokens, logits = max(BATCH_TOKENS, recipe.seq_len // p.cp), LOGIT_TOKENS
     return TrainerLayout(
         shard=gpus // p.dp_replicate,
         ep=p.ep,
@@ -133,6 +133,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         keeps_selection=trainer.memory.keep_dsa_indices,
         logit_tokens=logits,
         lora_parameters=_adapter_parameters(recipe, shape),
+        whole_adapters=recipe.tenants is not None,
         dtype_bytes=dtype_bytes,
         state_bytes=STATE_BYTES[trainer.optimizer.type],
         reshard=p.reshard_after_forward and not copied,

@@ -40,6 +40,7 @@ class TrainerLayout:
     activation_offload: bool = False
     logit_tokens: int | None = None  # Tokens whose logits exist at once. None: all.
     lora_parameters: int = 0  # Trained parameters. 0: all of the model.
+    whole_adapters: bool = False  # whether one rank has all adapters, instead of a shard on each
     dtype_bytes: int = 2  # bytes per element of compute
     state_bytes: int = 8  # bytes of optimizer state per trained parameter: two float32 moments with AdamW
     reshard: bool = True  # whether gathered layers are freed after their forward pass
@@ -96,12 +97,13 @@ def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
     per_logit = LOGIT_BYTES + (KEPT_LOGIT_BYTES if layout.draft_layer else 0)
     logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * shape.vocab * per_logit
     gathered = _gathered(shape, layout)
-    own_state = on_gpu * state // layout.shard
+    owners = 1 if layout.whole_adapters else layout.shard
+    own_state = on_gpu * state // owners
     if layout.state_offload:
         own_state = max(0, _state_buffers(shape, layout, trained) - gathered - activations - logits)
     return TrainerMemory(
         weights=on_gpu * masters // layout.shard,
-        gradients=on_gpu * gradients // layout.shard + _unreduced(shape, layout, trained),
+        gradients=on_gpu * gradients // owners + _unreduced(shape, layout, trained),
         optimizer=own_state,
         gathered=gathered,
         activations=activations,

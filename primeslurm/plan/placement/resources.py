@@ -163,8 +163,6 @@ def _role_requests(recipe: Recipe) -> list[_RoleRequest]:
     gpus = deployment.train.gpus_per_node
     if recipe.colocated and gpus is None and not isinstance(inference, Disaggregated):
         gpus = inference.gpus_per_node
-    if recipe.task == "tenants":
-        gpus = 1  # the Tinker service has one rank
     train = _RoleRequest("train", "deployment.train", deployment.train.nodes, gpus)
     if recipe.task == "sft":
         return [train]

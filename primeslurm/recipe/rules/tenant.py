@@ -11,7 +11,7 @@ from primeslurm.recipe.sections.tenant import ALPHA
 from primeslurm.recipe.sections.trainer import Lora, Memory, Parallelism
 
 _OF_DEPLOYMENT = "the deployment has the nodes and engines, which all tenants share"
-_PASSES = "the Tinker service computes the passes, in one rank and with its own settings"
+_PASSES = "the Tinker service computes the passes with the deployment's settings"
 _WHOLE = "a Tinker service writes adapters and checkpoints whole"
 _TEACHER = "a tenant has no engines of its own, and the deployment's score no prompts"
 _ENTROPIES = "may read entropies, which a Tinker service does not return"

@@ -12,7 +12,7 @@ _LEAVE_OUT = "leave it out"
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Return what the recipe of a deployment lacks, and every setting that does not work with adapters of tenants."""
-    inference, train = recipe.inference, recipe.deployment.train
+    inference, parallelism = recipe.inference, recipe.trainer.parallelism
     router, shape = inference.router, recipe.deployment.inference
     problems = []
     if recipe.tenants is None:
@@ -23,10 +23,9 @@ def violations(recipe: Recipe) -> list[Violation]:
         problems.append(Violation("environments", labels, _OF_TENANT, _LEAVE_OUT))
     if recipe.trainer.lora is not None:
         problems.append(Violation("trainer.lora", f"rank {recipe.trainer.lora.rank}", _OF_TENANT, _LEAVE_OUT))
-    if train.nodes * (train.gpus_per_node or 1) > 1:
-        field = "nodes" if train.nodes > 1 else "gpus_per_node"
-        why = "the Tinker service trains on one GPU"
-        problems.append(Violation(f"deployment.train.{field}", str(getattr(train, field)), why, "use 1"))
+    if parallelism.ep_backend != "torch":
+        why = "it does not send the adapter of a token"
+        problems.append(Violation("trainer.parallelism.ep_backend", parallelism.ep_backend, why, "use torch"))
     if isinstance(shape, Disaggregated):
         why = "adapters of tenants were not tested with prefill and decode engines"
         problems.append(Violation("deployment.inference.type", shape.type, why, "use single_node or multi_node"))

@@ -77,26 +77,42 @@ class RowAdapters:
         return _grouped(x, a, b, offsets)
 
 
-def adapt_rows(model: Any, owners: RowOwners) -> None:
-    """Let each module compute with its `row_adapters`, by weight, instead of its own adapters.
+class _RowDispatcher:
+    """A dispatcher whose tokens, in their order by expert, are also sorted by adapter."""
 
-    Expert parallelism is not supported, because tokens of other ranks come without their adapter.
-    """
+    def __init__(self, dispatcher: Any, experts: Any, owners: RowOwners) -> None:
+        self._dispatcher, self._experts, self._owners = dispatcher, experts, owners
+        self._count = dispatcher.num_experts
 
-    def count_tokens(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        ids, counts = inputs[2:]  # the experts of each token [rows, length, top_k], and the tokens of each expert
-        if owners.index is not None:
-            # The dispatcher's sort by expert is stable, so that an expert's tokens stay in the order of the rows.
-            pairs = (ids * owners.adapters + owners.index[:, None, None]).flatten()
+    def dispatch(
+        self, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Send tokens [tokens, in] to the experts `ids` [tokens, top_k]. Set the experts' `adapter_ends`."""
+        adapters, index = max(1, self._owners.adapters), self._owners.index
+        if index is not None:
+            # To the dispatcher, each pair of an expert and an adapter is an expert, wherever its tokens come from.
+            ids = ids * adapters + index[:, None].expand(-1, len(x) // len(index)).reshape(-1, 1)
             # Unlike `bincount`, this does not wait for a GPU.
-            counts = pairs.new_zeros(len(counts) * owners.adapters).scatter_add_(0, pairs, torch.ones_like(pairs))
-        module.inner_experts.adapter_ends = counts.cumsum(0, dtype=torch.int32)
+            counts = ids.new_zeros(len(counts) * adapters).scatter_add_(
+                0, ids.flatten(), torch.ones_like(ids.flatten())
+            )
+        self._dispatcher.num_experts = self._count * adapters
+        rows, counts, state = self._dispatcher.dispatch(x, scores, ids, counts)
+        self._experts.adapter_ends = counts.cumsum(0, dtype=torch.int32)
+        return rows, counts if index is None else counts.view(-1, adapters).sum(1), state
 
+    def combine(self, *arguments: Any) -> torch.Tensor:
+        combined: torch.Tensor = self._dispatcher.combine(*arguments)
+        return combined
+
+
+def adapt_rows(model: Any, owners: RowOwners) -> None:
+    """Let each module compute with its `row_adapters`, by weight, instead of its own adapters."""
     for module in model.modules():
         if hasattr(module, "row_adapters"):
             module.row_adapters = {}
-        elif isinstance(module, RoutedExperts):
-            module.register_forward_pre_hook(count_tokens)
+        elif isinstance(module, RoutedExperts) and hasattr(module.inner_experts, "row_adapters"):
+            module.token_dispatcher = _RowDispatcher(module.token_dispatcher, module.inner_experts, owners)
 
 
 def convert(draft: ModelDraft) -> None:
@@ -118,6 +134,11 @@ def convert(draft: ModelDraft) -> None:
 
 def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
+
+
+def is_experts(name: str) -> bool:
+    """Return whether an adapter's parameter has a pair for each expert."""
+    return name.endswith(tuple(weight + suffix for weight in EXPERT_WEIGHTS for suffix in (A, B)))
 
 
 def base_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,9 +11,10 @@ import torch
 
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss
 from primeslurm.recipe.sections.tenant import ALPHA
-from primeslurm.tinker.backbone import Adapter, Backbone, Pass, _scale, fit
+from primeslurm.tinker.backbone import Adapter, Backbone, Pass, _scale
 from primeslurm.tinker.losses import per_token
 from primeslurm.tinker.requests import AdamParams, Config, Datum, LoraConfig, RequestError
+from primeslurm.tinker.rows import fit
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.components.loss import Documents, importance, surrogate

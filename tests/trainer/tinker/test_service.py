@@ -85,7 +85,7 @@ def test_waiting_passes_of_several_runs_are_computed_together(
         return logprobs(rows)
 
     monkeypatch.setattr(backbone, "logprobs", recorded)
-    monkeypatch.setattr("primeslurm.tinker.backbone.STACKED_RANKS", ranks)
+    monkeypatch.setattr("primeslurm.tinker.rows.STACKED_RANKS", ranks)
     *runs, broken = [api.create_run(session, number, rank=4 + 4 * (number % 3)) for number in range(4)]
     api.service._worker.submit(go.wait, 10)
     sent = [api.send_pass(run, 1, make_data(number, 5, 9)) for number, run in enumerate(runs)]
@@ -293,7 +293,7 @@ def test_poll_at_the_end_of_the_service_is_answered(api: Api, monkeypatch: pytes
 
 def test_ended_session_stops_a_pass_between_batches(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     run = api.service._runs[api.create_run(api.session())]
-    monkeypatch.setattr("primeslurm.tinker.backbone.BATCH_TOKENS", 5)
+    monkeypatch.setattr("primeslurm.tinker.rows.BATCH_TOKENS", 5)
     checks = iter([None, None, RequestError("session_id", "", "has ended")])
 
     def check() -> None:
