@@ -41,6 +41,8 @@ class Capabilities:
     compiled_with: frozenset[str] | None = None
     """Modes (`fp8`, `lora`, `router_replay`, `cp` as Ulysses), beside plain bfloat16, in which layers are compiled by
     default, because it was faster on GPUs with documents of changing lengths. None: only if the recipe asks."""
+    prefix_sharing: bool = False
+    """Documents with the same prompt can share its tokens in a row."""
     offload: bool = True
     """Activations, or master weights and optimizer state, can be kept in host memory."""
 

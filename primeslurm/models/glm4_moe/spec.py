@@ -8,7 +8,11 @@ FAMILY = Family(
     name="glm4_moe",
     model_types={
         "glm4_moe": replace(
-            MOE, draft_layer=True, compile=True, compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"})
+            MOE,
+            prefix_sharing=True,
+            draft_layer=True,
+            compile=True,
+            compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"}),
         )
     },
     parsers={

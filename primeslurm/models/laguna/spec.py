@@ -6,7 +6,7 @@ from primeslurm.models.family import ATTENTION, EXPERTS, MOE, SWIGLU, Family, Re
 
 FAMILY = Family(
     name="laguna",
-    model_types={"laguna": replace(MOE, compile=True)},
+    model_types={"laguna": replace(MOE, prefix_sharing=True, compile=True)},
     traits=Traits(qk_norm=True, attention_gate="head"),
     renderer="laguna-xs.2",
     renderers={r"laguna-?m\.1": "laguna-m.1", r"laguna-?xs-?2\.1": "laguna-xs-2.1", r"laguna-?s-?2\.1": "laguna-s-2.1"},

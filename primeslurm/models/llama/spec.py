@@ -7,7 +7,9 @@ from primeslurm.models.family import ATTENTION, DENSE, SWIGLU, Family
 FAMILY = Family(
     name="llama",
     model_types={
-        "llama": replace(DENSE, compile=True, compiled_with=frozenset({"fp8"}), engine_lora=ATTENTION | SWIGLU)
+        "llama": replace(
+            DENSE, prefix_sharing=True, compile=True, compiled_with=frozenset({"fp8"}), engine_lora=ATTENTION | SWIGLU
+        )
     },
     renderer="llama-3",
     lora_targets=ATTENTION | SWIGLU,

@@ -20,8 +20,8 @@ QWEN_ENCODER = {
 FAMILY = Family(
     name="qwen3_vl",
     model_types={
-        "qwen3_vl": replace(DENSE, fp8_checkpoint=False, images=True),
-        "qwen3_vl_moe": replace(MOE, fp8_checkpoint=False, images=True),
+        "qwen3_vl": replace(DENSE, prefix_sharing=True, fp8_checkpoint=False, images=True),
+        "qwen3_vl_moe": replace(MOE, prefix_sharing=True, fp8_checkpoint=False, images=True),
     },
     traits=Traits(qk_norm=True, expert_stacks=True, vision=VisionDefaults(QWEN_ENCODER, deepstack=(8, 16, 24))),
     renderer="qwen3-vl",

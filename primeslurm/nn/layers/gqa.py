@@ -29,6 +29,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from primeslurm.nn.checkpoint_names import TableAdapter
 from primeslurm.nn.layers import vision
 from primeslurm.nn.layers.common import build_parts, embedding_and_head, linear, model_spec, norm
+from primeslurm.nn.layers.prefix_tree import branch_keys, branch_mask
 from primeslurm.nn.layers.rotary import Rotary
 
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
@@ -123,18 +124,26 @@ class GqaDecoder(vision.Decoder):
                         expert_param_layout=_EXPERTS_LAYOUT,
                     )
 
-    def get_attention_masks(self, positions: torch.Tensor) -> Any:
-        """Return varlen metadata for packed rows [rows, length]; for flex attention, a mask by window."""
+    def get_attention_masks(self, positions: torch.Tensor, branches: torch.Tensor | None = None) -> Any:
+        """Return varlen metadata for packed rows [rows, length]; for flex attention, a mask by window.
+
+        `branches` are those of `nn.layers.prefix_tree`. None: no documents share a prefix.
+        """
         attention = self.config.first_attention
         if isinstance(attention.inner_attention, VarlenAttention.Config):
-            return create_varlen_metadata_for_document(positions)
-        documents = [get_causal_mask_mod(), get_efficient_causal_mask_mod_for_packed_document(positions)]
+            documents = create_varlen_metadata_for_document
+            return documents(positions) if branches is None else branch_keys(positions, branches)
         return {
-            window: self._create_flex_attention_mask(
-                positions, attention, [*documents, get_sliding_window_mask_mod(window)] if window else documents
-            )
+            window: self._create_flex_attention_mask(positions, attention, _flex_rules(positions, branches, window))
             for window in {layer.attention.window: None for layer in self.config.layers}
         }
+
+
+def _flex_rules(positions: torch.Tensor, branches: torch.Tensor | None, window: int | None) -> list[Any]:
+    if branches is not None:
+        return [branch_mask(positions, branches, window)]
+    documents = [get_causal_mask_mod(), get_efficient_causal_mask_mod_for_packed_document(positions)]
+    return [*documents, get_sliding_window_mask_mod(window)] if window else documents
 
 
 def attention(

@@ -50,8 +50,8 @@ def parallelize(
 
 
 # Names that the compiler gives to values that differ between micro batches: the number of documents, the longest one,
-# and the keys that a shard of a row sees
-_VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
+# the keys that a shard of a row sees, and the keys of documents that share a prefix
+_VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]", r".*\.key_index:0")
 # The same for the length of rows: the second dimension of hidden states, positions and replayed experts, and all sizes
 # of flex attention's masks
 _LENGTHS = (

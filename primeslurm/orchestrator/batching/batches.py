@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,7 +22,8 @@ import msgspec
 import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
-from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, RowLengths, encode, pack
+from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, PrefixTree, RowLengths, encode, pack
+from primeslurm.orchestrator.batching.prefix_trees import pack_trees
 from primeslurm.orchestrator.dispatch.staleness import AgeLimit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
@@ -213,8 +213,9 @@ class Batches:
             has_images=any(doc.images for doc in docs),
             rows_at_once=0 if lengths.multiple is None else 1,
         )
-        rows = pack(docs, lengths, ranks)
-        common = Common.of(docs, recipe.orchestrator.sampling.temperature)
+        rows = (pack_trees if recipe.trainer.prefix_sharing else pack)(docs, lengths, ranks)
+        trees = any(isinstance(each, PrefixTree) for mine in rows for row in mine for each in row.documents)
+        common = Common.of(docs, recipe.orchestrator.sampling.temperature, has_branches=trees)
         return _Packed(info, rows, common, _kept_documents(rows, {id(docs[number]): number for number in numbers}))
 
 
@@ -222,10 +223,10 @@ def _kept_documents(ranks: Sequence[Sequence[PackedRow]], numbers: Mapping[int, 
     """Return where the rows of each rank have the documents with these numbers, given by `id`."""
     return [
         tuple(
-            KeptDocument(numbers[id(document)], index, end - len(document), len(document))
+            KeptDocument(numbers[id(doc)], index, start, len(doc), segment.start)
             for index, row in enumerate(rows)
-            for document, end in zip(row.documents, accumulate(map(len, row.documents)), strict=True)
-            if id(document) in numbers
+            for start, segment in row.placed()
+            if (doc := segment.document) is not None and segment.end == len(doc) and id(doc) in numbers
         )
         for rows in ranks
     ]

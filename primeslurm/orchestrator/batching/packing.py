@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,10 +58,34 @@ class Document:
 
 
 @dataclass(frozen=True)
+class PrefixTree:
+    """Documents that begin with the same tokens: their prefix, and then the rest of each, which is a branch."""
+
+    documents: tuple[Document, ...]
+    prefix: int  # number of tokens that the documents share, below the length of each
+
+    def __len__(self) -> int:
+        return self.prefix + sum(len(document) - self.prefix for document in self.documents)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of a document, or padding if `document` is None."""
+
+    document: Document | None
+    start: int
+    end: int
+    branch: int = 0  # as in `Row.branches`
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
 class PackedRow:
     """The documents of a row, one after another. The rest of `length` is padding."""
 
-    documents: tuple[Document, ...]
+    documents: tuple[Document | PrefixTree, ...]
     length: int
 
     @property
@@ -69,6 +94,22 @@ class PackedRow:
         lengths = [len(document) for document in self.documents]
         padding = self.length - sum(lengths)
         return [*lengths, padding] if padding else lengths
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield the documents in the order of their tokens; of a tree, its prefix and branches. The last is padding."""
+        for each in self.documents:
+            if isinstance(each, PrefixTree):
+                yield Segment(each.documents[0], 0, each.prefix)
+                for number, document in enumerate(each.documents, 1):
+                    yield Segment(document, each.prefix, len(document), number)
+            else:
+                yield Segment(each, 0, len(each))
+        yield Segment(None, 0, self.length - sum(map(len, self.documents)))
+
+    def placed(self) -> Iterator[tuple[int, Segment]]:
+        """Return the segments with the position of their first token in the row."""
+        segments = list(self.segments())
+        return zip(accumulate(map(len, segments), initial=0), segments, strict=False)
 
 
 class RowLengths(NamedTuple):
@@ -94,14 +135,22 @@ def row_cost(lengths: Sequence[int]) -> float:
     return sum(length * (1 + length / ATTENTION_TOKENS) for length in lengths)
 
 
-def pack(docs: Sequence[Document], lengths: RowLengths, ranks: int) -> list[list[PackedRow]]:
+def cost(of: Document | PrefixTree) -> float:
+    """Return the cost of a document or tree, as in `row_cost`."""
+    if isinstance(of, Document):
+        return row_cost([len(of)])
+    squares = sum(len(document) ** 2 - of.prefix**2 for document in of.documents) + of.prefix**2
+    return len(of) + squares / ATTENTION_TOKENS
+
+
+def pack(docs: Sequence[Document | PrefixTree], lengths: RowLengths, ranks: int) -> list[list[PackedRow]]:
     """Pack documents into equally many rows for each rank, the most expensive first."""
-    sizes, (longest, multiple) = [len(doc) for doc in docs], lengths
+    sizes, of_each, (longest, multiple) = [len(doc) for doc in docs], [cost(doc) for doc in docs], lengths
     bins = _fit(sizes, longest)
     per_rank = max(1, -(-len(bins) // ranks))
     if multiple is not None:
-        bins = _spread(sizes, longest, per_rank * ranks) or bins
-    costs = [row_cost([sizes[i] for i in members]) for members in bins]
+        bins = _spread(sizes, of_each, longest, per_rank * ranks) or bins
+    costs = [sum(of_each[i] for i in members) for members in bins]
 
     def row(members: Sequence[int]) -> PackedRow:
         used = sum(sizes[i] for i in members)
@@ -126,18 +175,18 @@ def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def _spread(lengths: Sequence[int], capacity: int, rows: int) -> list[list[int]] | None:
+def _spread(lengths: Sequence[int], costs: Sequence[float], capacity: int, rows: int) -> list[list[int]] | None:
     """Put each document, the longest first, into the cheapest row with room. None: one does not fit anywhere."""
     bins: list[list[int]] = [[] for _ in range(rows)]
-    room, costs = [capacity] * rows, [0.0] * rows
+    room, totals = [capacity] * rows, [0.0] * rows
     for index in _decreasing(lengths):
         fitting = [b for b in range(rows) if room[b] >= lengths[index]]
         if not fitting:
             return None
-        target = min(fitting, key=costs.__getitem__)
+        target = min(fitting, key=totals.__getitem__)
         bins[target].append(index)
         room[target] -= lengths[index]
-        costs[target] += row_cost([lengths[index]])
+        totals[target] += costs[index]
     return bins
 
 
@@ -168,14 +217,16 @@ class Common:
     has_ref_logprobs: bool
     # Any array of routed experts, for dtype and shape. None: there are none.
     routed: RoutedExperts | StoredArray | None
+    has_branches: bool = False
 
     @classmethod
-    def of(cls, docs: Sequence[Document], temperature: float) -> Common:
+    def of(cls, docs: Sequence[Document], temperature: float, *, has_branches: bool = False) -> Common:
         return cls(
             temperature,
             any(doc.cross_entropy is not None for doc in docs),
             any(doc.ref_logprobs is not None for doc in docs),
             next((doc.routed_experts for doc in docs if doc.routed_experts is not None), None),
+            has_branches,
         )
 
 
@@ -189,6 +240,9 @@ def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[F
         raise ValueError(f"{info.cp_world} ranks cannot share rows of {odd[0]} tokens")
     segments = [segment for row in rows for segment in _segments(row, info)]
     arrays = _arrays(segments, common)
+    if common.has_branches:
+        numbers = [segment.branch for segment in segments]
+        arrays["branches"] = np.repeat(np.array(numbers, np.int32), [len(segment) for segment in segments])
     specs = [ArraySpec(name, array.dtype.str, array.shape) for name, array in arrays.items()]
     frames: list[FrameSource] = [array.view(np.uint8).data for array in arrays.values()]
     if (like := common.routed) is not None:
@@ -198,34 +252,21 @@ def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[F
     for row in rows:
         firsts = np.cumsum([0, *row.lengths])
         pairs = zip(firsts, row.documents, strict=False)
-        images.append(tuple(image.moved(first) for first, doc in pairs for image in doc.images))
+        alone = [(first, doc) for first, doc in pairs if isinstance(doc, Document)]
+        images.append(tuple(image.moved(first) for first, doc in alone for image in doc.images))
     return [batch_header(info, [(row.lengths, i) for row, i in zip(rows, images, strict=True)], specs), *frames]
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Tokens of a document, or padding if `document` is None."""
-
-    document: Document | None
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-
-def _segments(row: PackedRow, info: BatchInfo) -> Iterator[_Segment]:
+def _segments(row: PackedRow, info: BatchInfo) -> Iterator[Segment]:
     """Cut out the piece of a row that a context-parallel rank gets."""
     start, end = cp_range(row.length, info.cp_rank, info.cp_world)
-    first = 0
-    for document, length in zip([*row.documents, None], [*map(len, row.documents), row.length], strict=True):
-        a, b = max(start - first, 0), min(end - first, length)
+    for first, whole in row.placed():
+        a, b = max(start - first, 0), min(end - first, len(whole))
         if a < b:
-            yield _Segment(document, a, b)
-        first += length
+            yield Segment(whole.document, whole.start + a, whole.start + b, whole.branch)
 
 
-def _arrays(segments: Sequence[_Segment], common: Common) -> dict[str, NDArray[Any]]:
+def _arrays(segments: Sequence[Segment], common: Common) -> dict[str, NDArray[Any]]:
 
     def joined(of: Callable[[Document], NDArray[Any] | None], dtype: type[np.generic]) -> NDArray[Any]:
         pairs = [(segment, None if segment.document is None else of(segment.document)) for segment in segments]
@@ -258,7 +299,7 @@ def _arrays(segments: Sequence[_Segment], common: Common) -> dict[str, NDArray[A
     return arrays
 
 
-def _routed(segment: _Segment, like: RoutedExperts | StoredArray) -> Iterator[FrameSource]:
+def _routed(segment: Segment, like: RoutedExperts | StoredArray) -> Iterator[FrameSource]:
     array = None if segment.document is None else segment.document.routed_experts
     if array is None:
         missing = len(segment) * math.prod(like.shape[1:]) * like.dtype.itemsize

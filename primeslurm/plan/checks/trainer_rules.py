@@ -126,6 +126,21 @@ def _compile(context: RuleContext) -> str:
     return "model.vlm is set, and compiled layers have not been tested with images" if model.vlm else ""
 
 
+def _prefix_sharing(context: RuleContext) -> str:
+    recipe = context.recipe
+    if not recipe.trainer.prefix_sharing:
+        return ""
+    if recipe.task != "rl":
+        return f"task is {recipe.task}, which has no groups of rollouts"
+    obstacles = {
+        f"cp: {(cp := recipe.trainer.parallelism.cp)}": cp > 1,
+        "draft_layer": recipe.trainer.draft_layer,
+        "vlm": recipe.model.vlm,
+    }
+    used = [name for name, is_on in obstacles.items() if is_on]
+    return f"the recipe also uses {' and '.join(used)}" if used else ""
+
+
 def _fp8_gpu(context: RuleContext) -> str:
     if not context.recipe.trainer.fp8:
         return ""
@@ -253,6 +268,9 @@ TRAINER_RULES = (
          "a state depends on all tokens before it"),
     Rule("trainer-compile", "error", "trainer.compile", "compile needs bfloat16", _compile, "set compile: false",
          "torch 2.13: grouped products of bfloat16 only can be traced"),
+    Rule("prefix-sharing", "error", "trainer.prefix_sharing",
+         "prefix_sharing does not work with cp, draft_layer or images, and only in RL", _prefix_sharing,
+         "set prefix_sharing: false", "branches of a prompt are neither rows nor documents"),
     Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs GPUs with SM90", _fp8_gpu, "set fp8: false",
          "DeepGEMM README: Blackwell's kernels want power-of-two scales"),
     Rule("fp8-both", "warning", "trainer.fp8", "Trainer and engines should use the same precision", _fp8_match,

@@ -33,6 +33,8 @@ NEEDS = (
     FamilyNeed("trainer.draft_layer", "training of draft layers", lambda r: r.trainer.draft_layer, "leave it out",
         "draft_layer"),
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
+    FamilyNeed("trainer.prefix_sharing", "shared prefixes", lambda r: r.trainer.prefix_sharing, "false",
+        "prefix_sharing"),
     FamilyNeed("model.vlm", "training on images", lambda r: r.model.vlm, "leave it out", "images"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
         "head_chunks"),

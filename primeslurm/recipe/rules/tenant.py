@@ -57,6 +57,7 @@ def violations(recipe: Recipe) -> list[Violation]:
         (trainer.fp8, "trainer.fp8", "true", _PASSES, out),
         (trainer.router_replay, "trainer.router_replay", "true", _PASSES, out),
         (trainer.compile, "trainer.compile", "true", _PASSES, out),
+        (trainer.prefix_sharing, "trainer.prefix_sharing", "true", _PASSES, out),
     ]
     for index, each in enumerate(recipe.trained_environments):
         own = each.sampling.temperature is not None

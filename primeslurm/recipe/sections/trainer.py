@@ -234,6 +234,11 @@ class Trainer(Section):
     """Use the experts that the engines chose for each token instead of the trainer's own routing. Engines then return
     the routed experts of every token. Only for models with experts. From Mooncake or a disk tier, engines load only KV
     of earlier turns, because routed experts of other KV would be missing."""
+    prefix_sharing: bool = False
+    """Compute the prompt of rollouts with the same prompt once, without its last token, where that makes the batch
+    cheaper. Loss and gradients are the same but for rounding. With `router_replay`, a shared prompt gets the experts of
+    its first rollout. Only for RL on text, with `cp: 1`; not for latent, sparse or linear attention. The estimate of
+    `plan` ignores it."""
     micro_batch_tokens: PositiveInt = 16384
     """Tokens that a rank computes at once. The trainer takes as many rows as fit, at least one. Ranks that share rows
     (`cp`) count together."""
@@ -269,9 +274,10 @@ class Trainer(Section):
     def joined_rows(self, seq_len: int) -> int:
         """Return the number of rows of `seq_len` tokens that are joined to one row, which is a micro batch."""
         # One long row has less padding than stacked rows, and a small model's micro batch takes the same time with any
-        # content. Layers are then compiled for any length. Other layers may compute more in longer rows. Rows that
-        # several ranks share are long already.
-        return self.rows_at_once(seq_len) if self.compile and self.parallelism.cp == 1 else 1
+        # content. It also holds a whole group that shares a prompt. Layers are then compiled for any length. Other
+        # layers may compute more in longer rows. Rows that several ranks share are long already.
+        joins = (self.compile or self.prefix_sharing) and self.parallelism.cp == 1
+        return self.rows_at_once(seq_len) if joins else 1
 
 
 class Checkpoint(Section):

@@ -17,22 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from primeslurm.nn.layers.prefix_tree import starts
 from primeslurm.recipe.sections.losses import CispoLoss, CustomLoss, DppoLoss, GrpoClipLoss, GspoLoss, IpoLoss, Loss
 from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro batch: the packed sequences, and the padding of each row."""
+    """The documents of a micro batch: the packed sequences, and the padding of each row. A branch is a document."""
 
     index: torch.Tensor  # document number of each token (int64, in the shape of the targets)
     count: int  # number of documents, the same on all ranks that share the rows
     group: Any = None  # Process group of the ranks that share the rows. None: this rank has whole rows.
 
     @classmethod
-    def of(cls, positions: torch.Tensor) -> Documents:
-        """Number the documents of packed rows. `positions` [rows, seq_len] restart at 0 with each document."""
-        index = (positions == 0).flatten().cumsum(0) - 1
+    def of(cls, positions: torch.Tensor, branches: torch.Tensor | None = None) -> Documents:
+        """Number the documents of packed rows. Both tensors [rows, seq_len] are those of `nn.layers.prefix_tree`."""
+        index = starts(positions, branches).flatten().cumsum(0) - 1
         return cls(index.view(positions.shape), int(index[-1]) + 1)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import VarlenMetadata
 
 from primeslurm.nn import compat
+from primeslurm.nn.layers.prefix_tree import BranchKeys
 from primeslurm.trainer.base.model_draft import ModelDraft
 
 # Head sizes for which FlashAttention 3 and 4 are known to compile
@@ -34,7 +35,7 @@ class VarlenAttention(titan.VarlenAttention):
         k_BLNH: torch.Tensor,
         v_BLNH: torch.Tensor,
         *,
-        attention_masks: VarlenMetadata,
+        attention_masks: VarlenMetadata | BranchKeys,
         scale: float | None = None,
         enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
@@ -43,8 +44,11 @@ class VarlenAttention(titan.VarlenAttention):
 
         `out_transform` computes the result from outputs and log-sum-exps [rows, length, heads].
         """
-        # With context parallelism, a rank's queries are the last tokens of the visible documents, so there are more
-        # keys.
+        # With context parallelism or shared prefixes, queries are the last tokens of the visible documents, so there
+        # are more keys.
+        if isinstance(attention_masks, BranchKeys):
+            k_BLNH, v_BLNH = attention_masks.gather(k_BLNH), attention_masks.gather(v_BLNH)
+            attention_masks = attention_masks.metadata
         attend = dense if compat.ON_CPU else flash
         q, k, v = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         out, lse = attend(q, k, v, attention_masks, scale, self.window_size)

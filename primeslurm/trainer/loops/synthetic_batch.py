@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weights import model_directory
-from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, positions_of
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, lengths_of, positions_of
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 DOCUMENTS = 4  # per row
@@ -24,7 +26,17 @@ def synthetic_batch(recipe: Recipe, policy: PolicyModel) -> Batch:
     config = model_directory.load_config(policy.source).get_text_config()
     rng = np.random.default_rng(0)  # not torch's generator, whose state belongs to the run
     info = BatchInfo(0, policy.dp_rank, policy.dp_world, count * length, rows_at_once=1 if joined else 0)
-    return Batch(info, [_row(rng, length, config.vocab_size, _unknown_experts(policy, length)) for _ in range(count)])
+    rows = [_row(rng, length, config.vocab_size, _unknown_experts(policy, length)) for _ in range(count)]
+    if recipe.trainer.prefix_sharing:
+        rows = [_with_branches(row) for row in rows]
+    return Batch(info, rows)
+
+
+def _with_branches(row: Row) -> Row:
+    """Make the first quarter of each document a prefix, and the others its branches."""
+    lengths = lengths_of(row.positions)
+    branches = np.concatenate([4 * np.arange(length, dtype=np.int32) // length for length in lengths])
+    return replace(row, positions=positions_of(lengths, branches), branches=branches)
 
 
 def _row(rng: np.random.Generator, length: int, vocabulary: int, experts: RoutedExperts | None) -> Row:

@@ -91,7 +91,7 @@ class FlopsMeter:
         sums = torch.tensor([self._tokens, operations], dtype=torch.float64, device=self._world.device)
         tokens, operations = self._world.sum(sums).tolist()
         self._tokens, self._work, self._grids = 0, Work(), []
-        metrics = {"tokens_per_s_per_gpu": tokens / seconds / self._world.size}
+        metrics = {"forwarded_tokens": tokens, "tokens_per_s_per_gpu": tokens / seconds / self._world.size}
         if is_known:
             rate = operations / seconds / self._world.size / 1e12
             metrics["tflops_per_gpu"] = rate

@@ -47,8 +47,8 @@ class KeptLogprobs:
                 continue
             places = np.flatnonzero(mask[row].numpy())
             # A position predicts the token after it. Positions are those of this rank's shard of the row.
-            tokens = places + info.cp_rank * local_len + 1 - kept.start
-            first, last = np.searchsorted(tokens, (0, kept.length))
+            tokens = places + info.cp_rank * local_len + 1 - kept.start + kept.prefix
+            first, last = np.searchsorted(tokens, (kept.prefix, kept.length))
             if first < last:
                 begin = int(ends[row]) - len(places)
                 values = logprobs.detach()[begin + first : begin + last].clone()

@@ -101,15 +101,16 @@ class PolicyModel:
         targets: Targets,
         routed: torch.Tensor | None = None,
         images: VisionInput | None = None,
+        branches: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
         """Run the model on this rank's shards of packed rows, and return the inputs of a loss.
 
         `tokens`, `mask` and `targets` are [rows, local_len], the latter two in host memory. `mask` marks the positions
-        that predict trained tokens. `positions` and `images` are those of whole rows. Returns log-probabilities,
-        entropies and targets [trained tokens].
+        that predict trained tokens. `positions`, `images` and `branches` are those of whole rows. `branches` None: no
+        documents share a prefix. Returns log-probabilities, entropies and targets [trained tokens].
         """
         replayed = None if routed is None else router_replay.narrow(routed)
-        inputs = self._inputs(tokens, positions, replayed, images)
+        inputs = self._inputs(tokens, positions, replayed, images, branches)
         # The mask is in host memory, so that the number of trained tokens is known without waiting for the device.
         places = to_device(torch.from_numpy(np.flatnonzero(mask.numpy())), self.device)
         local = targets.apply(lambda tensor: to_device(tensor, self.device))
@@ -124,11 +125,16 @@ class PolicyModel:
         return self.shared.shard(tensor) if self.shared else tensor
 
     def _inputs(
-        self, tokens: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None, images: VisionInput | None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        routed: torch.Tensor | None,
+        images: VisionInput | None,
+        branches: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Set the routers' replay, and return the model's arguments. `positions` and `images` cover whole rows."""
         # Masks are built from whole rows and then reduced to this rank's queries.
-        masks = self.model.get_attention_masks(positions)
+        masks = self.model.get_attention_masks(*(each for each in (positions, branches) if each is not None))
         if self.shared:
             masks = self.shared.masks(masks, positions.shape[1])
         router_replay.assign(self.model, routed)

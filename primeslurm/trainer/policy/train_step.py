@@ -200,11 +200,11 @@ class TrainStep:
         self, row: dict[str, torch.Tensor], images: VisionInput | None, info: BatchInfo, first_row: int
     ) -> tuple[Any, int]:
         """Return the sums of the loss, and the number of tokens that this rank trains."""
-        positions = row.pop("positions")
+        positions, branches = row.pop("positions"), row.pop("branches", None)
         length = positions.shape[1] // self.policy.cp_world
         # Logits at a position predict the next token, so targets are shifted by one.
         following = {name: _next_token(tensor)[:, :length] for name, tensor in row.items() if tensor.ndim == 2}
-        documents = Documents.of(positions)
+        documents = Documents.of(positions, branches)
         targets = Targets(
             labels=following["token_ids"].long(),
             ref_logprobs=following.get("ref_logprobs", torch.zeros_like(following["logprobs"])),
@@ -216,11 +216,13 @@ class TrainStep:
         if targets.echo_weights is not None:
             mask = mask | (targets.echo_weights > 0)
         # A next position of 0 starts another document or lies past the end of the row: nothing predicts that token.
+        # The first token of a branch belongs to the prompt, so it is not trained.
         mask = mask & (self.policy.shard(_next_token(positions)) != 0)
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
         whole_positions = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
-        logprobs, entropy, trained = self.policy.score(tokens, whole_positions, mask, targets, routed, images)
+        tree = to_device(branches, self._world.device) if branches is not None and branches.any() else None
+        logprobs, entropy, trained = self.policy.score(tokens, whole_positions, mask, targets, routed, images, tree)
         if self._kept is not None:
             self._kept.add(info, first_row, mask, logprobs)
         if self.draft_training is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -33,7 +34,8 @@ class Row:
     """One packed row, or the shard of it that one context-parallel rank trains.
 
     `positions` are always those of the whole row: they restart at 0 where a document starts, and padding is a document
-    of its own. Other arrays cover the shard and the token after it, which the shard's last token predicts.
+    of its own. Each branch of a document continues the positions of its prefix. Other arrays cover the shard and the
+    token after it, which the shard's last token predicts.
     """
 
     token_ids: Int32
@@ -51,6 +53,9 @@ class Row:
     routed_experts: RoutedExperts | None = None
     # The teacher's log-probabilities of the trained tokens. None without a teacher.
     ref_logprobs: Float32 | None = None
+    # Branch of each token in a document whose sequences share a prefix, from 1; 0 for prefixes and other documents. All
+    # rows of a batch have it, or none.
+    branches: Int32 | None = None
     images: tuple[ImageSpan, ...] = ()  # images of the whole row, in order
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -91,8 +96,9 @@ class KeptDocument(msgspec.Struct, frozen=True):
 
     number: Count  # of the document in the whole batch
     row: Count  # index of the row among the rank's rows
-    start: Count  # position of its first token in the whole row
+    start: Count  # position of its first token in the whole row, after a shared prefix
     length: Count
+    prefix: Count = 0  # number of its tokens in a shared prefix, which is not at `start`
 
 
 class BatchInfo(msgspec.Struct, frozen=True):
@@ -155,7 +161,8 @@ class Batch:
             first, last = cp_range(sum(row.documents), info.cp_rank, info.cp_world)
             end = start + last - first
             shard = {name: array[start:end] for name, array in arrays.items()}
-            rows.append(Row(positions=positions_of(row.documents), images=row.images, **shard))
+            positions = positions_of(row.documents, shard.get("branches"))
+            rows.append(Row(positions=positions, images=row.images, **shard))
             start = end
         return cls(info, rows)
 
@@ -182,11 +189,20 @@ def lengths_of(positions: Int32) -> list[int]:
     return [int(length) for length in np.diff(starts, append=len(positions))]
 
 
-def positions_of(documents: Sequence[int]) -> Int32:
+def positions_of(documents: Sequence[int], branches: Int32 | None = None) -> Int32:
+    """Return the positions of a row. `branches` are those of the whole row, as in `Row`."""
     positions, start = np.empty(sum(documents), np.int32), 0
     for length in documents:
         positions[start : start + length] = np.arange(length, dtype=np.int32)
         start += length
+    if branches is None:
+        return positions
+    prefix, changes = 0, np.flatnonzero(np.diff(branches, prepend=0))
+    for start, end in pairwise([*changes, len(branches)]):
+        if branches[start] == 1:
+            prefix = positions[start]
+        if branches[start]:
+            positions[start:end] -= positions[start] - prefix
     return positions
 
 

@@ -30,12 +30,13 @@ Bool = NDArray[np.bool_]
 MAX_AXES = 8  # Maximum number of axes of an array. The largest used is 3: [tokens, layers, top_k].
 MAX_AXIS = 1024  # maximum number of layers of a model and of choices per layer, because memory is allocated by them
 _DTYPES = {
-    **dict.fromkeys(("token_ids", "positions", "versions"), ("i4",)),
+    **dict.fromkeys(("token_ids", "positions", "branches", "versions"), ("i4",)),
     **dict.fromkeys(("mask", "on_policy", "observed"), ("b1",)),
     **dict.fromkeys(("logprobs", "advantages", "temperatures", "echo_weights", "ref_logprobs"), ("f4",)),
     "routed_experts": ("u1", "u2"),
 }
-_MINIMA = {"token_ids": 0, "positions": 0, "versions": -1_000_000_001}  # the last: tag of the largest version
+# `versions`: tag of the largest version
+_MINIMA = {"token_ids": 0, "positions": 0, "branches": 0, "versions": -1_000_000_001}
 
 
 class ArraySpec(msgspec.Struct, frozen=True):

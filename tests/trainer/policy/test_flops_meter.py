@@ -34,6 +34,7 @@ def test_padding_is_not_counted(row: Row, world: World) -> None:
     meter.add([row], 10, None)
     metrics = meter.take(2.0)
     documents = np.concatenate([np.arange(length) for length in DOCUMENTS])
+    assert metrics["forwarded_tokens"] == sum(DOCUMENTS)
     assert metrics["tokens_per_s_per_gpu"] == sum(DOCUMENTS) / 2
     assert metrics["tflops_per_gpu"] == pytest.approx(flops(SHAPE, Work.of(documents, SHAPE, 10)).step / 2e12)
     assert "mfu" not in metrics
@@ -48,7 +49,7 @@ def test_row_without_documents_is_not_counted(row: Row, world: World) -> None:
     )
     meter = FlopsMeter(SHAPE, world)
     meter.add([nothing], 0, None)
-    assert meter.take(1.0) == {"tokens_per_s_per_gpu": 0, "tflops_per_gpu": 0}
+    assert meter.take(1.0) == {"forwarded_tokens": 0, "tokens_per_s_per_gpu": 0, "tflops_per_gpu": 0}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -67,7 +68,7 @@ def test_ranks_that_share_rows_count_them_once(ranks: int, row: Row, world: Worl
 def test_unknown_model_has_no_operations(row: Row, world: World) -> None:
     meter = FlopsMeter(None, world, peak_tflops=989.0)
     meter.add([row], 12, None)
-    assert set(meter.take(1.0)) == {"tokens_per_s_per_gpu"}
+    assert set(meter.take(1.0)) == {"forwarded_tokens", "tokens_per_s_per_gpu"}
 
 
 def test_mfu_is_the_used_fraction_of_the_peak(row: Row, world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.algorithms import Algorithm, Echo, Grpo, MaxRl, Opd, from_recipe
 from primeslurm.orchestrator.batching import packing
 from primeslurm.orchestrator.batching.batches import Batches, StepShard, documents, loss_tokens
-from primeslurm.orchestrator.batching.packing import Document, RowLengths, row_cost
+from primeslurm.orchestrator.batching.packing import Common, Document, PrefixTree, RowLengths, encode, row_cost
+from primeslurm.orchestrator.batching.prefix_trees import pack_trees
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.batch import RankShard, Row
+from primeslurm.wire.batches.batch import BatchInfo, RankShard, Row
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import pack, received
 from tests.support.recipes import recipe_data
@@ -297,3 +299,67 @@ def test_tokens_keep_the_temperature_of_their_environment() -> None:
     ends = [*starts[1:], SEQ_LEN]
     assert all((row.temperatures[a:b] == row.temperatures[a]).all() for a, b in zip(starts, ends, strict=True))
     assert sorted(temperatures) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])
+
+
+def rollouts(groups: list[tuple[int, list[int]]]) -> list[Document]:
+    """Return documents of one untrained token or more, and of trained ones: (prompt's length, lengths of answers)."""
+    docs = []
+    for number, (prompt, answers) in enumerate(groups):
+        for member, answer in enumerate(answers):
+            tokens = np.append(np.arange(prompt) + 1000 * (number + 1), np.arange(answer) + 100_000 * (len(docs) + 1))
+            mask, values = np.arange(len(tokens)) >= prompt, np.full(len(tokens), member, np.float32)
+            experts = np.full((len(tokens), 1, 1), len(docs) % 256, np.uint8)
+            docs.append(Document(tokens.astype(np.int32), mask, values, values, False, routed_experts=experts))
+    return docs
+
+
+def rollouts_of(row: Row) -> list[tuple[list[int], list[bool]]]:
+    """Return tokens and mask of the rollouts of a row: each branch after its prefix. Experts are those of the first."""
+    branches = np.zeros_like(row.positions) if row.branches is None else row.branches
+    found, starts = [], [*np.flatnonzero(row.positions == 0), len(row.positions)]
+    assert row.routed_experts is not None
+    for start, end in pairwise(starts):
+        own = branches[start:end]
+        for branch in range(1, int(own.max()) + 1) if own.any() else [0]:
+            index = start + np.flatnonzero((own == 0) | (own == branch))
+            assert row.positions[index].tolist() == list(range(len(index))), "positions continue after the prefix"
+            assert not row.mask[start : start + int((own == 0).sum())].any() or not own.any(), "no prefix is trained"
+            experts, tokens = row.routed_experts[index, 0, 0], row.token_ids[index]
+            assert len(set(experts[row.mask[index]])) <= 1
+            found.append((tokens.tolist(), row.mask[index].tolist()))
+    return found
+
+
+@settings(max_examples=100)
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 12), min_size=1, max_size=9)), max_size=8),
+    ranks=st.integers(1, 3),
+    multiple=st.sampled_from([None, 8]),
+)
+def test_trees_have_all_rollouts(groups: list[tuple[int, list[int]]], ranks: int, multiple: int | None) -> None:
+    docs, lengths = rollouts(groups), RowLengths(SEQ_LEN, multiple)
+    packed, plain = pack_trees(docs, lengths, ranks), packing.pack(docs, lengths, ranks)
+    trees = any(isinstance(each, PrefixTree) for rows in packed for row in rows for each in row.documents)
+    common = Common.of(docs, 0.7, has_branches=trees)
+    rows = (
+        [row for mine in packed for row in received(encode(mine, BatchInfo(1, 0, 1, 0), common)).rows] if docs else []
+    )
+    pieces = sorted(piece for row in rows for piece in rollouts_of(row) if any(piece[0]))
+    assert pieces == sorted((doc.token_ids.tolist(), doc.mask.tolist()) for doc in docs)
+    assert {len(mine) for mine in packed} == {len(packed[0])} and len(packed[0]) <= len(plain[0])
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "expected"),
+    [
+        ([(2001, [500] * 16)] * 2, 1, 2 * (2000 + 16 * 501)),
+        ([(41, [12] * 16)] * 16, 1, 16 * (40 + 16 * 13)),
+        ([(8001, [30] * 16)], 1, 2 * 8000 + 16 * 31),  # eight keys for each token
+        ([(2001, [500] * 16)] * 2, 8, 8 * (2000 + 4 * 501)),  # all ranks have a tree
+        ([(2001, [500] * 16)], 16, 16 * 2501),  # each rank has one rollout
+        ([(31, [2000] * 16)], 1, 16 * 2031),  # saves less than it costs
+    ],
+)
+def test_prompts_are_shared_where_it_pays(groups: list[tuple[int, list[int]]], ranks: int, expected: int) -> None:
+    rows = [row for mine in pack_trees(rollouts(groups), RowLengths(16_384, 4096), ranks) for row in mine]
+    assert sum(len(each) for row in rows for each in row.documents) == expected

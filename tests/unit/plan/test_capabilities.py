@@ -18,6 +18,7 @@ USED: dict[str, dict[str, Any]] = {
     "compiled layers": {"compile": True},
     "LoRA": {"lora": {}},
     "router replay": {"router_replay": True},
+    "shared prefixes": {"prefix_sharing": True},
     "training of draft layers": {"draft_layer": {}},
     "training on images": {"vlm": {}},
     "logits of another dtype": {"head_dtype": "float32"},

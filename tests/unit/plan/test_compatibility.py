@@ -152,6 +152,9 @@ EXAMPLES: dict[str, Pair] = {
     "delta-nets-dtype": (({"model": {"path": "m", "dtype": "float32"}}, "odd recurrent heads", CPU),
         ({"model": {"path": "m", "dtype": "float32"}}, "odd recurrent heads", GPU)),
     "tp-latent": ((inference(parallel={"tp": 8}), GLM, GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
+    "prefix-sharing": on_same(
+        on(trainer(prefix_sharing=True), parallelism(cp=2)), on(trainer(prefix_sharing=True), parallelism(ep=8)), MOE
+    ),
     "trainer-compile": on_same(on(trainer(compile=True), model={"dtype": "float32"}),
         on(trainer(compile=True), model={"dtype": "bfloat16"})),
     "deepep-without-ep": on_same(parallelism(ep_backend="deepep"), parallelism(ep_backend="deepep", ep=8)),
