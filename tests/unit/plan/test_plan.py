@@ -298,7 +298,6 @@ shapes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
 @given(shapes)
 def test_every_placement_is_consistent(shape: dict[str, Any]) -> None:
     changes = disaggregated(shape["replicas"], shape["prefill"], shape["decode"])
