@@ -18,7 +18,6 @@ from primeslurm.api.sites import find_site
 from primeslurm.base.errors import UsageError
 from primeslurm.base.model_files import model_directory
 from primeslurm.plan.checks.files import model_files
-from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.run.directory import create
@@ -111,13 +110,6 @@ def test_unsupported_emulation_is_refused(
     result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", *options, cwd=short)
     assert (result.code, result.out, result.err) == (2, "", message)
     assert [path.name for path in short.iterdir()] == ["r.yaml"]
-
-
-def test_plan_as_json_is_the_plan(place: Path) -> None:
-    result = primeslurm("plan", "r.yaml", "--json", cwd=place)
-    assert result.code == 0
-    plan = Plan.model_validate_json(result.out)
-    assert (plan.run, plan.totals.nodes, plan.totals.engines) == ("test-run", 3, 8)
 
 
 def test_render_prints_only_the_script(place: Path) -> None:
