@@ -21,7 +21,11 @@ pytestmark = pytest.mark.cluster
     ("lines", "words"),
     [
         ({"modules": ["no-such/1.0"]}, "module load no-such/1.0 (exit code 127)"),
-        ({"prologue": ["source /nowhere/setup.sh"]}, "/nowhere/setup.sh: No such file or directory"),
+        pytest.param(
+            {"prologue": ["source /nowhere/setup.sh"]},
+            "/nowhere/setup.sh: No such file or directory",
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_failing_set_up_command_ends_the_run(

@@ -355,16 +355,27 @@ def _submit_again(deployment: Deployment) -> Noticed:
 
 
 FAULTS = (
-    Fault("engine killed", "SIGKILL to a decode engine", _kill("decode-r0-1")),
+    Fault("engine killed", "SIGKILL to a decode engine", _kill("decode-r0-1"), campaign=True),
     Fault(
         "engine hangs",
         "one engine keeps its connections and answers nothing, the server of another answers for a core that does not",
         _all(_hang("decode-r1-0"), _hang("decode-r0-1", "hang_core")),
     ),
-    Fault("router killed", "SIGKILL to the router of one replica", _kill("router-1")),
-    Fault("environment crash", "SIGKILL to an environment worker with its rollouts", _kill("environment-swe-0")),
+    Fault("router killed", "SIGKILL to the router of one replica", _kill("router-1"), campaign=True),
+    Fault(
+        "environment crash",
+        "SIGKILL to an environment worker with its rollouts",
+        _kill("environment-swe-0"),
+        campaign=True,
+    ),
     Fault("orchestrator killed", "SIGKILL to the orchestrator", _kill("orchestrator")),
-    Fault("trainer rank killed", "SIGKILL to one trainer rank", _kill_for_good("trainer-rank-2"), ends_attempt=True),
+    Fault(
+        "trainer rank killed",
+        "SIGKILL to one trainer rank",
+        _kill_for_good("trainer-rank-2"),
+        ends_attempt=True,
+        campaign=True,
+    ),
     Fault("preemption", "USR2 to every task of the job", _preempt, ends_attempt=True),
     Fault(
         "slurmctld restart",
@@ -398,6 +409,7 @@ FAULTS = (
         "a node with trainer ranks loses power; a spare takes its place, the ranks start again from the last commit",
         _lose_nodes("trainer-rank-2"),
         repeats=True,
+        campaign=True,
         repair=_revive_nodes,
         repair_late=True,
     ),
@@ -405,6 +417,7 @@ FAULTS = (
         "environment node down",
         "a node with environment workers loses power; there is no spare, its workers move to the other one",
         _lose_nodes("environment-swe-0"),
+        campaign=True,
         repair=_revive_nodes,
         repair_late=True,
     ),
@@ -422,6 +435,7 @@ FAULTS = (
         "an administrator takes the second node of the control processes, then a node with prefill engines loses power",
         _lose_control_spare_and_node("prefill-r0-0"),
         ends_attempt=True,
+        campaign=True,
         repair=_revive_nodes,
     ),
     Fault(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from primeslurm.orchestrator.telemetry.engine_load import parse
 from primeslurm.testbed.emulated import rollout_script
-from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, PrefixCache, Request, Scheduler, exposition
+from primeslurm.testbed.emulated.scheduler import PrefixCache, Request, Scheduler
 
 TICK_S = 0.05
 
@@ -23,31 +20,6 @@ def seconds_until_done(scheduler: Scheduler, *requests: Request) -> float:
         left -= set(scheduler.advance(TICK_S))
         spent += TICK_S
     return spent
-
-
-def test_longer_prompts_and_answers_take_longer() -> None:
-    def alone(prompt: int, target: int) -> float:
-        scheduler, request = Scheduler(10_000, 8), Request(tokens(prompt), "", target)
-        scheduler.add(request)
-        return seconds_until_done(scheduler, request)
-
-    assert alone(16, 1) <= TICK_S
-    assert alone(10 * int(PREFILL_TOKENS_PER_S), 1) == pytest.approx(10, abs=2 * TICK_S)
-    assert alone(16, 200) > 1.5 * alone(16, 100)
-
-
-def test_full_batch_decodes_slower_and_queues_the_rest() -> None:
-    alone, crowded = Scheduler(1000, 4), Scheduler(1000, 4)
-    request = Request(tokens(16), "", 50)
-    alone.add(request)
-    many = [Request(tokens(16), "", 50) for _ in range(6)]
-    for other in many:
-        crowded.add(other)
-    crowded.advance(TICK_S)
-    assert (len(crowded.running), len(crowded.waiting)) == (4, 2)
-    assert seconds_until_done(crowded, *many[:4]) > seconds_until_done(alone, request)
-    seconds_until_done(crowded, *many[4:])
-    assert not crowded.busy
 
 
 def test_kv_is_never_overdrawn_and_preempted_requests_finish() -> None:
@@ -99,16 +71,6 @@ def test_completion_reports_the_version_of_each_token() -> None:
     scheduler.version = "4"
     seconds_until_done(scheduler, request)
     assert request.spans == [("3", 0, switched), ("4", switched, 40)]
-
-
-def test_the_orchestrator_can_read_the_metrics() -> None:
-    scheduler = Scheduler(100, 1)
-    for _ in range(3):
-        scheduler.add(Request(tokens(160), "", 5))
-    scheduler.advance(TICK_S)
-    load = parse(exposition(scheduler))
-    assert (load["running"], load["waiting"], load["prompted"]) == (1.0, 2.0, 160.0)
-    assert 0 < load["kv_usage"] < 0.2
 
 
 def test_rollouts_of_an_example_share_its_prompt_and_newer_policies_do_better() -> None:

@@ -65,7 +65,7 @@ def primeslurm(cluster: Cluster, *args: str | Path) -> subprocess.CompletedProce
 @pytest.mark.parametrize(
     ("recipe", "gpus", "trainers", "engines"),
     [
-        ("qwen3_8b_single_node", 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+        pytest.param("qwen3_8b_single_node", 8, [0, 1, 2, 3], [4, 5, 6, 7], marks=pytest.mark.campaign),
         pytest.param("qwen3_30b_a3b_one_node", 8, [0, 1, 2, 3], [4, 5, 6, 7], marks=pytest.mark.campaign),
         ("smollm2_arithmetic_one_gpu", 1, [0], [0]),
     ],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -107,29 +105,6 @@ def test_connection_without_the_secret_is_not_a_rank(start: Start, port: int) ->
     assert [rank.wait() for rank in (leader, *others)] == [75, 75, 75]
 
 
-def test_idle_connections_are_dropped_when_files_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulated, "HANDSHAKE_S", 600.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.ExitStack() as held:
-        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=emulated.BACKLOG))
-        silent = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)]
-        rank = held.enter_context(socket.create_connection(listener.getsockname()))
-        entering = threading.Thread(target=emulated._entered, args=(rank, emulated.key_for(emulated.USE), 60.0))
-        authenticator = held.enter_context(emulated._Authenticator(listener))
-        entering.start()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (silent[-1].fileno() + 10, hard))
-        try:
-            turns = (authenticator.accepted(1.0) for _ in range(500))
-            admitted = next(filter(None, turns), [])
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for each in admitted:
-            each.close()
-        rank.shutdown(socket.SHUT_RDWR)
-        entering.join()
-    assert len(admitted) == 1
-
-
 def test_rank_rejects_an_impostor_of_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         port = impostor.getsockname()[1]
@@ -146,11 +121,3 @@ def test_rank_rejects_an_impostor_of_rank_0() -> None:
         with pytest.raises(emulated.LostRankError):
             emulated._connect("127.0.0.1", port, 0.0001)
         liar.join()
-
-
-def test_disconnect_of_rank_0_is_not_a_wrong_secret() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        rank = socket.create_connection(server.getsockname())
-        server.accept()[0].close()
-        with pytest.raises(ConnectionError):
-            emulated._entered(rank, emulated.key_for(emulated.USE), 60.0)

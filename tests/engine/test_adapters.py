@@ -33,7 +33,7 @@ PROMPT = [2, 5, 9, 14, 7, 3, 21]
 LORA = {"rank": 8, "alpha": 16.0, "engines": "adapter"}  # on all layers, most of which vLLM fuses
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.campaign)])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return policy version 0."""
     directory = tmp_path_factory.mktemp("source") / request.param

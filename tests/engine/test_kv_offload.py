@@ -61,7 +61,7 @@ async def open_at_once(engine: Server, client: Any, model: Path) -> Server:
     return engine
 
 
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("disk", [pytest.param(False, marks=pytest.mark.campaign), True])
 async def test_offload_tiers_restore_evicted_blocks(
     disk: bool, engine_forks: EngineForks, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ async def test_every_policy_serves_and_a_restarted_engine_only_the_current_versi
     await wait_until_async(returned)
 
 
+@pytest.mark.campaign
 async def test_prefill_and_decode_engines_answer_as_one(
     start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:

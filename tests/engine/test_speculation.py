@@ -150,7 +150,9 @@ def draft_layer(tensors: dict[str, torch.Tensor], sign: int) -> dict[str, torch.
     return layer
 
 
-@pytest.mark.parametrize("drafting", [GLM, QWEN], ids=lambda drafting: drafting.name)
+@pytest.mark.parametrize(
+    "drafting", [GLM, pytest.param(QWEN, marks=pytest.mark.campaign)], ids=lambda drafting: drafting.name
+)
 async def test_update_replaces_the_draft_layer_only_by_one_of_the_policy(
     drafting: Case, engine_forks: EngineForks, client: ConnectEngine, tmp_path: Path
 ) -> None:

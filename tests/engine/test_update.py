@@ -169,6 +169,7 @@ async def test_unfinished_update_is_resumed(engine: Server, client: ConnectEngin
     assert len(tokens(generate(engine.url, PROMPT, 4))) == 4
 
 
+@pytest.mark.campaign
 async def test_a_tied_head_follows_the_embedding(
     start_engine: StartEngine, client: ConnectEngine, tmp_path: Path
 ) -> None:

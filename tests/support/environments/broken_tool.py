@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+if __name__ == "__main__":  # before the import of verifiers, which takes seconds
+    raise FileNotFoundError("the index /data/wiki.faiss is not there")
+
 import verifiers.v1 as vf
 
 from primeslurm.orchestrator.environments.chat import ChatHarness
@@ -18,10 +21,7 @@ class ToolHarness(ChatHarness):
 
 
 class BrokenTools(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
-    """Tools whose set-up fails."""
-
-    async def setup(self) -> None:
-        raise FileNotFoundError("the index /data/wiki.faiss is not there")
+    """Tools whose server fails."""
 
     @vf.tool  # type: ignore[untyped-decorator]
     async def look_up(self, word: str) -> str:
@@ -38,7 +38,3 @@ class ToolTaskset(vf.Taskset[ToolTask, vf.TasksetConfig]):  # type: ignore[misc]
     def load(self) -> Iterator[ToolTask]:
         for _ in range(1_000_000):
             yield ToolTask(vf.TaskData(prompt="Reverse: ab"), self.config.task)
-
-
-if __name__ == "__main__":
-    BrokenTools.run()

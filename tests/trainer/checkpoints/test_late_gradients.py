@@ -25,7 +25,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
-@pytest.mark.parametrize(("kind", "host"), [("adamw", False), ("muon", True), ("sgd", False)])
+@pytest.mark.parametrize(
+    ("kind", "host"),
+    [
+        pytest.param("adamw", False, marks=pytest.mark.campaign),
+        ("muon", True),
+        pytest.param("sgd", False, marks=pytest.mark.campaign),
+    ],
+)
 def test_run_resumes_before_its_first_image(kind: str, host: bool, model: Path, world: World, tmp_path: Path) -> None:
     late_ranks.check(tmp_path, model, kind, host, world)
 

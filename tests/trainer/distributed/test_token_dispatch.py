@@ -15,7 +15,7 @@ from benchmarks.support.servers import rank_environment
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_tokens_come_back_from_their_experts(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     words = ["token_dispatch", "--tokens", "96", "--rounds", "1", "--backends", "torch", "--out", str(out)]

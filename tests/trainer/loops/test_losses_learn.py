@@ -28,8 +28,8 @@ STEPS, GROUPS, MEMBERS, PROMPT, SAMPLED = 7, 8, 16, 2, 6
     "loss",
     [
         {"type": "grpo_clip", "average": "rollouts", "dual_clip": 3.0},
-        {"type": "gspo", "clip_low": 0.03, "clip_high": 0.04},
-        {"type": "cispo", "average": "seq_len"},
+        pytest.param({"type": "gspo", "clip_low": 0.03, "clip_high": 0.04}, marks=pytest.mark.campaign),
+        pytest.param({"type": "cispo", "average": "seq_len"}, marks=pytest.mark.campaign),
     ],
     ids=lambda loss: "-".join(str(value) for value in loss.values()),
 )

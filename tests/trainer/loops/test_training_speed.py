@@ -20,6 +20,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 PEAK = 989e12  # of H100 and H200 in bfloat16
 
 
+@pytest.mark.campaign
 def test_both_steps_are_timed(world: World) -> None:
     options = ["--layers", "1", "--seq", "64", "--rows", "2", "--steps", "1", "--lm-head-chunk", "64", "--vocab", "256"]
     actual = measure(arguments([*options, "--against", "torchtitan"]), world)
@@ -27,6 +28,7 @@ def test_both_steps_are_timed(world: World) -> None:
     assert actual["ours"]["tokens_per_s"] > 0 and actual["torchtitan"]["tokens_per_s"] > 0
 
 
+@pytest.mark.campaign
 def test_compiled_and_eager_steps_are_timed(world: World) -> None:
     options = ["--layers", "1", "--seq", "64", "--documents", "3", "--steps", "1", "--vocab", "256"]
     actual = measure(arguments([*options, "--against", "eager"]), world)

@@ -31,7 +31,7 @@ def nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_run_with_warm_up_trains_bit_for_bit_as_without(
     rows: int, moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,11 +100,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_all_environments_that_do_not_load_are_reported(place: Path) -> None:
+def test_everything_that_does_not_load_is_reported(place: Path) -> None:
+    (place / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 8192}))
+    tiny_model.tokenizer().save_pretrained(place / "model")
     wrong = [environment for environment, _ in WRONG]
-    result = run(place, "check", [{"id": "reverse-text"}, *wrong, {"id": "fine-words"}], "--local")
+    options = ("--local", "--set", "model.renderer_options={thinks: true}")
+    result = run(place, "check", [{"id": "reverse-text"}, *wrong, {"id": "fine-words"}], *options)
     assert (result.code, result.out) == (2, "")
-    assert result.err.endswith("r.yaml: 14 errors, 2 warnings.\n"), result.err
+    assert result.err.endswith("r.yaml: 15 errors, 2 warnings.\n"), result.err
+    assert "model.renderer_options of qwen3: thinks: Extra inputs are not permitted" in result.err
     for i, (_, text) in enumerate(WRONG):
         assert f"error: environments.{i + 1}.{text}" in result.err, result.err
     assert "environments.7.harness = needs-container: it cannot use the tools that the environment" in result.err
@@ -114,33 +118,20 @@ def test_all_environments_that_do_not_load_are_reported(place: Path) -> None:
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
 
 
-def test_submit_refuses_an_environment_that_is_not_installed(place: Path) -> None:
-    result = run(place, "submit", [{"id": "fine-words"}, {"id": "gsm8k-tools"}], "--local")
-    assert (result.code, result.out) == (2, "")
-    why = "no such environment: the module gsm8k_tools cannot be imported (install it (`pip install -e DIRECTORY`)"
-    assert f"environments.1.id = gsm8k-tools: {why}" in result.err
-    assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
-
-
-def test_software_missing_on_this_host_is_a_warning(place: Path) -> None:
-    result = run(place, "check", [{"id": "fine-words", "harness": {"id": "bash"}, "runtime": {"type": "podman"}}])
-    assert result.code == 0, result.err
-    warning = "warning: environments.0.runtime = podman: `podman` is not installed here; the nodes are checked when "
-    assert warning in result.err
-    assert "note: environments.0.runtime = podman: each rollout installs harness bash in its container" in result.err
-
-
 def test_data_is_read_with_this_python_if_that_of_jobs_cannot_be_used(place: Path) -> None:
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/elsewhere/bin/python"}))
     rows = place / "rows.jsonl"
     rows.write_text('{"question": "2 + 3?", "anser": "5"}\n')
-    result = run(place, "check", [{"id": "math-problems", "args": {"path": str(rows)}}, {"id": "not-here"}])
+    in_podman = {"id": "fine-words", "harness": {"id": "bash"}, "runtime": {"type": "podman"}}
+    result = run(place, "check", [{"id": "math-problems", "args": {"path": str(rows)}}, {"id": "not-here"}, in_podman])
     assert result.code == 0, result.err
     why = "/elsewhere/bin/python is not on this host"
     assert f"note: environments: checked with {sys.executable}, because {why}; the nodes load them and" in result.err
     later = "; the nodes are checked when the job starts"
     warnings = [line for line in result.err.splitlines() if line.startswith("warning: environments.")]
-    assert len(warnings) == 2 and all(later in line for line in warnings), result.err
+    assert len(warnings) == 3 and all(later in line for line in warnings), result.err
+    assert "warning: environments.2.runtime = podman: `podman` is not installed here; the nodes are" in result.err
+    assert "note: environments.2.runtime = podman: each rollout installs harness bash in its container" in result.err
     assert "rows.jsonl, line 1: there is no answer, only question, anser" in result.err
 
 
@@ -258,22 +249,16 @@ def test_model_without_tool_rendering_is_refused(place: Path) -> None:
     assert "name one that fits in model.renderer (a harness without tools, such as `harness: {id: chat}`" in result.err
 
 
-def test_missing_renderer_is_reported_once(place: Path) -> None:
+def test_submit_refuses_missing_renderers_and_environments(place: Path) -> None:
     (place / "model" / "config.json").write_text(json.dumps({"model_type": "afmoe", "max_position_embeddings": 8192}))
     tiny_model.tokenizer().save_pretrained(place / "model")
     for option in ("--dry-run", "--local"):
-        result = run(place, "submit", [{"id": "tool-use"}], option)
+        result = run(place, "submit", [{"id": "tool-use"}, {"id": "gsm8k-tools"}], option)
         assert (result.code, result.out) == (2, ""), result.err
         assert result.err.count("there is no renderer for model type afmoe") == 1, result.err
+    why = "no such environment: the module gsm8k_tools cannot be imported (install it (`pip install -e DIRECTORY`)"
+    assert f"environments.1.id = gsm8k-tools: {why}" in result.err
     assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
-
-
-def test_unknown_renderer_options_are_refused(place: Path) -> None:
-    (place / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 8192}))
-    tiny_model.tokenizer().save_pretrained(place / "model")
-    result = run(place, "check", [{"id": "reverse-text"}], "--local", "--set", "model.renderer_options={thinks: true}")
-    assert (result.code, result.out) == (2, "")
-    assert "model.renderer_options of qwen3: thinks: Extra inputs are not permitted" in result.err
 
 
 @pytest.mark.parametrize(

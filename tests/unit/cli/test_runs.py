@@ -328,7 +328,7 @@ OF_A_RUN: dict[str, tuple[str, ...]] = {
 """Verbs that take a run, and their other required arguments."""
 
 
-@pytest.mark.parametrize("verb", OF_A_RUN)
+@pytest.mark.parametrize("verb", ["status", "eval", "export"])
 def test_run_without_a_lock_file_exits_with_4(place: Path, verb: str) -> None:
     (place / "runs" / "older" / "lock.json").unlink()
     result = primeslurm(verb, "older", *OF_A_RUN[verb], cwd=place)

@@ -175,11 +175,7 @@ def test_invalid_requests(server: Server, data: bytes) -> None:
     "data",
     [
         b"POST /pause HTTP/1.1\r\nhost: x\r\ncontent-length: 1099511627776\r\n\r\n",
-        b"POST /pause HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-        b"POST /pause HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n",
-        b"GET\r\n\r\n",
         b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 50_000,
-        b"\r\n\r\n",
         b"\0" * 100_000,
     ],
 )

@@ -229,14 +229,6 @@ def test_shared_memory_of_a_killed_engine_is_freed(start: Callable[..., Running]
     assert list(name.parent.glob(name.name + "-*")) == []
 
 
-def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Running]) -> None:
-    running = start((process("bad", 0, python("raise SystemExit(3)"), max_restarts=1),))
-    ending = running.ended()
-    assert ending.outcome is Outcome.FAILED
-    assert ending.reason == "bad ended with exit code 3 after 1 restarts"
-    assert running.head.conclude() is True
-
-
 def test_the_error_of_a_process_is_in_the_reason(start: Callable[..., Running]) -> None:
     bad = python("print('INFO: up', flush=True); raise RuntimeError('no room ' + 300 * '.')")
     running = start((process("bad", 0, bad, max_restarts=0),))
@@ -526,31 +518,6 @@ def server(name: str, node: int, port: int, *uses: str, **options: object) -> Pr
     argv = python(SERVER, "${host}", "${port:http}", *(f"${{addr:{other}:http}}" for other in uses))
     options = {"ports": {"http": port}, "health": Health(port="http", path="/x"), **options}
     return process(name, node, argv, **options)
-
-
-def test_an_unresponsive_server_is_restarted(start: Callable[..., Running]) -> None:
-    timings = AgentTimings(term_grace_s=1.0, probe_timeout_s=0.5)
-    hangs = Health(port="http", path="/x", hang_timeout_s=3)
-    running = start((server("server", 0, 21000, health=hangs),), agents=timings)
-    pid = int(str(running.wait_state("server", "ready").pid))
-    os.kill(pid, signal.SIGSTOP)
-    running.wait(lambda: running.report("server").pid not in (pid, None))
-    running.wait_state("server", "ready")
-    first = running.events(ProcessExited)[0]
-    assert first.code == -9 and (first.reason or "").startswith("unresponsive: silent for ")
-
-
-def test_a_restart_group_is_restarted_as_one(start: Callable[..., Running]) -> None:
-    unit = {"unit": "u", "restart": "unit"}
-    running = start(
-        (server("a", 0, 21000, **unit), server("other", 0, 21010)), (server("b", 1, 21020, "a", after=("a",), **unit),)
-    )
-    before = {name: running.wait_state(name, "ready").pid for name in ("a", "b", "other")}
-    os.kill(int(str(before["b"])), signal.SIGKILL)
-    running.wait(lambda: all(running.report(name).generation == 1 for name in ("a", "b")))
-    after = {name: running.wait_state(name, "ready").pid for name in ("a", "b", "other")}
-    assert [name for name in before if after[name] == before[name]] == ["other"]
-    assert running.head.ending is None
 
 
 def test_a_spare_takes_over_and_dependent_processes_restart(

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, group_id
@@ -59,7 +59,6 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
 )
 
 
-@settings(max_examples=40)
 @given(
     sizes=CHAINS,
     batches=st.integers(1, 3),

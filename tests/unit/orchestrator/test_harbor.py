@@ -61,7 +61,9 @@ async def played(made: Recipe, engine: ScriptedEngine, tmp_path: Path) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("command", "reward"), [(SOLUTION, 1.0), ("python3 total.py 4", 0.5)], ids=["solved", "only looked"]
+    ("command", "reward"),
+    [(SOLUTION, 1.0), pytest.param("python3 total.py 4", 0.5, marks=pytest.mark.campaign)],
+    ids=["solved", "only looked"],
 )
 async def test_mini_swe_agent_solves_a_task_in_a_sandbox(
     model: str, command: str, reward: float, tmp_path: Path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
@@ -243,7 +243,6 @@ class Campaign:
         self.dispatcher.version = self.dispatcher.step - 1
 
 
-@settings(max_examples=40)
 @given(
     rule=st.sampled_from(RULES),
     sizes=st.sampled_from([(4,), (2, 4)]),

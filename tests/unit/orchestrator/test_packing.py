@@ -47,7 +47,6 @@ def documents_of(row: Row) -> list[tuple[list[int], list[bool], list[float], set
     ]
 
 
-@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), max_size=30), ranks=st.integers(1, 4))
 def test_every_token_is_packed_once(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
@@ -65,7 +64,6 @@ def test_every_token_is_packed_once(lengths: list[int], ranks: int) -> None:
     assert not any(row.mask[row.positions == 0].any() for row in rows), "a first token is never trained"
 
 
-@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=12),
     pieces=st.sampled_from([2, 4]),
@@ -87,7 +85,6 @@ def test_pieces_are_the_rows_and_one_more_token(lengths: list[int], pieces: int,
                 assert np.array_equal(array, getattr(mine, name)), name
 
 
-@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=40), ranks=st.integers(1, 5))
 def test_rows_are_no_longer_than_needed(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.base import durable, files
@@ -254,7 +254,6 @@ def test_restart_reads_only_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert head.whole().to_bytes() == whole.to_bytes()
 
 
-@settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_file_costs_one_group(data: st.DataObject) -> None:
     with TemporaryDirectory() as directory:

@@ -54,7 +54,7 @@ class Unserved(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
 
 
 async def test_module_that_serves_nothing_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unserved_tools.py").write_text("import verifiers.v1\n")
+    (tmp_path / "unserved_tools.py").touch()
     monkeypatch.setattr(Unserved, "__module__", "unserved_tools")
     monkeypatch.setattr(subprocess_runtime, "CACHE_DIR", tmp_path)
     async with provision_runtime(SubprocessConfig()) as runtime:
@@ -160,7 +160,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         sys.modules.pop("look_around_env", None)
 
 
-@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("trusted", [False, pytest.param(True, marks=pytest.mark.campaign)])
 async def test_tool_in_a_sandbox_does_not_see_the_host(model: str, look: str, tmp_path: Path, trusted: bool) -> None:
     runtime = {"type": "subprocess", "trusted": trusted, "limits": {"wall_time_s": 300}}
     made = test_harbor.recipe(model, "null", id=look, args={}, runtime=runtime)

@@ -114,11 +114,6 @@ def test_engines_draft_tokens(method: str, drafting: list[EngineRole]) -> None:
     assert [role for role, command in commands.items() if "--speculative-config" in command.argv] == drafting
 
 
-def test_start_timeout_of_engines_follows_the_recipe() -> None:
-    command = engine_command(recipe(start_timeout_s=7200), "cuda", "engine", "python")
-    assert command.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
-
-
 def test_low_latency_decode_engine_can_compute_a_preempted_request_again() -> None:
     command = engine_command(recipe(expert_parallel=True, decode={"max_num_seqs": 300}), "cuda", "decode", "python")
     assert option(command, "--max-num-batched-tokens") == "556"

@@ -371,13 +371,6 @@ def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
     assert engines.startswith("error inference: does not fit: weights 1")
 
 
-def test_trained_vision_encoder_that_does_not_fit_is_named() -> None:
-    vlm = {"model": {"vlm": {"freeze_vision_encoder": False}}, "task": "sft", "seq_len": 32768}
-    sft = {"sft": {"data": {"type": "jsonl", "path": "data.jsonl"}}, "environments": []}
-    (text,) = found(merge(vlm, sft), "Qwen/Qwen3-VL-30B-A3B-Instruct")
-    assert "images 1" in text
-
-
 def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
     changes = {"seq_len": 40960, "inference": {"kv_cache_bytes": 2**30}, "deployment": {"train": {"nodes": 4}}}
     texts = found(changes, "Qwen/Qwen3-30B-A3B")

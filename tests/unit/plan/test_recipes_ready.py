@@ -116,12 +116,6 @@ ONE_NODE = ("qwen3_8b_single_node", "qwen3_30b_a3b_one_node")
 
 
 @pytest.mark.parametrize("name", ONE_NODE)
-def test_a_one_node_recipe_asks_slurm_for_one_node(name: str, tmp_path: Path) -> None:
-    script = render(derive(load_recipe(ROOT / "recipes" / f"{name}.yaml"), SITE, tmp_path))
-    assert "--nodes=1 " in script and "--gres=gpu:h200:8 " in script and "hetjob" not in script
-
-
-@pytest.mark.parametrize("name", ONE_NODE)
 def test_a_one_node_recipe_fits_one_machine_without_slurm(name: str, tmp_path: Path) -> None:
     devices = tmp_path / "dev"
     devices.mkdir()

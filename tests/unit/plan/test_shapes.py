@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.base.errors import UsageError
@@ -288,7 +288,6 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
         assert engine.health and engine.health.path == "/health"
 
 
-@settings(max_examples=30)
 @given(
     st.sampled_from(["vllm-router", "dynamo", "llm-d"]),
     st.sampled_from([None, "native", "mooncake"]),

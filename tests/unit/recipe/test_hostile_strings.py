@@ -68,7 +68,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-ONE_FIELD = settings(max_examples=10, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ONE_FIELD = settings(max_examples=3, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize(("path", "data"), places(Recipe))

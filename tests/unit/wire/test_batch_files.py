@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -60,7 +60,6 @@ def test_too_large_batch_is_refused(tmp_path: Path) -> None:
     assert not batch_files.is_there(tmp_path / "other", whole=False)
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_damage_is_found(data: st.DataObject) -> None:
     with TemporaryDirectory() as directory:
