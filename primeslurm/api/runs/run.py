@@ -78,7 +78,7 @@ class Run:
             )
 
     def rollouts(self) -> RolloutArchive:
-        """Return the rollouts of the run that were kept, or wait for a batch."""
+        """Return the rollouts of the run that were kept."""
         from primeslurm.run.rollouts.archive import RolloutArchive  # imports numpy, which other verbs do not need
 
         return RolloutArchive(self.path)
@@ -170,7 +170,6 @@ class Run:
         return self
 
     def start_again(self) -> Submitted:
-        """Resume the run, and return the submitted attempt."""
         from primeslurm.api import submission
 
         self._refuse_if_displaced()
