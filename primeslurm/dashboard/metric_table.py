@@ -26,7 +26,6 @@ class Columns:
         self._columns: dict[str, array[float]] = {}
 
     def add(self, row: Row) -> None:
-        """Append a row."""
         for name, value in row.items():
             column = self._columns.get(name)
             if column is None:
