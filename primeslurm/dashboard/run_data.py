@@ -29,8 +29,8 @@ from primeslurm.records.metrics import FILE
 from primeslurm.run.diagnosis.validity import CHECKED, problems
 from primeslurm.run.diff import recipe_diff
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.history import dropped_rollouts
 from primeslurm.run.overview import RunOverview, read_overview
-from primeslurm.run.records import dropped_rollouts
 from primeslurm.run.status.liveness import RECHECK_S, SILENT_S
 from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
@@ -233,7 +233,7 @@ class RunData:
     def difference(self, other: RunData) -> list[Any]:
         """Return how the recipe of another run differs from this one's."""
         recipes = self._resolved(), other._resolved()
-        return msgspec.to_builtins(recipe_diff(*recipes)) if all(recipes) else []  # type: ignore[no-any-return]
+        return msgspec.to_builtins(recipe_diff(*recipes)) if all(recipes) else []
 
     @_reading
     def evaluations(self) -> dict[str, Any]:

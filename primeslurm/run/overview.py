@@ -11,7 +11,7 @@ from primeslurm.records.metrics import FILE, recent_rows
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis.validity import problems
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import progress_of
+from primeslurm.run.history import progress_of
 from primeslurm.run.status.liveness import SILENT_S, HeadSilence, unresponsive_writers
 from primeslurm.run.status.run_status import ACTIVE, FINE, JobQuery, phase_and_reason
 

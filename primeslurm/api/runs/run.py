@@ -19,7 +19,7 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import moved_or_copied
 from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted
-from primeslurm.run.records import last_trained
+from primeslurm.run.history import last_trained
 from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
 from primeslurm.wire.stored import checkpoints
 

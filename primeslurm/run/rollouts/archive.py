@@ -15,7 +15,7 @@ from primeslurm.records import rollout_files
 from primeslurm.records.rollout_files import ArchiveFile, DamagedFileError, FileName
 from primeslurm.records.rollouts import RolloutSummary, RolloutTranscript
 from primeslurm.run.directory import Attempt
-from primeslurm.run.records import last_trained
+from primeslurm.run.history import last_trained
 from primeslurm.run.rollouts.query import RolloutQuery
 
 

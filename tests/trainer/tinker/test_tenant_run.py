@@ -15,7 +15,7 @@ import uvicorn
 import yaml
 
 from primeslurm.api.runs.run import Run
-from primeslurm.run.records import rows
+from primeslurm.run.history import rows
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.run.tenants import user_of
 from primeslurm.tinker.backbone import Backbone
