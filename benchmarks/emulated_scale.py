@@ -27,7 +27,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.testbed.embedded_slurm.page_merging import are_merged
 
 ROOT = Path(__file__).resolve().parents[1]

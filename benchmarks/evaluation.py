@@ -23,7 +23,7 @@ from typing import Any
 from primeslurm.records.evaluation import evaluations
 from primeslurm.records.metrics import Row
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import dropped_rollouts, rows
+from primeslurm.run.history import dropped_rollouts, rows
 
 RESULT = Path(__file__).resolve().parent / "results" / "evaluation.json"
 RECIPE = "recipes/reverse_text_single.yaml"

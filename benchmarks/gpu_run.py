@@ -34,7 +34,7 @@ from benchmarks.support.machine import machine, versions
 from benchmarks.support.shared_gpu import SharedGpus, shared_gpus, shared_settings
 from primeslurm.records.metrics import Row
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.run.status.summary import summarise
 
 RECIPES = Path("recipes")

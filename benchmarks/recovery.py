@@ -33,7 +33,7 @@ from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
 from primeslurm.records.events.training import CheckpointLoaded, StepTrained
 from primeslurm.records.record import Event
-from primeslurm.run.records import events
+from primeslurm.run.history import events
 
 R = TypeVar("R")
 # Steps to train before the first fault, and between the two.

@@ -31,7 +31,7 @@ from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished
 from primeslurm.records.record import Event
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 
 HERE = Path(__file__).resolve().parent
 CONFIG: dict[str, Any] = {

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from primeslurm.records.events import nodes, policy, processes, training
 from primeslurm.records.record import Event
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import attempt_events
+from primeslurm.run.history import attempt_events
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "start_up.json"

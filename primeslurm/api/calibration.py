@@ -18,11 +18,11 @@ from primeslurm.api.sites import draft_site, local_site, site_file, with_python
 from primeslurm.base import files
 from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.paths import shipped
-from primeslurm.plan.calibration import calibration_plan
+from primeslurm.plan.calibration_plan import calibration_plan
 from primeslurm.plan.estimates.rates import measured_problems
 from primeslurm.plan.planner import Planned
 from primeslurm.recipe.reading.recipe_files import read_site
-from primeslurm.records.calibration import FILE, CalibrationRecord
+from primeslurm.records.measured_rates import FILE, CalibrationRecord
 from primeslurm.records.reading import find_record
 
 # The section from its key to its last indented line

@@ -41,9 +41,9 @@ from primeslurm.run.directory_security import permission_problems
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient, require_conf
 from primeslurm.slurm.cluster_fit import cluster_facts, cluster_fit_problems
-from primeslurm.slurm.held_signals import HeldSignals, signals_held
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 from primeslurm.slurm.render import render
+from primeslurm.slurm.submission_signals import HeldSignals, signals_held
 from primeslurm.wire.transport import secret
 
 if TYPE_CHECKING:

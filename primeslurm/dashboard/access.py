@@ -37,7 +37,6 @@ REFUSED = "The dashboard needs its token. Open the address that `primeslurm dash
 
 
 def host_of(header: str) -> str:
-    """Return the host of a Host header without its port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] if header.count(":") == 1 else header

@@ -26,7 +26,6 @@ class Columns:
         self._columns: dict[str, array[float]] = {}
 
     def add(self, row: Row) -> None:
-        """Append a row."""
         for name, value in row.items():
             column = self._columns.get(name)
             if column is None:
@@ -96,18 +95,10 @@ class MetricTable:
 
 
 def spread(rows: int, columns: list[Values], points: int) -> NDArray[np.intp]:
-    """Choose about `points` rows that show the shape of all columns.
+    """Choose about `points` rows that show the shape of all columns [rows], and return their indices in order.
 
     Rows are divided into buckets of equal size. In each bucket, the rows with the smallest and the largest value of
-    each column are chosen, so that spikes stay visible.
-
-    Args:
-        rows: number of rows in each column.
-        columns: arrays of shape [rows]; NaN is a missing value.
-        points: approximate number of rows to choose. Fewer rows are all chosen.
-
-    Returns:
-        Indices of the chosen rows, in ascending order.
+    each column are chosen, so that spikes stay visible. NaN is a missing value.
     """
     if rows <= points:
         return np.arange(rows)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+
+import msgspec
 
 from primeslurm.records.rollouts import RolloutTranscript
 from primeslurm.run.rollouts.archive import RolloutArchive, RolloutPage
@@ -14,7 +16,7 @@ from primeslurm.run.rollouts.query import RolloutQuery
 # Rollouts of a page, if the browser does not say how many.
 LIMIT = 100
 MOST = 1000
-_FLAGS = {"true": True, "false": False}
+_CONDITIONS = frozenset(RolloutQuery.__struct_fields__) - {"steps"}
 
 
 class NotValidError(ValueError):
@@ -48,20 +50,14 @@ def query_of(parameters: Mapping[str, str]) -> RolloutQuery:
     Raises:
         NotValidError: a parameter has a wrong value.
     """
+    given: dict[str, object] = {name: text for name, text in parameters.items() if text and name in _CONDITIONS}
     first, last = number(parameters, "first_step"), number(parameters, "last_step")
-    steps = None if first is None and last is None else (first or 0, last if last is not None else 1 << 62)
-    return RolloutQuery(
-        steps=steps,
-        environment=parameters.get("environment") or None,
-        group=parameters.get("group") or None,
-        version=number(parameters, "version"),
-        min_reward=_reward(parameters, "min_reward", -math.inf),
-        max_reward=_reward(parameters, "max_reward", math.inf),
-        truncated=_flag(parameters, "truncated"),
-        failed=_flag(parameters, "failed"),
-        evaluation=_flag(parameters, "evaluation"),
-        dropped=_flag(parameters, "dropped"),
-    )
+    if first is not None or last is not None:
+        given["steps"] = (first or 0, sys.maxsize if last is None else last)
+    try:
+        return msgspec.convert(given, RolloutQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise NotValidError(str(error)) from None
 
 
 def number(parameters: Mapping[str, str], name: str) -> int | None:
@@ -72,23 +68,3 @@ def number(parameters: Mapping[str, str], name: str) -> int | None:
     if len(text) > 15 or not (text.isascii() and text.isdecimal()):
         raise NotValidError(f"{name} = {text[:50]}: is not a number")
     return int(text)
-
-
-def _reward(parameters: Mapping[str, str], name: str, otherwise: float) -> float:
-    text = parameters.get(name, "")
-    if not text:
-        return otherwise
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise NotValidError(f"{name} = {text[:50]}: is not a number")
-    return value
-
-
-def _flag(parameters: Mapping[str, str], name: str) -> bool | None:
-    text = parameters.get(name, "")
-    if text and text not in _FLAGS:
-        raise NotValidError(f"{name} = {text[:50]}: is neither true nor false")
-    return _FLAGS.get(text)

@@ -27,10 +27,10 @@ from primeslurm.records.attempt import newest_attempt
 from primeslurm.records.evaluation import SUMMARY, best_of, evaluations, step_dir
 from primeslurm.records.metrics import FILE
 from primeslurm.run.diagnosis.validity import CHECKED, problems
-from primeslurm.run.diff import diff, recipe_diff
+from primeslurm.run.diff import recipe_diff
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.history import dropped_rollouts
 from primeslurm.run.overview import RunOverview, read_overview
-from primeslurm.run.records import dropped_rollouts
 from primeslurm.run.status.liveness import RECHECK_S, SILENT_S
 from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
@@ -79,17 +79,14 @@ class RunData:
 
     @cached_property
     def table(self) -> MetricTable:
-        """The run's metrics."""
         return MetricTable(self.run.path)
 
     @cached_property
     def events(self) -> EventLog:
-        """The run's events."""
         return EventLog(self.run)
 
     @cached_property
     def rollouts(self) -> RolloutPages:
-        """The run's rollouts."""
         return RolloutPages(self.run.path)
 
     def forget(self) -> None:
@@ -233,13 +230,10 @@ class RunData:
         return recipe if isinstance(recipe, dict) else {}
 
     @_reading
-    def difference(self, other: RunData) -> dict[str, Any]:
-        """Return how recipe and plan of another run differ from this one's. Raises RunError."""
-        recipes, plans = (self._resolved(), other._resolved()), (self.run.latest().plan(), other.run.latest().plan())
-        return {
-            "recipe": msgspec.to_builtins(recipe_diff(*recipes)) if all(recipes) else [],
-            "plan": msgspec.to_builtins(diff(*plans)),
-        }
+    def difference(self, other: RunData) -> list[Any]:
+        """Return how the recipe of another run differs from this one's."""
+        recipes = self._resolved(), other._resolved()
+        return msgspec.to_builtins(recipe_diff(*recipes)) if all(recipes) else []
 
     @_reading
     def evaluations(self) -> dict[str, Any]:

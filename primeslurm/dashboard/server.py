@@ -86,13 +86,9 @@ class Dashboard:
 def prepare(
     runs: Path, query_of: Callable[[RunDirectory], JobQuery], host: str = LOOPBACK[0], port: int | None = None
 ) -> Dashboard:
-    """Open the dashboard's socket.
+    """Open the dashboard's socket. Raises UsageError.
 
-    Args:
-        query_of: returns the function that asks Slurm about the jobs of a run. It must not write files.
-
-    Raises:
-        UsageError: the socket cannot be opened.
+    `query_of` returns the function that asks Slurm about the jobs of a run. It must not write files.
     """
     listener = _listen(host, port)
     return Dashboard(runs, secrets.token_urlsafe(24), host, listener.getsockname()[1], listener, query_of)

@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from primeslurm.inference import patches
-from primeslurm.wire import hidden_salt
+from primeslurm.wire import cache_salt
 
 LOOPBACK = "127.0.0.1"
 
@@ -57,7 +57,7 @@ def use(reader: str, hides_salt: bool) -> None:
     def event_with_marked_salt(pool: Any, request: Any, **blocks: Any) -> Any:
         event, salt = build_event(pool, request, **blocks), request.cache_salt
         if salt and blocks["start_token_idx"] == 0:  # only the first block's hash contains the salt itself
-            event.token_ids = [hidden_salt.marked(event.token_ids[0], salt), *event.token_ids[1:]]
+            event.token_ids = [cache_salt.marked(event.token_ids[0], salt), *event.token_ids[1:]]
             others = [[key for key in keys or () if key != salt] for keys in event.extra_keys]
             event.extra_keys = [tuple(keys) or None for keys in others]
         return event

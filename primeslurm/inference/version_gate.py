@@ -23,7 +23,7 @@ import psutil
 
 from primeslurm.inference.auth import App, Message, Receive, Scope, Send, answer
 from primeslurm.inference.liveness_gate import HEALTH_PATH, LivenessGate, generates
-from primeslurm.wire import hidden_salt
+from primeslurm.wire import cache_salt
 from primeslurm.wire.names import ENGINE_HEADER, STATUS_PATH
 from primeslurm.wire.weight_transfer import filesystem
 from primeslurm.wire.weight_transfer.messages import EngineStatus
@@ -125,7 +125,7 @@ class VersionGate(LivenessGate):
         body = await read_body(receive)
         if body is None:
             return
-        body = hidden_salt.reveal(body)
+        body = cache_salt.reveal(body)
         self._state.asked_for = max(self._state.asked_for, _asked_for(body))
         if self._state.closed:
             await answer(send, 503, {"error": self._state.closed})

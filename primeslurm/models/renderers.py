@@ -49,7 +49,6 @@ def renderers_of(model_type: str, model: str) -> tuple[str, ...]:
 
 
 def renderer_traits(name: str) -> RendererTraits:
-    """Return the traits that a family declares for a renderer."""
     declared = (family.renderer_traits[name] for family in families() if name in family.renderer_traits)
     return next(declared, RendererTraits())
 

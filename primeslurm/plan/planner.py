@@ -30,7 +30,6 @@ from primeslurm.plan.commands.processes import (
     tinker_command,
     trainer_command,
 )
-from primeslurm.plan.emulate import emulate
 from primeslurm.plan.estimates.rates import measured_problems
 from primeslurm.plan.estimates.time_limits import with_limits
 from primeslurm.plan.forecast import Estimate, Quantity
@@ -39,6 +38,7 @@ from primeslurm.plan.placement.fixed_port_checks import port_problems
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
+from primeslurm.plan.stand_ins import emulate
 from primeslurm.plan.supervision import Health, HeartbeatLimits
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import LONG_PHASE_S

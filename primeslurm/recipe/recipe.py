@@ -12,9 +12,9 @@ from primeslurm.recipe.sections.deployment import Deployment
 from primeslurm.recipe.sections.evaluation import Evaluation, EvaluationEnvironment, EvaluationSampling
 from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.inference import Inference
-from primeslurm.recipe.sections.logs import Logging
+from primeslurm.recipe.sections.monitor import Logging, MetricsOptions, Monitor
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment, Orchestrator, Sampling
-from primeslurm.recipe.sections.slurm import MetricsOptions, Monitor, Slurm
+from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import Teacher
 from primeslurm.recipe.sections.tenant import Tenant
 from primeslurm.recipe.sections.tenant_deployment import Tenants

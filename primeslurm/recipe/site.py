@@ -154,7 +154,6 @@ class Site(Section):
     """First port number that a plan uses."""
 
     def kind(self, role: str) -> NodeKind | None:
-        """Return the kind of node for a role; None if the site has none."""
         return next((self.nodes[name] for name in self.kind_names(role) if name in self.nodes), None)
 
     @property

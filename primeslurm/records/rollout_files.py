@@ -290,7 +290,6 @@ def open_file(path: Path) -> ArchiveFile:
 
 
 def compress(data: bytes) -> bytes:
-    """Compress with zstd."""
     return bytes(_pyarrow().compress(data, codec="zstd", asbytes=True))
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
-# Outcome of a rollout. waiting: finished, but in no batch yet. batched: in the batch of a step that is not trained.
+# Outcome of a rollout. batched: in the batch of a step that is not trained.
 # Files, which are written when the batch is formed, have `trained` for both: `run.rollouts.archive` tells them apart.
-State = Literal["trained", "batched", "waiting", "dropped", "failed", "evaluated"]
+State = Literal["trained", "batched", "dropped", "failed", "evaluated"]
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,7 +123,6 @@ class Attempt:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
     def job(self) -> JobRecord | None:
-        """Return the record of the submitted job, or None."""
         return find_record(self.path / "job.json", JobRecord)
 
     def record_job(self, job: JobRecord) -> None:
@@ -160,7 +159,6 @@ class RunDirectory:
         self.name = path.name
 
     def exists(self) -> bool:
-        """True if the directory holds a run."""
         try:
             return files.is_file(self.path / "lock.json")
         except OSError as error:  # no permission, or an invalid file name

@@ -11,7 +11,7 @@ from primeslurm.records.metrics import FILE, recent_rows
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis.validity import problems
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import progress_of
+from primeslurm.run.history import progress_of
 from primeslurm.run.status.liveness import SILENT_S, HeadSilence, unresponsive_writers
 from primeslurm.run.status.run_status import ACTIVE, FINE, JobQuery, phase_and_reason
 
@@ -47,13 +47,9 @@ class RunOverview(msgspec.Struct, frozen=True):
 
 
 def read_overview(run: RunDirectory, job_state: JobQuery, now: float, recheck_s: float = 0.0) -> RunOverview:
-    """Return the overview of the newest attempt at Unix time `now`.
+    """Return the overview of the newest attempt at Unix time `now`. Raises RunError if no attempt has a plan.
 
-    Args:
-        recheck_s: seconds for which the head's file is watched if it looks old.
-
-    Raises:
-        RunError: the run has no attempt with a plan.
+    The head's file is watched for `recheck_s` seconds if it looks old.
     """
     attempt, recipe, lock = run.latest(), run.recipe(), run.lock()
     job, end, fleet = attempt.job(), attempt.end(), attempt.fleet()

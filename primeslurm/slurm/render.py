@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
-from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.templating import environment
 from primeslurm.base.units import count
 from primeslurm.plan.model import JOB_OUTPUT, HetGroup, Plan
-from primeslurm.recipe.fields.section import Section
 from primeslurm.records.job_output import MARK
 from primeslurm.slurm.launch_failures import START
 
 # Module that a job starts on every node. It gets the folder of the pickled agent.
 AGENT_MODULE = "primeslurm.node.start_agent"
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def submitit_folder(plan: Plan) -> Path:
@@ -25,8 +21,7 @@ def submitit_folder(plan: Plan) -> Path:
 
 
 def render(plan: Plan) -> str:
-    """Return the batch script of a Plan. Raises UsageError if the Plan has text that a script cannot contain."""
-    _check(plan)
+    """Return the batch script of a Plan."""
     templates = environment(autoescape=False)
     templates.filters["quote"] = lambda value: shlex.quote(str(value))
     templates.filters["counted"] = count
@@ -56,39 +51,6 @@ def _step_options(plan: Plan) -> list[str]:
 def exports(plan: Plan) -> dict[str, str]:
     """Return the variables of the agents. The agent fills in those with placeholders on the node."""
     return {name: value for name, value in plan.env.items() if "${" not in value}
-
-
-def _check(plan: Plan) -> None:
-    """Raise UsageError if a text of the Plan cannot stand in a script."""
-    # A Plan that was made from a checked recipe and site passes. One that was edited on disk may not.
-    texts = {"run_dir": plan.run_dir, "python": plan.python}
-    texts |= _texts("job", plan.job)
-    texts |= {f"env.{name}": value for name, value in plan.env.items()}
-    texts |= {f"library_path[{i}]": value for i, value in enumerate(plan.library_path)}
-    for group in plan.groups:
-        texts |= _texts(f"groups[{group.index}]", group)
-    problems = [
-        Violation(field, repr(value), "must be one line of printable text")
-        for field, value in texts.items()
-        if not value.isprintable()
-    ]
-    problems += [
-        Violation(f"env.{name}", "", "is not a name of an environment variable")
-        for name in plan.env
-        if not _VARIABLE.fullmatch(name)
-    ]
-    if problems:
-        raise UsageError(problems)
-
-
-def _texts(path: str, section: Section) -> dict[str, str]:
-    texts = {}
-    for name, value in section:
-        if isinstance(value, str):
-            texts[f"{path}.{name}"] = value
-        elif isinstance(value, tuple):
-            texts |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
-    return texts
 
 
 # sbatch options by long name. None and False are left out. True is an option without value.

@@ -1,7 +1,7 @@
 """Measure a node's rates as one rank of a calibration job: `python -m primeslurm.trainer.calibration`.
 
 Ranks join as trainer ranks do, and measure at the same time, because a training step also uses all GPUs at once. Rank 0
-writes all rates to `rates.json` in the run directory (`records.calibration`).
+writes all rates to `rates.json` in the run directory (`records.measured_rates`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from primeslurm.base import durable, files, logs
 from primeslurm.nn import compat
-from primeslurm.records.calibration import FILE, CalibrationRecord, MeasuredRate
 from primeslurm.records.heartbeats import liveness
+from primeslurm.records.measured_rates import FILE, CalibrationRecord, MeasuredRate
 from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.wire import exit_codes

@@ -16,7 +16,7 @@ import msgspec
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, RunProgress
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointLoaded, StepTrained
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import attempt_events, rows
+from primeslurm.run.history import attempt_events, rows
 from primeslurm.wire.stored import checkpoints
 from tests.chaos.spool_watch import SeenGroup
 from tests.support.emulation import DROPPED_AHEAD

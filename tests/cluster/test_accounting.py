@@ -13,7 +13,7 @@ from primeslurm.api.jobs import job_query
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.training import StepTrained
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import attempt_events
+from primeslurm.run.history import attempt_events
 from primeslurm.run.status.run_status import RunStatus, read_status
 from tests.cluster.accounting.cluster import AccountingCluster
 from tests.support.waiting import wait_until

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import rows
+from primeslurm.run.history import rows
 from tests.support.runs import Demo
 from tests.support.slurm import require_slurm
 from tests.support.unmeasured import unmeasured

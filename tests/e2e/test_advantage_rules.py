@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.records.metrics import Row
-from primeslurm.run.records import rows
+from primeslurm.run.history import rows
 from tests.e2e.conftest import ROOT
 from tests.support.faults import warn
 from tests.support.hinted import write_model

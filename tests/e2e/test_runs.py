@@ -18,7 +18,7 @@ from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.events.training import WeightsPublished
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import attempt_events, rows
+from primeslurm.run.history import attempt_events, rows
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model

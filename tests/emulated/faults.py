@@ -27,7 +27,7 @@ from primeslurm.records.events.training import CheckpointLoaded
 from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import events
+from primeslurm.run.history import events
 from primeslurm.run.status.liveness import RECHECK_S, SILENT_S
 from primeslurm.run.status.run_status import RunStatus, read_status
 from primeslurm.slurm.client import SlurmClient

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import find_site, with_python
-from primeslurm.plan.emulate import emulate
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import emulate
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.run.records import rows
+from primeslurm.run.history import rows
 from tests.support.runs import start_local
 
 

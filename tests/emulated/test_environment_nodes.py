@@ -10,7 +10,7 @@ import pytest
 from primeslurm.records.events.nodes import ProcessesMoved
 from primeslurm.run.bad_nodes import BadNodeLedger
 from primeslurm.run.diagnosis.doctor import diagnose
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.run.status.run_status import RlProgress
 from primeslurm.wire.stored import checkpoints
 from tests.support.emulation import Deployment

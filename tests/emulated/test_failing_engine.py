@@ -11,14 +11,14 @@ from pathlib import Path
 
 from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import local_site, with_python
-from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import emulate
 from primeslurm.plan.supervision import MAX_RESTARTS
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import attempt_events
+from primeslurm.run.history import attempt_events
 from tests.support.cli import primeslurm
 from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data

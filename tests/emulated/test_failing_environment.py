@@ -14,15 +14,15 @@ import pytest
 
 from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import local_site, with_python
-from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import emulate
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.policy import PolicyCurrent
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events
+from primeslurm.run.history import events
 from tests.support.cli import ROOT, primeslurm
 from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data

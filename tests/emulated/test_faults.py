@@ -15,7 +15,7 @@ import pytest
 from primeslurm.base.durable import MIN_FREE_BYTES
 from primeslurm.records.events.nodes import FileSystemFault, NodeLost
 from primeslurm.run.bad_nodes import BadNodeLedger
-from primeslurm.run.records import events
+from primeslurm.run.history import events
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire.transport import secret
 from tests.emulated.faults import FAULTS, Fault, measure_cost

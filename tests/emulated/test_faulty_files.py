@@ -8,7 +8,7 @@ import pytest
 
 from primeslurm.records.events.processes import ProcessExited, StorageFault
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.wire.stored import checkpoints
 from tests.emulated.test_submit import ROOT, place, python  # noqa: F401 - a fixture
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from primeslurm.api.sites import with_python
-from primeslurm.plan.emulate import emulate
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import emulate
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.nodes import AgentFailed, ProcessesGivenUp
 from primeslurm.records.fleet import Outcome
 from primeslurm.run.directory import create
-from primeslurm.run.records import rows
+from primeslurm.run.history import rows
 from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data, site
 from tests.unit.node.test_lost_at_start import Start, start  # noqa: F401 - a fixture

@@ -16,7 +16,7 @@ from playwright.sync_api import expect
 
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints

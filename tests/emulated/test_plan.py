@@ -11,9 +11,9 @@ from primeslurm.api.recipes.emulation import refuse_too_large
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError
 from primeslurm.plan.commands.command import Command
-from primeslurm.plan.emulate import STAND_INS, emulate, memory_mib
 from primeslurm.plan.placement.resources import WITHOUT_GPUS
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import STAND_INS, emulate, memory_mib
 from primeslurm.recipe import Recipe
 from tests.support.processes import start_process
 from tests.support.recipes import recipe_data, site

@@ -23,7 +23,7 @@ from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_updates.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands.command import ReplicaEngines
 from primeslurm.plan.commands.routers import router_command
-from primeslurm.plan.emulate import STAND_INS
+from primeslurm.plan.stand_ins import STAND_INS
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
 from primeslurm.records.events import decode

@@ -17,7 +17,7 @@ from primeslurm.base.errors import RunError
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.attacks import Targets, successful_attacks

@@ -42,7 +42,7 @@ from primeslurm.records.attempt import StartRecord, pickled_agent
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create
-from primeslurm.slurm.held_signals import HeldSignals
+from primeslurm.slurm.submission_signals import HeldSignals
 from primeslurm.trainer import main as trainer
 from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints

@@ -19,7 +19,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.transcripts import Credited
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
-from primeslurm.recipe.sections.slurm import KeptRollouts
+from primeslurm.recipe.sections.monitor import KeptRollouts
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.events.training import StepTrained
 from primeslurm.records.fleet import Outcome

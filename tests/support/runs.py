@@ -19,8 +19,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import StepTrained
 from primeslurm.records.record import Event
 from primeslurm.run.directory import RunDirectory, create
-from primeslurm.run.records import attempt_events, events, rows
-from primeslurm.slurm.held_signals import signals_held
+from primeslurm.run.history import attempt_events, events, rows
+from primeslurm.slurm.submission_signals import signals_held
 from tests.support.unmeasured import unmeasured
 from tests.support.waiting import StallTimer, bytes_below
 

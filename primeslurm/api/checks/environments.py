@@ -79,8 +79,6 @@ def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple
 
 @dataclass(frozen=True)
 class _Probed(Generic[T]):
-    """Result of a probe."""
-
     result: T | None  # None if neither Python could be used
     why: str = ""  # why the Python of the jobs could not be used; empty if it was
 

@@ -1,4 +1,4 @@
-"""Compare the fields and the plans of two recipes or runs."""
+"""Compare two recipes or runs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,21 @@ from primeslurm.api.recipes.loading import RECIPES, load
 from primeslurm.api.runs.run import find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.base import files
-from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.recipe_files import file_or_ready
 from primeslurm.records import resolved_recipe as recipe_record
-from primeslurm.run.diff import Difference, diff, recipe_diff
+from primeslurm.run.diff import Difference, recipe_diff
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences between two recipes or runs."""
+    """The plans of two recipes or runs, and the fields that differ."""
 
     a: Plan
     b: Plan
-    recipe: list[Difference]  # Fields that differ. Empty if a run has no readable recipe.
-    plan: list[Difference]  # all differences of the plans
-
-    @property
-    def same(self) -> bool:
-        return not (self.recipe or self.plan)
+    recipe: list[Difference]  # fields that differ
 
 
 @dataclass(frozen=True)
@@ -45,14 +40,14 @@ def compare(a: str, b: str, *, site: Path | None = None, runs: Path | None = Non
     """Compare two recipes or runs, each given as recipe file, name of a ready recipe, or name or directory of a run.
 
     `site` and `local` are as for `load`, and `runs` is as for `find_run`. Raises UsageError if a recipe cannot be
-    planned, and RunError if a run does not exist or its plan cannot be read.
+    planned, and RunError if a run does not exist or its plan or recipe cannot be read.
     """
     one, other = _sides((a, b), site, runs, local)
     if one.is_run or other.is_run:  # a run keeps its resolved recipe only
-        fields = recipe_diff(one.resolved, other.resolved) if one.resolved and other.resolved else []
+        fields = recipe_diff(one.resolved, other.resolved)
     else:
         fields = recipe_diff(one.recipe, other.recipe)
-    return Comparison(one.plan, other.plan, fields, diff(one.plan, other.plan))
+    return Comparison(one.plan, other.plan, fields)
 
 
 def _sides(sides: Sequence[str], site: Path | None, runs: Path | None, local: bool) -> list[_Side]:
@@ -86,4 +81,6 @@ def _side(side: str, site: Path | None, runs: Path | None, local: bool) -> _Side
         return _Side(planned.plan, fields, resolved, is_run=False)
     run = find_run(side, runs)
     record = files.read_json(run.path / recipe_record.FILE)
-    return _Side(run.plan(), {}, record if isinstance(record, dict) else {}, is_run=True)
+    if not isinstance(record, dict):
+        raise RunError(f"{run.path / recipe_record.FILE} is missing or damaged")
+    return _Side(run.plan(), {}, record, is_run=True)

@@ -16,9 +16,9 @@ import psutil
 from primeslurm.api.testbed import ClusterSpec, LoopbackPlace, default_directory, is_name, page_merging, site, up
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.units import count, gib
-from primeslurm.plan.emulate import memory_mib
 from primeslurm.plan.model import Plan
 from primeslurm.plan.placement.resources import WITHOUT_GPUS, resource_requests
+from primeslurm.plan.stand_ins import memory_mib
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import ServedTeacher

@@ -51,10 +51,10 @@ def attachment(run: Run, name: str, command: Sequence[str], *, terminal: bool) -
         raise RunError(f"{run.name} does not run")
     with reading(run):
         target = find_target(read_outline(attempt), attempt, name)
-    # exec_in_process takes the environment from the first process. Without one, it takes the agent's.
+    # attached_command takes the environment from the first process. Without one, it takes the agent's.
     agent, process = target.report.agent_pid, target.report.processes.get(target.process or "")
     pids = [str((process.pid if process else None) or agent), str(agent)]
-    argv = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.host.exec_in_process", *pids, *command]
+    argv = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.host.attached_command", *pids, *command]
     argv = _in_allocation(plan, job, target, argv, terminal)
     return Attachment(argv, clean(os.environ, job.slurm_conf), target.process, target.report.name)
 

@@ -19,7 +19,7 @@ from primeslurm.recipe.fields.suggestions import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.attempt_claims import moved_or_copied
 from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted
-from primeslurm.run.records import last_trained
+from primeslurm.run.history import last_trained
 from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
 from primeslurm.wire.stored import checkpoints
 
@@ -78,7 +78,7 @@ class Run:
             )
 
     def rollouts(self) -> RolloutArchive:
-        """Return the rollouts of the run that were kept, or wait for a batch."""
+        """Return the rollouts of the run that were kept."""
         from primeslurm.run.rollouts.archive import RolloutArchive  # imports numpy, which other verbs do not need
 
         return RolloutArchive(self.path)
@@ -170,7 +170,6 @@ class Run:
         return self
 
     def start_again(self) -> Submitted:
-        """Resume the run, and return the submitted attempt."""
         from primeslurm.api import submission
 
         self._refuse_if_displaced()

@@ -275,7 +275,6 @@ def guessed_runs_directory(directory: Path, variables: Mapping[str, str], mounts
 
 
 def _file_system(path: Path, mounts: str) -> str:
-    """Return the type of the file system that contains a path."""
     mount_point, kind = Path("/"), ""
     for line in mounts.splitlines():
         fields = line.split(" ")

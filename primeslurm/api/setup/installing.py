@@ -224,7 +224,6 @@ def flavour_of(directory: Path) -> Flavour | None:
 
 
 def lock_names(kind: str) -> list[str]:
-    """Return the names of the locks in `harnesses` or `models`."""
     return sorted(path.stem for path in (shipped("requirements") / kind).glob("*.txt"))
 
 

@@ -15,7 +15,7 @@ from primeslurm.base.errors import ExitCode
 from primeslurm.cli import options
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import light_table, out
-from primeslurm.records.calibration import CalibrationRecord
+from primeslurm.records.measured_rates import CalibrationRecord
 
 
 def calibrate(

@@ -65,8 +65,7 @@ def rollouts(
     """Read what the policy wrote, and how it was trained.
 
     Without an id, list rollouts. With an id, show one: messages, tool calls and their results, reward, advantages,
-    policy versions, log-probabilities and times. `monitor.rollouts` of the recipe says how many are kept. Others are
-    listed until a checkpoint covers them; their advantage is not recorded (`-`).
+    policy versions, log-probabilities and times. `monitor.rollouts` of the recipe says how many are kept.
 
     Examples:
         primeslurm rollouts my-run

@@ -72,7 +72,6 @@ def nodes_by_role(plan: Plan) -> str:
 
 
 def totals(plan: Plan) -> str:
-    """Return the totals of a plan in one line."""
     t = plan.totals
     parts = [(t.gpus, "GPU")]
     if plan.task != "sft":

@@ -84,7 +84,6 @@ def _show_job(plan: Plan) -> None:
 
 
 def every_row(nodes: Iterable[Node]) -> list[ProcessRow]:
-    """Return a row for each process."""
     return [
         ProcessRow(
             nodes=str(node.index) if i == 0 else "",

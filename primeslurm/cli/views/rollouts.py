@@ -59,7 +59,6 @@ def versions_of(oldest: int | None, newest: int | None) -> str:
 
 
 def transcript_lines(rollout: RolloutTranscript, *, full: bool, tokens: bool) -> Iterator[Text]:
-    """Yield the lines that show a rollout."""
     yield from _head(rollout.summary)
     for conversation in rollout.conversations:
         yield Text()

@@ -42,7 +42,6 @@ _SHOWN = (
 
 
 def view(status: RunStatus) -> Group:
-    """Return the status of a run as text for a terminal."""
     parts: list[RenderableType] = [_head(status), *_silence(status)]
     parts += [Text(EMULATED, style="yellow")] if status.emulated else []
     if status.task == "tenants":

@@ -66,20 +66,19 @@ function overlaid({ runs, ...chart }, names) {
 
 async function recipeDifference([a, b]) {
   try {
-    const { recipe } = await get(apiPath("runs", a, "diff", b));
-    return recipe.length ? differenceTable(recipe, a, b) : note("The recipes ask for the same.");
+    const changes = await get(apiPath("runs", a, "diff", b));
+    return changes.length ? differenceTable(changes, a, b) : note("The recipes ask for the same.");
   } catch (error) {
     return note(error.message, "error");
   }
 }
 
-// changes: {where, field, a, b}; `where` is shown for changes of plans.
-function differenceTable(changes, a, b, { where = false } = {}) {
+// changes: {field, a, b}
+function differenceTable(changes, a, b) {
   const rows = changes.map((change) => [
-    ...(where ? [change.where] : []),
     h("code", null, change.field),
     h("code", { class: "removed" }, change.a ?? "not set"),
     h("code", { class: "added" }, change.b ?? "not set"),
   ]);
-  return simpleTable([...(where ? ["Where"] : []), "Field", a, b], rows);
+  return simpleTable(["Field", a, b], rows);
 }

@@ -11,12 +11,10 @@ async function recipeTab(panel, run, signal) {
   async function compare(other) {
     if (!other) return void show(difference);
     try {
-      const answer = await get(apiPath("runs", run.name, "diff", other));
-      const plan = differenceTable(answer.plan, run.name, other, { where: true });
+      const changes = await get(apiPath("runs", run.name, "diff", other));
       show(difference,
-        h("h2", null, `Recipe: ${plural(answer.recipe.length, "difference")}`),
-        answer.recipe.length ? differenceTable(answer.recipe, run.name, other) : note("The recipes ask for the same."),
-        answer.plan.length ? more(`Plan: ${plural(answer.plan.length, "difference")}`, plan) : null);
+        h("h2", null, plural(changes.length, "difference")),
+        changes.length ? differenceTable(changes, run.name, other) : note("The recipes ask for the same."));
     } catch (error) {
       show(difference, note(error.message, "error"));
     }

@@ -1,7 +1,7 @@
 "use strict";
 // The rollouts of a run: a list with filters, and one of them.
 
-const ROLLOUT_LEVEL = { trained: "good", batched: "busy", evaluated: "busy", waiting: "idle", dropped: "warn", failed: "bad" };
+const ROLLOUT_LEVEL = { trained: "good", batched: "busy", evaluated: "busy", dropped: "warn", failed: "bad" };
 const ROLLOUT_PAGE = 100;
 const YES_NO = [["", "any"], ["true", "yes"], ["false", "no"]];
 let listed = []; // ids of the list that was shown last, for the way to the next one

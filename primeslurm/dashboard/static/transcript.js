@@ -66,7 +66,7 @@ function rolloutFacts(summary) {
     facts([
       ["Reward", number(summary.reward, 3)], ["Advantage", maybe(summary.advantage, 3)],
       ["Length penalty", summary.length_penalty ? number(summary.length_penalty, 3) : null],
-      ["Step", summary.step === null ? "waiting" : String(summary.step)], ["Versions", versionRange(summary)],
+      ["Step", String(summary.step)], ["Versions", versionRange(summary)],
       ["Staleness", maybe(summary.staleness)], ["Tokens", number(summary.tokens)],
       ["Sampled", number(summary.sampled_tokens)], ["Trained", number(summary.trained_tokens)],
       ["Turns", String(summary.turns)], ["Time", duration(summary.seconds)], ["End", visible(summary.finish_reason)],

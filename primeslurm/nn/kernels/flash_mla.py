@@ -31,7 +31,6 @@ def fits(query: torch.Tensor, where: torch.Tensor, rank: int) -> bool:
 def forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same as `sparse_mla._forward`."""
     # FlashMLA's backward pass supports dense attention only, so `sparse_mla_backward` uses these results.
     library = _library()
     assert library is not None

@@ -23,7 +23,7 @@ from primeslurm.run.bad_nodes import BadNode, BadNodeLedger, Partitions, excluda
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import has_trained
+from primeslurm.run.history import has_trained
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.retry import retry_in_thread

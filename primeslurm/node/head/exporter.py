@@ -37,13 +37,7 @@ Target = dict[str, Any]
 
 
 class Exporter:
-    """Serves `/metrics` in threads of its own.
-
-    Args:
-        host: address to listen on; a free port is chosen.
-        collector: a collector of prometheus_client.
-        token: bearer token that a scrape must have; empty if none is needed.
-    """
+    """Serves `/metrics` at a free port, in threads of its own. An empty token admits every scrape."""
 
     def __init__(self, host: str, collector: Any, token: str) -> None:
         from prometheus_client import CollectorRegistry
@@ -153,11 +147,7 @@ def start_exporter(plan: Plan, host: str, collector: Any) -> Exporter | None:
 
 
 def targets(plan: Plan, addresses: Addresses, head: str | None) -> list[Target]:
-    """Return everything to scrape, in the format of Prometheus' file_sd.
-
-    Args:
-        head: address of the head's exporter; None if it serves none.
-    """
+    """Return everything to scrape, in the format of Prometheus' file_sd. `head` is the address of its exporter."""
     labels = {"run": plan.run}
     of_head = [{"targets": [head], "labels": {**labels, "role": "head", "process": "head"}}] if head else []
     return of_head + list(_of_processes(plan, addresses, labels))
@@ -209,11 +199,7 @@ def labelled(name: str) -> tuple[str, dict[str, str]]:
 
 
 class RunCollector:
-    """Reads a run's metrics at each scrape. A collector of prometheus_client.
-
-    Args:
-        view: returns what the head published last.
-    """
+    """Reads a run's metrics at each scrape. A collector of prometheus_client."""
 
     def __init__(self, plan: Plan, attempt: int, view: Callable[[], FleetView]) -> None:
         self._plan, self._attempt, self._view = plan, attempt, view

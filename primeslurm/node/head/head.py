@@ -39,7 +39,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
-from primeslurm.run.records import progress_of
+from primeslurm.run.history import progress_of
 from primeslurm.slurm.client import KILL_WAIT_S
 from primeslurm.slurm.launch_failures import (
     START,

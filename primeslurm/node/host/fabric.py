@@ -5,14 +5,13 @@ Device names differ between clusters (mlx5_0, rocep1s0f0), so nothing here depen
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from primeslurm.node.host.network import NetworkError, interface_address
+import psutil
 
 SYS = Path("/sys")
 _NVIDIA = "0x10de"
@@ -85,11 +84,13 @@ def interface_of(address: str, interfaces: Mapping[str, str]) -> str:
 
 
 def own_interfaces() -> dict[str, str]:
-    interfaces: dict[str, str] = {}
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(NetworkError):  # no IPv4 address
-            interfaces[name] = interface_address(name)
-    return interfaces
+    """Return the IPv4 address of each interface that has one."""
+    return {
+        name: each.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in reversed(addresses)
+        if each.family == socket.AF_INET
+    }
 
 
 def _hca(directory: Path) -> Hca | None:

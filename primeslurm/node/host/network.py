@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import random
@@ -11,7 +10,8 @@ import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
+import psutil
+
 _TCP, _TCP6 = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 _LISTENS = "0A"  # state of a socket in /proc/net/tcp
 # Ports tried above the preferred one, and then in _ELSEWHERE at random. That range is below the ports that the kernel
@@ -70,12 +70,10 @@ def _is_reachable(address: str, alone: bool) -> bool:
 
 def interface_address(interface: str) -> str:
     """Return the IPv4 address of an interface. Raises NetworkError if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError as error:
-            raise NetworkError(f"interface {interface} has no IPv4 address ({error.strerror})") from None
-    return socket.inet_ntoa(packed[20:24])
+    for address in psutil.net_if_addrs().get(interface, ()):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    raise NetworkError(f"interface {interface} does not exist, or has no IPv4 address")
 
 
 class Ports:

@@ -22,7 +22,7 @@ from primeslurm.base import durable, files
 from primeslurm.orchestrator.rollouts import transcripts
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.transcripts import Credited
-from primeslurm.recipe.sections.slurm import KeptRollouts
+from primeslurm.recipe.sections.monitor import KeptRollouts
 from primeslurm.records import rollout_files
 from primeslurm.records.metrics import Row
 from primeslurm.records.rollout_files import FileName, StoredRollout

@@ -14,7 +14,7 @@ import msgspec
 
 from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts, EngineError
 from primeslurm.orchestrator.worker.router_session import RouterSession
-from primeslurm.wire import hidden_salt
+from primeslurm.wire import cache_salt
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.rollout import LARGEST_LOGPROB, MAX_LOGPROB
 from primeslurm.wire.batches.routed_experts import RoutedExperts
@@ -217,7 +217,7 @@ class GenerateEndpoint:
         sampling["logprobs"] = 0  # only that of the sampled token
         request = {**body, "model": self._model, "sampling_params": sampling, "stream": False}
         # Without its model's name, a request to prefill engines gets no credit for cached blocks.
-        return hidden_salt.hide({**request, "model": SERVED_MODEL}) if self._kv_aware else request
+        return cache_salt.hide({**request, "model": SERVED_MODEL}) if self._kv_aware else request
 
     async def _try(
         self,

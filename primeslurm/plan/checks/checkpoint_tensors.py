@@ -1,15 +1,10 @@
-"""Check that a model's checkpoint has the tensors that its config requires, from the headers of its files.
-
-torch is not needed, so the modules are unknown. Instead, layers are compared with each other: if all other layers of a
-kind have a tensor and one does not, it is missing.
-"""
+"""Check head, embedding and tokenizer of a model's checkpoint, from the headers of its files."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,14 +20,9 @@ _HEADERS_AT_ONCE = 8
 _SHOWN = 5
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|word_embeddings|tok_embeddings|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|output_layer)\.")
-_NORM = re.compile(r"(^|\.)(norm|norm_f|final_layernorm|ln_f)\.weight$")
-_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.(.+)$")
-_EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 # Tensors outside of the language model
 _ELSEWHERE = re.compile(r"(^|\.)(visual|vision\w*|mtp|mm_projector|multi_modal_projector)\.")
-# Tensors that only some layers have: parts of a quantised weight, and shared indexers of DSA
-_BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$|(^|\.)indexer\.")
-_PACKED = re.compile(r"_(packed|blocks)$")
 _ENCODED = re.compile(r"image|audio|video|vision")
 
 # Errors of `token_ids` if a file has another format
@@ -54,11 +44,8 @@ def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShap
         Violation("model.path", where, why, fix) for why, fix in _tokens_without_embedding(directory, config, shapes)
     ]
     if shape is not None:
-        lacks = [
-            *_embedding_problems(config, shapes, shape),
-            *(_missing_in_layers(shapes, shape) if family_of(shape.model_type) else []),
-        ]
         fix = "download the model's files again"
+        lacks = _embedding_problems(config, shapes, shape)
         problems += [Violation("model.path", where, f"its checkpoint {why}", fix) for why in lacks]
     return problems
 
@@ -127,54 +114,6 @@ def _embedding_problems(config: Mapping[str, Any], shapes: Shapes, shape: ModelS
     if is_known_family and wrong:
         problems.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_first_names(wrong)}")
     return problems
-
-
-def _missing_in_layers(shapes: Shapes, shape: ModelShape) -> list[str]:
-    """Return tensors missing in and after the layers, for a model family of the trainer."""
-    layers: dict[int, set[str]] = defaultdict(set)
-    prefixes: Counter[str] = Counter()
-    for name in shapes:
-        if _ELSEWHERE.search(name) or _BESIDE.search(name) or not (match := _LAYER.search(name)):
-            continue
-        layers[int(match[2])].add(_PACKED.sub("", match[3]))
-        prefixes[name[: match.start(2)]] += 1
-    if absent := [number for number in range(shape.layers) if number not in layers]:
-        return [f"has no tensors of {_first_names(f'layer {number}' for number in absent)}"]
-    beginning = prefixes.most_common(1)[0][0]
-    missing = [
-        f"{beginning}{number}.{name}" for number in range(shape.layers) for name in _missing_tensors(number, layers)
-    ]
-    if shape.experts:
-        missing += [f"{beginning}{number}.{each}" for number in layers for each in _experts(layers[number], shape)]
-    if not any(_NORM.search(name) and not _LAYER.search(name) and not _ELSEWHERE.search(name) for name in shapes):
-        missing.append("the norm behind the last layer")
-    return [f"lacks {_first_names(dict.fromkeys(missing))}"] if missing else []
-
-
-def _missing_tensors(number: int, layers: Mapping[int, set[str]]) -> list[str]:
-    """Return the tensors that a layer lacks: another one has all its tensors, of the layer or a module, and more."""
-    # Layers may be of several kinds, so a layer with an equal one is complete.
-    missing: list[str] = []
-    for module in ("", *sorted({_module(name) for name in layers[number]})):
-        every = [{name for name in names if not module or _module(name) == module} for names in layers.values()]
-        tensors = {name for name in layers[number] if not module or _module(name) == module}
-        fuller = [names for names in every if names > tensors]
-        if fuller and every.count(tensors) == 1:
-            missing += sorted(min(fuller, key=len) - tensors)
-    return missing
-
-
-def _module(name: str) -> str:
-    """Return the module of a tensor within its layer. Tensors without a module, such as norms, are "norms"."""
-    module, _, rest = name.partition(".")
-    return "norms" if rest in ("", "weight", "bias") else module
-
-
-def _experts(names: Collection[str], shape: ModelShape) -> list[str]:
-    """Return the experts that a layer lacks, if experts are stored one by one."""
-    numbers = {int(match[2]) for name in names if (match := _EXPERT.search(name))}
-    count = shape.experts.count if shape.experts else 0
-    return [f"mlp.experts.{number}" for number in range(count) if numbers and number not in numbers]
 
 
 def _is_embedding(name: str) -> bool:

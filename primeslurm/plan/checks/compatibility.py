@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.checks.engine_rules import ENGINE_RULES
-from primeslurm.plan.checks.joint_rules import JOINT_RULES
+from primeslurm.plan.checks.engine_compatibility import ENGINE_RULES
+from primeslurm.plan.checks.joint_compatibility import JOINT_RULES
 from primeslurm.plan.checks.rule import Rule, RuleContext
-from primeslurm.plan.checks.trainer_rules import SHARED_WORK, TRAINER_RULES
+from primeslurm.plan.checks.trainer_compatibility import SHARED_WORK, TRAINER_RULES
 from primeslurm.plan.model import Finding
 
 GROUPS: dict[str, tuple[Rule, ...]] = {

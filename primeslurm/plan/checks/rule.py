@@ -69,7 +69,6 @@ class RuleContext:
         return sum(request.nodes * request.gpus for request in self.requests if request.role == "train")
 
     def engines(self) -> list[tuple[ResourceRequest, EngineSettings]]:
-        """Return the requests of roles that run engines, with their settings."""
         return [
             (request, settings_of(self.recipe, ENGINE_ROLES[request.role]))
             for request in self.requests
@@ -77,7 +76,6 @@ class RuleContext:
         ]
 
     def expert_groups(self) -> list[tuple[ResourceRequest, EngineSettings, int]]:
-        """Return `engines`, and over how many GPUs each role spreads the experts."""
         return [(request, settings, expert_ranks(self.recipe, request)) for request, settings in self.engines()]
 
     def gpus(self) -> list[Gpu]:

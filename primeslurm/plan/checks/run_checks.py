@@ -25,8 +25,7 @@ def check_run(
 ) -> tuple[list[Finding], Estimate | None]:
     """Return all findings about a recipe, and the estimate if the model's shape is known.
 
-    Args:
-        requests: resources of each role; empty if the recipe cannot be placed.
+    `requests` is empty if the recipe cannot be placed.
     """
     findings = conflicts(RuleContext(recipe, site, requests, model.shape))
     findings += unsupported(recipe, model.shape, model.model_type) + tool_rendering(recipe, model.model_type)

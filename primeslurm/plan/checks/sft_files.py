@@ -39,11 +39,7 @@ class Rendered:
 
 
 def data_problems(recipe: Recipe) -> list[Violation]:
-    """Return the first line of each kind that is not a conversation; empty if the file does not exist.
-
-    Args:
-        recipe: recipe with the data's absolute path.
-    """
+    """Return the first line of each kind that is not a conversation; empty if the file does not exist."""
     if recipe.task != "sft" or recipe.sft is None or not is_file(path := Path(recipe.sft.data.path)):
         return []
     try:
@@ -63,11 +59,7 @@ def data_problems(recipe: Recipe) -> list[Violation]:
 
 
 def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
-    """Render lines of the data with the Python of jobs, as the trainer does.
-
-    Args:
-        recipe: recipe with absolute paths of a model and data that exist here.
-    """
+    """Render lines of the data with the Python of jobs, as the trainer does. The recipe has absolute paths."""
     # Not above: `render` reads data and renders none.
     from primeslurm.plan.checks.environments import exit_reason, run_module
     from primeslurm.wire.decoding import DamagedError

@@ -59,7 +59,6 @@ class EngineDefault(NamedTuple):
 
 
 def chosen(defaults: Sequence[EngineDefault], facts: EngineFacts) -> dict[str, object]:
-    """Return the defaults that apply to an engine, by name."""
     values = {default.name: default.value(facts) for default in defaults}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -30,7 +30,6 @@ def _read_by_worker(recipe: Recipe) -> bool:
 
 
 def ports(recipe: Recipe, role: EngineRole) -> tuple[str, ...]:
-    """Return the names of the ports at which an engine publishes."""
     if _read_by_worker(recipe):
         return (EVENTS,)
     return (EVENTS, REPLAY) if are_read(recipe) and role != "decode" else ()

@@ -23,11 +23,7 @@ _EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 def picker(router: LlmdRouter, workers: ReplicaEngines, sidecars: Mapping[str, str]) -> Command:
-    """Return the command of a replica's endpoint picker.
-
-    Args:
-        sidecars: name of the sidecar in front of each decode engine.
-    """
+    """Return the command of a replica's endpoint picker. `sidecars` has the sidecar of each decode engine."""
     argv = (
         *("epp", "--config-file", f"${{tmp}}/{PICKER_CONFIG}", "--pool-name", "primeslurm"),
         *("--grpc-port", "${port:grpc}", "--grpc-health-port", "${port:grpc_health}"),

@@ -45,11 +45,7 @@ def tenant_trainer_command() -> Command:
 
 
 def environment_command(label: str, worker: int, scratch: str | None = None) -> Command:
-    """Return the command of one worker of an environment.
-
-    Args:
-        scratch: directory on the node's disk for files of rollouts. Default: the temporary directory.
-    """
+    """Return the command of one worker of an environment. `scratch` is a local directory for files of rollouts."""
     argv = (
         *("${python}", "-m", WORKER, "--recipe", RECIPE, "--environment", label, "--worker", str(worker)),
         *("--orchestrator", "tcp://${addr:orchestrator:envs}", "--attempt-dir", "${attempt_dir}", "--node", "${node}"),

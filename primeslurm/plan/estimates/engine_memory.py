@@ -58,12 +58,7 @@ class EngineMemory:
 
 
 def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, utilization: float) -> EngineMemory:
-    """Return the memory of one GPU of an engine.
-
-    Args:
-        gpu_bytes: total memory of the GPU [bytes].
-        utilization: share of it that vLLM may use, 0 to 1.
-    """
+    """Return the memory of one GPU of an engine. `utilization` is the share that vLLM may use, 0 to 1."""
     weights = weight_bytes(shape, layout) + layout.adapter_bytes
     reserve = _reserve(shape, layout)
     return EngineMemory(

@@ -59,11 +59,7 @@ BATCH_BYTES = 18
 
 
 def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape, source: str) -> Estimate:
-    """Estimate the memory of every role with known GPUs, and quantities of the whole run.
-
-    Args:
-        source: source of the shape, for the reader.
-    """
+    """Estimate the memory of every role with known GPUs, and quantities of the whole run."""
     trained = shape.with_draft_layer if recipe.trainer.draft_layer else shape
     roles: list[RoleMemory] = []
     for request in requests:
@@ -156,11 +152,7 @@ def _frozen_vision(recipe: Recipe) -> bool:
 def engine_role(
     recipe: Recipe, request: ResourceRequest, shape: ModelShape, gpu: Gpu, prompt_logprobs: bool = False
 ) -> RoleMemory:
-    """Estimate the memory of one GPU of a role that runs engines.
-
-    Args:
-        prompt_logprobs: whether requests ask for log-probabilities of prompts.
-    """
+    """Estimate the memory of one GPU of a role that runs engines."""
     role = ENGINE_ROLES[request.role]
     settings = settings_of(recipe, role)
     share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION

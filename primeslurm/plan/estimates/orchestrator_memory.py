@@ -21,7 +21,6 @@ BATCHES_AHEAD = 2
 
 
 def buffered_rollouts(recipe: Recipe) -> int:
-    """Return the largest number of rollouts in memory."""
     # A finished rollout waits for its group, and a group waits for a batch. A group opens only if the batch it will
     # join, behind all open and complete groups, can still use its version. That bounds them. If few rollouts are in
     # flight, each open group has at least one of them in flight, which bounds them, too. `mask` does not bound groups

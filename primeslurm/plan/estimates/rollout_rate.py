@@ -18,12 +18,7 @@ DECODE_SHARE, LAYER_S, DISPATCH_S = 0.7, 8e-5, 2e-4
 
 
 def decode_seconds(shape: ModelShape, layout: EngineLayout, gpu: Gpu, at_once: float, context: float) -> float:
-    """Predict the time in which an engine samples a token of each sequence.
-
-    Args:
-        at_once: sequences of the engine.
-        context: mean number of tokens of a sequence.
-    """
+    """Predict the time in which an engine samples a token of each sequence. `context` is their mean length [tokens]."""
     experts, read = shape.experts, float(weight_bytes(shape, layout))
     if experts:  # those to which no token is routed are not read
         held = count(shape).experts * layout.weight_bytes / max(layout.ep, layout.tp)

@@ -101,7 +101,6 @@ def step_time(
     """Predict the time of a step.
 
     Args:
-        nodes: number of trainer nodes.
         gpus: GPUs per node.
         gbps: line rate between nodes per GPU [Gbit/s].
         tokens: tokens of a batch for the ranks that share rows. Of several such groups, the one with the most.
@@ -219,12 +218,7 @@ def _recurrences(shape: ModelShape, full: bool) -> float:
 
 
 def moving_state(size: float, gpus: int) -> float:
-    """Predict the seconds to move optimizer state from host memory to the GPUs of a node and back.
-
-    Args:
-        size: bytes of state per GPU.
-        gpus: GPUs of the node.
-    """
+    """Predict the seconds to move optimizer state, `size` bytes per GPU, from a node's memory to its GPUs and back."""
     return max(size / LINK_BYTES_S, 2 * gpus * size / HOST_BYTES_S)
 
 

@@ -120,11 +120,7 @@ def trained_parameters(shape: ModelShape, adapters: int, frozen_vision: bool) ->
 
 
 def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int, expert_bytes: int | None = None) -> int:
-    """Return the bytes of one unsharded layer on a GPU. Experts stay spread over the `ep` expert-parallel ranks.
-
-    Args:
-        expert_bytes: bytes per parameter of experts. None: `bytes_per_parameter`.
-    """
+    """Return the bytes of one unsharded layer on a GPU. Experts stay spread over the `ep` expert-parallel ranks."""
     experts, rest = largest_layer(shape)
     each = bytes_per_parameter if expert_bytes is None else expert_bytes
     return experts // ep * each + rest * bytes_per_parameter
@@ -221,12 +217,7 @@ def _waiting(shape: ModelShape, layout: TrainerLayout) -> int:
 
 
 def checkpoint_bytes(recipe: Recipe, trained: int, state_bytes: int) -> int:
-    """Return the bytes of float32 masters and optimizer state.
-
-    Args:
-        trained: number of trained parameters.
-        state_bytes: bytes of optimizer state per trained parameter.
-    """
+    """Return the bytes of float32 masters and optimizer state, `state_bytes` per trained parameter."""
     return (4 + state_bytes // (2 if recipe.checkpoint.moments == "bfloat16" else 1)) * trained
 
 

@@ -99,7 +99,6 @@ def read_recipe(
 
 
 def read_site(path: Path) -> Draft[Site]:
-    """Read and validate a site file."""
     repeated: list[InputFault] = []
     try:
         data = {"schema": 1, **read_mapping(path, repeated)}
@@ -188,7 +187,6 @@ def independent(by_variant: Sequence[Sequence[Violation]], faulty: Sequence[Sequ
 
 
 def is_below(field: str, faulty: Sequence[Sequence[str]]) -> bool:
-    """Return whether a field is one of the faulty fields or lies in one of them."""
     path = path_of(field)
     return any(above and path[: len(above)] == tuple(above) for above in faulty)
 

@@ -135,7 +135,6 @@ def _data() -> Schema:
 
 
 def version() -> str:
-    """Return the version of vLLM that the options are from."""
     return str(_data()["vllm"])
 
 

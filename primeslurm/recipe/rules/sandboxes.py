@@ -73,7 +73,6 @@ def _tunnel_port(environment: AnyEnvironment) -> object:
 
 
 def module_name(harness: str) -> str:
-    """Return the name of the module that verifiers imports for a harness."""
     return harness.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 

@@ -24,7 +24,7 @@ from primeslurm.run.diagnosis.failures import Failure, failures, unresponsive_pr
 from primeslurm.run.diagnosis.logs import error_line, lines_until
 from primeslurm.run.diagnosis.validity import MAX_KL, problems
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import attempt_events, dropped_rollouts, progress_of, rows
+from primeslurm.run.history import attempt_events, dropped_rollouts, progress_of, rows
 from primeslurm.run.status.advice import Advice, advise, tunables_of
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.liveness import RECHECK_S, FindCauses, RunLiveness, check_liveness

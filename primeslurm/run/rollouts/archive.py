@@ -15,9 +15,8 @@ from primeslurm.records import rollout_files
 from primeslurm.records.rollout_files import ArchiveFile, DamagedFileError, FileName
 from primeslurm.records.rollouts import RolloutSummary, RolloutTranscript
 from primeslurm.run.directory import Attempt
-from primeslurm.run.records import last_trained
+from primeslurm.run.history import last_trained
 from primeslurm.run.rollouts.query import RolloutQuery
-from primeslurm.run.rollouts.spooled import SpoolReader
 
 
 class RolloutPage(msgspec.Struct, frozen=True):
@@ -43,7 +42,6 @@ class RolloutArchive:
         self._run_dir = run_dir
         self._directory = run_dir / rollout_files.DIRECTORY
         self._files: dict[FileName, ArchiveFile] = {}
-        self._spool = SpoolReader(run_dir)
         self._problems: dict[str, str] = {}
         self._last_trained: dict[int, int | None] = {}
         self._followed: set[FileName] = set()
@@ -51,7 +49,7 @@ class RolloutArchive:
     def page(
         self, query: RolloutQuery | None = None, *, offset: int = 0, limit: int | None = 100, newest: bool = True
     ) -> RolloutPage:
-        """Return summaries that a query admits, in the order of their steps. Rollouts without a step are the newest."""
+        """Return summaries that a query admits, in the order of their steps."""
         query = query or RolloutQuery()
         end = None if limit is None else offset + limit
         rollouts: list[RolloutSummary] = []
@@ -145,22 +143,12 @@ class RolloutArchive:
         logprobs: dict[str, list[Path]] = {}
         for path in paths:
             logprobs.setdefault(rollout_files.logprobs_stem(path.name), []).append(path)
-        spooled = self._spool.files(self._problems)
-        # A group of a batch stays in the spool until a checkpoint covers it, and some of its rollouts are in the
-        # archive, too. The archive knows their advantages.
-        steps = {file.step for file in spooled}
-        archived = {each.id for name in names if name.step in steps for each in self._summaries(name)}
-        waiting = [(file.read, [each for each in file.summaries if each.id not in archived]) for file in spooled]
-        if newest:
-            yield from reversed(waiting)
         for name in reversed(names) if newest else names:
             if query.steps is None or query.steps[0] <= name.step <= query.steps[1]:
                 summaries = self._summaries(name)
                 if summaries:
                     of_trainer = logprobs.get(name.stem, []) if name.kind == "batch" else []
                     yield partial(self._files[name].read, trainer=of_trainer), summaries
-        if not newest:
-            yield from waiting
 
     def _summaries(self, name: FileName) -> list[RolloutSummary]:
         """Return the summaries of a file; none if it cannot be read."""

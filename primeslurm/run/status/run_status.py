@@ -22,7 +22,7 @@ from primeslurm.records.metrics import Row, recent_rows
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, ReplicaLoad, RolloutProgress, TrainerState
 from primeslurm.run.bad_nodes import BadNode, excluded
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
-from primeslurm.run.records import first_event, progress_of, recent_events
+from primeslurm.run.history import first_event, progress_of, recent_events
 from primeslurm.run.status.advice import Advice, advise, tunables_of
 from primeslurm.run.status.event_text import EventText, newest_texts, notable
 from primeslurm.run.status.liveness import (

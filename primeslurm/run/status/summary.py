@@ -19,7 +19,7 @@ from primeslurm.records.metrics import Row
 from primeslurm.records.record import Event
 from primeslurm.records.state import FailedRollouts
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.run.status.plan_outline import PlanOutline, read_outline
 
 # Steps averaged at the start and at the end of the run. Of a shorter run, each window is at most half.

@@ -18,7 +18,6 @@ class FarSocket(NamedTuple):
 
 
 def far_socket(port: int, to: int) -> FarSocket | None:
-    """Return the socket at 127.0.0.1:port that is connected to 127.0.0.1:to, or None if it is closed."""
     for family, local in zip(("tcp", "tcp6"), LOCAL, strict=True):
         ends = f"{local}:{port:04X}", f"{local}:{to:04X}"
         for row in rows(family):

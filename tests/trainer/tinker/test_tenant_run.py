@@ -17,7 +17,7 @@ import yaml
 
 from primeslurm.api.runs.run import Run
 from primeslurm.records.events.training import OrchestratorDone
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.run.tenants import TenantDirectory, user_of
 from primeslurm.tinker.backbone import Backbone

@@ -10,7 +10,7 @@ import yaml
 from primeslurm.api.calibration import site_change
 from primeslurm.base.errors import UsageError
 from primeslurm.recipe.reading.recipe_files import load_site
-from primeslurm.records.calibration import CalibrationRecord, MeasuredRate
+from primeslurm.records.measured_rates import CalibrationRecord, MeasuredRate
 from tests.support.cli import primeslurm
 
 SITE = """# Our cluster

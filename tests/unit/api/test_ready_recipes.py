@@ -93,7 +93,7 @@ def test_verbs_accept_ready_recipe_names(tmp_path: Path) -> None:
     evaluated = primeslurm("eval", "smollm2_arithmetic", "--local", "--dry-run", "--json", cwd=tmp_path)
     assert evaluated.code == 0, evaluated.err
     compared = primeslurm("diff", "glm5_pd", "glm5_r3", *site, "--json", cwd=tmp_path)
-    assert compared.code == 1 and len(json.loads(compared.out)) > 100
+    assert compared.code == 1 and len(json.loads(compared.out)) > 5
     shown = primeslurm("recipes", "show", "tool_use_r3", cwd=tmp_path)
     assert shown.out == (shipped("recipes") / "tool_use_r3.yaml").read_text()
     listed = json.loads(primeslurm("recipes", "--json", cwd=tmp_path).out)

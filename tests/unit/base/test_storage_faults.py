@@ -21,7 +21,7 @@ from primeslurm.records.events.nodes import AgentStarted
 from primeslurm.records.events.processes import StorageFault
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import attempt_events
+from primeslurm.run.history import attempt_events
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
 
 NUMBERS = ("ESTALE", "EIO", "ESHUTDOWN", "ETIMEDOUT", "EAGAIN", "ENXIO", "EREMOTEIO", "ENOTCONN")

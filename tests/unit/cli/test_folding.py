@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.cli.verbs.diff import difference_table, summary_of
 from primeslurm.cli.views.plan import every_row, folded_rows
 from primeslurm.cli.views.tables import fold, ranges
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
-from primeslurm.run.diff import Difference, diff
 from tests.support.cli import primeslurm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,30 +56,3 @@ def test_plan_shows_the_verdict_first_and_every_process_if_asked() -> None:
     assert sorted(parts, key=shown.out.index) == list(parts)
     every = primeslurm("plan", str(LARGE), "--site", str(SITE), "--all", cwd=ROOT)
     assert "trainer-rank-95 " in every.out and "trainer-rank-8.." not in every.out
-
-
-def test_differences_of_similar_processes_are_folded() -> None:
-    differences = [
-        Difference("train", "on", "train[0]", "train[1]", members=["trainer-rank-0", "trainer-rank-1"]),
-        Difference("train", "on", "train[1]", "train[2]", members=["trainer-rank-2", "trainer-rank-3"]),
-        Difference("prefill", "after store-1", "present", None, members=["prefill-r0-0"]),
-        Difference("prefill", "after store-2", "present", None, members=["prefill-r0-0"]),
-        Difference("prefill", "argv --seed", "1", "2", members=["prefill-r0-0"]),
-        Difference("job", "comment", "x" * 100, None),
-    ]
-    assert summary_of(differences) == "6 differences: train 2, prefill 3, job 1"
-    cells = [list(column.cells) for column in difference_table("a", "b", differences).columns]
-    assert list(zip(*cells, strict=True)) == [
-        ("trainer-rank-0..3 (4)", "on", "train[0..1]", "train[1..2]"),
-        ("prefill-r0-0", "after store-1..2", "present", "-"),
-        ("prefill-r0-0", "argv --seed", "1", "2"),
-        ("job", "comment", "x" * 100, "-"),
-    ]
-
-
-def test_difference_of_two_large_recipes_fits_two_screens() -> None:
-    site = load_site(SITE)
-    plans = [derive(load_recipe(ROOT / "recipes" / f"{n}.yaml"), site, Path("/runs/x")) for n in ("glm5_pd", "glm5_r3")]
-    differences = diff(*plans)
-    table = difference_table("a", "b", differences)
-    assert len(differences) > 60 and table.row_count < len(differences) / 2

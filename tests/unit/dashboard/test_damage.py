@@ -20,22 +20,19 @@ from primeslurm.base.files import write_json
 from primeslurm.cli import app
 from primeslurm.cli.lazy_verbs import readable
 from primeslurm.dashboard.report import report
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.records.rollout_files import encode_logprobs, logprobs_path
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import RunDirectory
 from tests.support.recorded_runs import HOSTILE, T0, recorded_run, write_evaluations, write_rollouts
-from tests.unit.run.test_rollout_archive import rollout
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 ESCAPES = f"\x1b[31m\x1b]0;title\x07\x9b2J\u202e\ud800{HOSTILE}"
 PAGES = (
     *("status", "curves", "curves?other=1", "fleet", "events", "logs", "log?name=job"),
     *("log?name=trainer/trainer-rank-0", "plan", "processes/orchestrator", "recipe", "diff/s"),
-    *("evaluations", "evaluations/20/held-out", "rollouts", "rollouts/0002-1", "rollouts/e-00000006"),
+    *("evaluations", "evaluations/20/held-out", "rollouts", "rollouts/0002-1"),
 )
-COMMANDS = ((), ("0002-1", "--tokens"), ("e-00000006/0", "--full"))
+COMMANDS = ((), ("0002-1", "--tokens"), ("0002-1", "--full"))
 
 
 def complete_run(path: Path) -> RunDirectory:
@@ -45,9 +42,6 @@ def complete_run(path: Path) -> RunDirectory:
     write_rollouts(run)
     logprobs = logprobs_path(path, 2, 2, 0)
     logprobs.write_bytes(encode_logprobs([(0, [1], [-0.5])]))
-    Spool(path / "rollouts").put(RolloutGroup("e-00000006", "e", 6, 4, ((rollout(0, 0.0, "e-00000006"),),)))
-    progress = {"attempt": 2, "batches": {6: ["e-00000006"]}, "next_step": 7}
-    (path / "rollouts" / "progress.bin").write_bytes(msgspec.msgpack.encode(progress))
     (path / "slurm-8.out").write_text("srun: ok\n")
     state = run.attempt(2).path / "state"
     state.mkdir(exist_ok=True)

@@ -121,12 +121,12 @@ def test_plan_recipe_and_differences(client: TestClient) -> None:
     assert get(client, "runs/r/processes/orchestrator")["argv"][-1] == "pass"
     recipe = get(client, "runs/r/recipe")
     assert HOSTILE in recipe["written"] and recipe["resolved"]["max_steps"] == 30
-    assert get(client, "runs/r/diff/s") == {"recipe": [], "plan": []}
+    assert get(client, "runs/r/diff/s") == []
 
 
 def test_a_difference_names_fields(client: TestClient, runs: Path) -> None:
     write_json(runs / "s" / "recipe.resolved.json", {"max_steps": 60, "orchestrator": {"batch_size": 8}})
-    fields = {change["field"]: (change["a"], change["b"]) for change in get(client, "runs/r/diff/s")["recipe"]}
+    fields = {change["field"]: (change["a"], change["b"]) for change in get(client, "runs/r/diff/s")}
     assert fields["max_steps"] == ("30", "60")
 
 

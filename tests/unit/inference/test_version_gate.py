@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from primeslurm.inference.version_gate import VersionGate
-from primeslurm.wire import hidden_salt
+from primeslurm.wire import cache_salt
 from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
 
@@ -229,7 +229,7 @@ async def test_hidden_salt_is_revealed_to_engine_and_gate(http: httpx.AsyncClien
     await http.post("/update_weight_version", json={"new_version": "3"})
     for version, code in ((3, 200), (4, 503)):
         request = json.loads(generate(version))
-        assert (await http.post(GENERATE, json=hidden_salt.hide(request))).status_code == code
+        assert (await http.post(GENERATE, json=cache_salt.hide(request))).status_code == code
         assert json.loads(app.body) == request or code == 503
 
 

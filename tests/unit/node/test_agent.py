@@ -32,7 +32,7 @@ from primeslurm.records.reading import read_record
 from primeslurm.records.record import Event
 from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import BY_SIGTERM, CANCEL_NOW, Attempt, RunDirectory
-from primeslurm.run.records import events as all_events
+from primeslurm.run.history import events as all_events
 from primeslurm.wire import exit_codes
 from primeslurm.wire.transport import secret
 from tests.support.plans import SERVER, plan_of, process, python

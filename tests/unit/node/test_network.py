@@ -21,7 +21,7 @@ from primeslurm.records.events.nodes import PortTaken
 from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import events as all_events
+from primeslurm.run.history import events as all_events
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import SERVER, plan_of, python
 from tests.support.strangers import needs_second_user, stranger

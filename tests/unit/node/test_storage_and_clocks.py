@@ -17,7 +17,7 @@ from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.fleet import AgentReport, Ending, Outcome
 from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events as all_events
+from primeslurm.run.history import events as all_events
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
 from tests.support.plans import plan_of, process
 

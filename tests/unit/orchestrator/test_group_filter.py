@@ -35,8 +35,8 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules.recipe import violations
+from primeslurm.recipe.sections.monitor import KeptRollouts
 from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator
-from primeslurm.recipe.sections.slurm import KeptRollouts
 from primeslurm.records.journal import Journal
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data

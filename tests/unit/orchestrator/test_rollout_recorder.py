@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.transcripts import Credited
 from primeslurm.orchestrator.telemetry import rollout_recorder
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
-from primeslurm.recipe.sections.slurm import KeptRollouts
+from primeslurm.recipe.sections.monitor import KeptRollouts
 from primeslurm.records import rollout_files
 from primeslurm.run.rollouts.archive import RolloutArchive
 from primeslurm.run.rollouts.query import RolloutQuery

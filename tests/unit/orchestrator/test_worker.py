@@ -25,7 +25,7 @@ from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, N
 from primeslurm.orchestrator.worker.token_client import serving
 from primeslurm.orchestrator.worker.trace_sequences import trainable_traces
 from primeslurm.recipe import Recipe
-from primeslurm.wire import hidden_salt
+from primeslurm.wire import cache_salt
 from primeslurm.wire.names import SERVED_MODEL
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.rollouts import TwoTurns, connected, job_of, rollouts, small_recipe, with_words, worker_of
@@ -62,7 +62,7 @@ async def test_router_that_reads_kv_events_does_not_see_the_salt(tokenizer: Path
         async with serving(worker._env) as worker._by_config:
             await worker._rollout(job_of(recipe))
     (request,) = engine.requests
-    revealed = json.loads(hidden_salt.reveal(json.dumps(request).encode()))
+    revealed = json.loads(cache_salt.reveal(json.dumps(request).encode()))
     assert "cache_salt" not in request and revealed["cache_salt"] == "run.1:3"
     assert request["model"] == SERVED_MODEL and request["token_ids"][0] != revealed["token_ids"][0]
 

@@ -15,7 +15,7 @@ from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import read_recipe
 from primeslurm.recipe.rules import engine_options
-from primeslurm.recipe.sections.logs import Logging
+from primeslurm.recipe.sections.monitor import Logging
 from primeslurm.recipe.sections.routers import VllmRouter
 from tests.support.engine_commands import engine_command
 

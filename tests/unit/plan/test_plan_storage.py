@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.base.errors import RunError
-from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.plan_file import from_file, plain, to_file
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import emulate
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.plan_outline import PlanOutline, read_outline

@@ -12,9 +12,9 @@ from primeslurm.api.checks.recipe_check import read_file_metadata
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.checks.files import with_absolute_paths
-from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import STAND_INS, emulate
 from primeslurm.recipe import Recipe
 from tests.support.planning import reviewed
 from tests.support.recipes import model_dir, recipe_data, site, write_recipe

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -13,14 +11,11 @@ import pytest
 
 from primeslurm.base.errors import RunError
 from primeslurm.orchestrator.rollouts import transcripts
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.transcripts import Credited, Transcript
 from primeslurm.records import rollout_files
 from primeslurm.records.events.training import CheckpointLoaded, StepTrained
 from primeslurm.records.rollout_files import FileName
 from primeslurm.records.rollouts import Message, MessageSpan, RolloutSummary, ToolCall
-from primeslurm.run.rollouts import spooled
 from primeslurm.run.rollouts.archive import RolloutArchive
 from primeslurm.run.rollouts.query import RolloutQuery
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
@@ -230,70 +225,7 @@ def test_removed_file_is_forgotten(tmp_path: Path) -> None:
     assert page.total == 2 and page.problems == []
 
 
-def test_spooled_rollouts_are_listed_once(tmp_path: Path) -> None:
-    """A group that is in a batch is both in the spool and, in part, in the archive."""
-    made = RolloutGroup("e-00000006", "e", 6, 4, ((rollout(0, 0.0, "e-00000006"),), (rollout(9, 0.9, "e-00000006"),)))
-    spool = Spool(tmp_path / "rollouts")
-    spool.put(made)
-    archive = RolloutArchive(tmp_path)
-    page = archive.page()
-    assert [(each.state, each.step, each.example) for each in page.rollouts] == [("waiting", None, 6)] * 2
-    assert [each.reward for each in page.rollouts] == [0.9, 0.0] and page.problems == []
-    shown = archive.get("9-abc9")
-    assert shown.conversations[0].messages == MESSAGES and shown.conversations[0].sequences[0].advantages is None
-
-    (tmp_path / "rollouts" / "progress.bin").write_bytes(
-        msgspec.msgpack.encode({"attempt": 2, "batches": {6: ["e-00000006"]}, "next_step": 7})
-    )
-    write(tmp_path, 6, range(1))
-    page = archive.page()
-    assert {each.id: (each.advantage, each.attempt) for each in page.rollouts} == {
-        "e-00000006/9-abc9": (None, 2),
-        "e-00000006/0-abc0": (0.25, 1),
-    }
-    spool.delete(["e-00000006"])
-    assert archive.page().total == 1
-
-
-def test_routed_experts_of_spooled_rollouts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = np.zeros((8, 512, 8), np.uint8)
-    made = RolloutGroup("e-00000006", "e", 6, 4, ((replace(rollout(0), routed_experts=experts),),))
-    Spool(tmp_path / "rollouts").put(made)
-    sizes = []
-    read = spooled._exactly
-
-    def counting(file: BinaryIO, count: int, size: int) -> bytes:
-        sizes.append(count)
-        return read(file, count, size)
-
-    monkeypatch.setattr(spooled, "_exactly", counting)
-    assert RolloutArchive(tmp_path).get("0-abc0").conversations[0].messages == MESSAGES
-    assert 0 < sum(sizes) < experts.nbytes
-
-
-def test_spooled_group_without_rollouts_is_a_problem(tmp_path: Path) -> None:
-    Spool(tmp_path / "rollouts").put(RolloutGroup("e-00000006", "e", 6, 4, ()))
-    page = RolloutArchive(tmp_path).page()
-    assert page.total == 0 and len(page.problems) == 1
-
-
-def test_damaged_spooled_group_is_a_problem_of_its_own(tmp_path: Path) -> None:
-    write(tmp_path, 1, range(2))
-    made = RolloutGroup("e-00000006", "e", 6, 4, ((rollout(0),),))
-    Spool(tmp_path / "rollouts").put(made)
-    path = tmp_path / "rollouts" / "e-00000006.group"
-    whole = path.read_bytes()
-    for size in range(0, len(whole), 5):
-        path.write_bytes(whole[:size])
-        page = RolloutArchive(tmp_path).page()
-        assert page.total == 2 and len(page.problems) == 1
-
-
-@pytest.mark.parametrize("damage", [b"", b"\x00" * 40])
-def test_run_without_rollouts_has_an_empty_list(tmp_path: Path, damage: bytes) -> None:
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "progress.bin").write_bytes(damage)
-    assert RolloutArchive(tmp_path).page().rollouts == []
+def test_run_without_rollouts_has_an_empty_list(tmp_path: Path) -> None:
     assert RolloutArchive(tmp_path / "missing").page().rollouts == []
 
 

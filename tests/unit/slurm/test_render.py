@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.base.errors import UsageError
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
@@ -171,20 +170,3 @@ def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
             ["bash", "-c", script, "bash", "w"], env=environment, capture_output=True, text=True, check=True
         )
         assert seen.stdout.splitlines()[1:] == expected
-
-
-@pytest.mark.parametrize(
-    ("field", "given"),
-    [
-        ("job.comment", plan("/runs/demo", group(0, "all"), comment="a\n#SBATCH --nodes=99")),
-        ("job.prologue[1]", plan("/runs/demo", group(0, "all"), prologue=("true", "a\nb"))),
-        ("env.A", plan("/runs/demo", group(0, "all"), env={"A": "a\nb"})),
-        ("env.A B", plan("/runs/demo", group(0, "all"), env={"A B": "x"})),
-        ("run_dir", plan("/runs/a\tb", group(0, "all"))),
-        ("groups[0].constraint", plan("/runs/demo", group(0, "all", constraint="a\nb"))),
-    ],
-)
-def test_unprintable_text_is_refused(field: str, given: Plan) -> None:
-    with pytest.raises(UsageError) as caught:
-        render(given)
-    assert [violation.field for violation in caught.value.violations] == [field]

@@ -11,7 +11,7 @@ import pytest
 from primeslurm.api.recipes import emulation
 from primeslurm.api.recipes.loading import load
 from primeslurm.base.errors import UsageError
-from primeslurm.plan.emulate import memory_mib
+from primeslurm.plan.stand_ins import memory_mib
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.embedded_slurm import page_merging
 from tests.support.kernels import merges_pages

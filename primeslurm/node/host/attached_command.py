@@ -1,6 +1,6 @@
 """Runs a command with the environment and working directory of a process of this node.
 
-    python -m primeslurm.node.host.exec_in_process PID AGENT_PID CMD...
+    python -m primeslurm.node.host.attached_command PID AGENT_PID CMD...
 
 They include the GPUs, library path, addresses and ports of the process. If the process has ended, those of its agent
 are used.

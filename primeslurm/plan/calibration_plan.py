@@ -17,11 +17,9 @@ SLURM = {"time": "00:15:00", "requeue": False, "max_attempts": 1}
 
 
 def calibration_plan(site: Site, partition: str | None, name: str, nodes: int, *, local: bool) -> Planned:
-    """Return the Plan of a calibration run. Raises UsageError if the site cannot provide the nodes.
+    """Return the Plan of a calibration run of a partition, by default the trainer's.
 
-    Args:
-        partition: partition to measure; None: that of the trainer.
-        local: all ranks share this machine.
+    With `local`, all ranks share this machine. Raises UsageError if the site cannot provide the nodes.
     """
     kind = _kind(site, partition)
     parts = nodes if local else 1

@@ -30,7 +30,7 @@ def pids(tmp_path: Path) -> Iterator[list[int]]:
 
 
 def run_as(pid: int, agent: int, *command: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "primeslurm.node.host.exec_in_process", str(pid), str(agent), *command]
+    argv = [sys.executable, "-m", "primeslurm.node.host.attached_command", str(pid), str(agent), *command]
     return subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
 
 

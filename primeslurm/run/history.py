@@ -47,7 +47,6 @@ def recent_events(attempt: Attempt) -> list[Event]:
 
 
 def first_event(attempt: Attempt, writer: str) -> Event | None:
-    """Return the first event of one process; None if there is none."""
     try:
         return decode(files.reading(attempt.path / "events" / f"{writer}.jsonl", lambda handle: handle.readline()))
     except OSError:

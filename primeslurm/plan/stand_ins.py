@@ -30,11 +30,7 @@ MERGED_SHARE = 0.5
 
 
 def memory_mib(plan: Plan, *, merged: bool = False) -> int:
-    """Estimate the memory of an emulated run on its one machine [MiB].
-
-    Args:
-        merged: whether the kernel merges equal pages of its processes.
-    """
+    """Estimate the memory of an emulated run on its one machine [MiB]. `merged`: the kernel merges equal pages."""
     processes = [PROCESS_MIB.get(process.role, USUAL_MIB) for process in plan.processes()]
     agent = NODE_MIB + PLANNED_KIB * len(processes) / 1024
     return math.ceil((plan.allocated * agent + sum(processes)) * (MERGED_SHARE if merged else 1.0))
