@@ -6,13 +6,13 @@ from pathlib import Path
 
 from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import local_site, with_python
-from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.planner import derive
+from primeslurm.plan.stand_ins import emulate
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.processes import ProcessExited
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.history import events, rows
 from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.runs import start_local, tails
