@@ -71,7 +71,8 @@ def _product(world: World, rows: int, inputs: int, outputs: int) -> list[float]:
     """Return the rates of a matrix product [TFLOPS], in the precision that a run on this device uses."""
     element = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     shapes = (rows, inputs), (inputs, outputs), (rows, outputs)
-    left, right, result = (torch.ones(shape, dtype=element, device=world.device) for shape in shapes)
+    # Random, because a GPU needs less power for constant data, and computes up to 12 % faster.
+    left, right, result = (torch.randn(shape, dtype=element, device=world.device) for shape in shapes)
     times = _seconds(world, lambda: torch.mm(left, right, out=result))
     return [2.0 * rows * inputs * outputs / seconds / 1e12 for seconds in times]
 

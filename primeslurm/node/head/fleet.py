@@ -488,8 +488,8 @@ class Fleet:
     def _complete(self, now: float) -> Ending | None:
         """Complete the attempt if the orchestrator and all trainer ranks have ended.
 
-        The orchestrator ends after the last commit. It would not answer a rank that is restarted afterwards. So ranks
-        that have died then are not needed, and others must end soon.
+        After the last commit, the orchestrator says that the work is done, and ends. It would not answer a rank that is
+        restarted afterwards. So ranks that have died then are not needed, and others must end soon.
         """
         states: dict[str, list[ProcessState | None]] = {"trainer": [], "orchestrator": []}
         for process in self.plan.processes():
@@ -497,13 +497,16 @@ class Fleet:
                 report = self.report(process.name)
                 states[process.role].append(ProcessState(report.state) if report else None)
         orchestrators, ranks = states["orchestrator"], states["trainer"]
-        if not orchestrators + ranks or any(state is not ProcessState.DONE for state in orchestrators or ranks):
+        if not orchestrators + ranks or any(state is not ProcessState.DONE for state in orchestrators):
             return None
-        if self._orchestrator_done_at is None:
-            self._orchestrator_done_at = now
-        running = any(state in (None, ProcessState.LOADING, ProcessState.READY) for state in ranks)
-        if running and now - self._orchestrator_done_at <= RANKS_END_S:
-            return None
+        if any(state is not ProcessState.DONE for state in ranks):
+            if not self.work_is_done:
+                return None
+            if self._orchestrator_done_at is None:
+                self._orchestrator_done_at = now
+            running = any(state in (None, ProcessState.LOADING, ProcessState.READY) for state in ranks)
+            if running and now - self._orchestrator_done_at <= RANKS_END_S:
+                return None
         return Ending(Outcome.COMPLETED, "all steps done")
 
     def _stalled(self, now: float) -> Ending | None:

@@ -44,6 +44,13 @@ class EngineFacts(NamedTuple):
         return self.experts in DEEPEP_BUFFERS
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the engine is one process on a GPU, and exchanges no KV cache."""
+        inference = self.recipe.inference
+        alone = self.role == "engine" and inference.parallel.tp == 1 and not inference.expert_parallel
+        return alone and self.device == "cuda"
+
+    @property
     def start_s(self) -> int:
         return self.recipe.inference.start_timeout_s or START_S
 
@@ -149,6 +156,11 @@ ENVIRONMENT = (
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "120", "5",
         "Routers reuse a connection for 90 s. If the engine closes it first, requests fail, and P/D retries nothing.",
         lambda it: 120,
+    ),
+    EngineDefault(
+        "VLLM_WORKER_MULTIPROC_METHOD", "fork on one GPU", "spawn",
+        "A spawned process imports vLLM again, for 30 s. vLLM spawns it all the same if CUDA has been used before.",
+        lambda it: "fork" if it.is_alone else None,
     ),
     EngineDefault(
         "VLLM_DEEP_GEMM_WARMUP", "relax with DeepEP", "relax",

@@ -14,10 +14,15 @@ from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, lengths_of, pos
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 DOCUMENTS = 4  # per row
+# FlashAttention 4 has another kernel for more than 256 documents, and takes seconds to compile it.
+MANY_DOCUMENTS = 257
 
 
 def synthetic_batch(recipe: Recipe, policy: PolicyModel) -> Batch:
-    """Return one micro batch of whole rows for this rank, the same on every rank but for the rank's numbers."""
+    """Return one micro batch of whole rows for this rank, the same on every rank but for the rank's numbers.
+
+    If joined rows can hold many documents, there is a second micro batch with many.
+    """
     # A batch cannot have more rows than rollouts. Compiled layers treat another number as a new shape.
     length, rollouts = recipe.seq_len, -(-recipe.orchestrator.batch_size // policy.dp_world)
     count, joined = min(recipe.trainer.rows_at_once(length), rollouts), recipe.trainer.joined_rows(length) > 1
@@ -25,8 +30,11 @@ def synthetic_batch(recipe: Recipe, policy: PolicyModel) -> Batch:
         length, count = count * length, 1
     config = model_directory.load_config(policy.source).get_text_config()
     rng = np.random.default_rng(0)  # not torch's generator, whose state belongs to the run
-    info = BatchInfo(0, policy.dp_rank, policy.dp_world, count * length, rows_at_once=1 if joined else 0)
-    rows = [_row(rng, length, config.vocab_size, _unknown_experts(policy, length)) for _ in range(count)]
+    documents = [DOCUMENTS] * count
+    if joined and rollouts + 1 >= MANY_DOCUMENTS:  # padding is a document, too
+        documents.append(MANY_DOCUMENTS)
+    info = BatchInfo(0, policy.dp_rank, policy.dp_world, len(documents) * length, rows_at_once=1 if joined else 0)
+    rows = [_row(rng, length, number, config.vocab_size, _unknown_experts(policy, length)) for number in documents]
     if recipe.trainer.prefix_sharing:
         rows = [_with_branches(row) for row in rows]
     return Batch(info, rows)
@@ -39,8 +47,8 @@ def _with_branches(row: Row) -> Row:
     return replace(row, positions=positions_of(lengths, branches), branches=branches)
 
 
-def _row(rng: np.random.Generator, length: int, vocabulary: int, experts: RoutedExperts | None) -> Row:
-    lengths = [len(part) for part in np.array_split(np.arange(length), min(DOCUMENTS, length))]
+def _row(rng: np.random.Generator, length: int, documents: int, vocabulary: int, experts: RoutedExperts | None) -> Row:
+    lengths = [len(part) for part in np.array_split(np.arange(length), min(documents, length))]
     ones = np.ones(length, np.float32)
     return Row(
         # Different tokens, so that routers use all experts. Special tokens, such as those for images, are at both ends.
