@@ -1,6 +1,6 @@
 """Files of a deployment's tenants: their recipes, what the user wants of them, their runs, and API keys.
 
-    RUN/tenants/NAME/tenant.yaml  wanted  state.json  host.log  token  run/
+    RUN/tenants/NAME/tenant.yaml  wanted  state.json  host.log  run/
     RUN/keys/USER                                                    mode 0600
     RUN/keys/tenant.NAME
 
@@ -43,8 +43,6 @@ class TenantDirectory:
         self.name = path.name
         self.recipe_file = path / "tenant.yaml"
         self.log = path / "host.log"
-        self.token_file = path / "token"
-        """Token of the tenant's gateway at the deployment's engines, which admits to generation only."""
         self.run = RunDirectory(path / "run")
 
     @property

@@ -26,7 +26,6 @@ from primeslurm.inference.auth import Receive, Scope, Send, answer
 from primeslurm.inference.version_gate import VersionGate, read_body
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.tenant import Tenant
-from primeslurm.run.tenants import TenantDirectory
 from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.names import GENERATE, SERVED_MODEL
 from primeslurm.wire.transport import secret
@@ -143,9 +142,9 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _serve(tenant: Tenant, token: str, host: str, port: int) -> None:
-    headers = {"Authorization": f"Bearer {token}"}
-    async with internal_client(None, headers=headers) as http:  # clients limit the time of their requests
+async def _serve(tenant: Tenant, host: str, port: int) -> None:
+    token = {"Authorization": f"Bearer {secret.read(tenant.deployment)}"}
+    async with internal_client(None, headers=token) as http:  # clients limit the time of their requests
         gate = VersionGate(Gateway(tenant, http))
         config = uvicorn.Config(gate, host=host, port=port, log_level="warning", access_log=False, lifespan="off")
         config.timeout_graceful_shutdown = 1  # clients ask again
@@ -160,10 +159,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     secret.take()
     logs.configure()
-    recipe = Recipe.model_validate_json(files.read_bytes(arguments.recipe))
-    assert recipe.tenant is not None  # as the plan says
-    token = files.read_text(TenantDirectory(recipe.tenant.deployment / "tenants" / recipe.name).token_file)
-    asyncio.run(_serve(recipe.tenant, token, arguments.host, arguments.port))
+    tenant = Recipe.model_validate_json(files.read_bytes(arguments.recipe)).tenant
+    assert tenant is not None  # as the plan says
+    asyncio.run(_serve(tenant, arguments.host, arguments.port))
 
 
 if __name__ == "__main__":

@@ -25,13 +25,11 @@ from primeslurm.recipe import Recipe
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.run.directory import was_never_submitted
 from primeslurm.run.tenants import TenantDirectory, key_of, user_of
-from primeslurm.wire.transport import secret
 
 
 def start(run_dir: Path, tenant: TenantDirectory, urls: DeploymentUrls) -> None:
     """Submit a tenant's run to the local executor, or resume it. Raises PrimeslurmError or OSError."""
     key_of(run_dir, user_of(tenant.name))
-    durable.write(tenant.token_file, secret.generate_token(secret.read(run_dir)))  # its directory is private
     if was_never_submitted(tenant.run.path):  # the host was killed while the run was submitted
         files.remove_tree(tenant.run.path)
     deployment = deployment_recipe(run_dir)
@@ -65,7 +63,7 @@ def main() -> None:
     tenant = TenantDirectory(arguments.run_dir / "tenants" / arguments.tenant)
     try:
         start(arguments.run_dir, tenant, DeploymentUrls(arguments.service, arguments.router))
-    except (PrimeslurmError, secret.SecretError, OSError) as error:
+    except (PrimeslurmError, OSError) as error:
         sys.exit(f"error: {error}".replace("\n", "; "))
 
 

@@ -14,8 +14,6 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 
-from primeslurm.wire.transport.secret import generate_token
-
 # Longest request head. The router accepts less (about 400 KiB), so every token that it asks about is counted.
 MAX_HEAD_BYTES = 2**19
 # Time in which a client must send its request [s].
@@ -26,8 +24,6 @@ _log = logging.getLogger(__name__)
 class RouterHealthEndpoint:
     """Answers health requests of the node agent and token checks of the router.
 
-    Clients have the run's secret, or a token for generation: the gateways of tenants.
-
     `request` requests a path from the router and returns the HTTP status (None: no answer). `complete` returns whether
     the router has all its workers.
     """
@@ -35,7 +31,7 @@ class RouterHealthEndpoint:
     def __init__(
         self, secret: str, request: Callable[[str], Awaitable[int | None]], complete: Callable[[], bool]
     ) -> None:
-        self._expected = [f"Bearer {token}".encode() for token in (secret, generate_token(secret))]
+        self._expected = f"Bearer {secret}".encode()
         self._request = request
         self._complete = complete
         self.token_path = f"/key/{secrets.token_urlsafe()}"  # Path of token checks, known only to the router
@@ -54,7 +50,7 @@ class RouterHealthEndpoint:
         return 503 if status == 200 and path == "/health" and not self._complete() else status
 
     def _judge(self, token: bytes) -> int:
-        if any(hmac.compare_digest(token, each) for each in self._expected):
+        if hmac.compare_digest(token, self._expected):
             return 200
         self.refused_bytes += len(token) + 100
         return 401

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import http.client
-import itertools
 import logging
 import math
 import subprocess
@@ -119,9 +118,7 @@ class RouterSupervisor:
     def __post_init__(self) -> None:
         self._wanted = workers_of_command(self.argv)
         self._secret = secret.own_secret()
-        # Rounds use them in turn, because the router checks each token once, and caches the result forever.
-        self._tokens = itertools.cycle([self._secret, secret.generate_token(self._secret)])
-        self._token = self._secret
+        self._headers = secret.header()
         secret.keep()
 
     async def run(self) -> int:
@@ -162,14 +159,13 @@ class RouterSupervisor:
         if endpoint.refused_bytes > self.refused_bytes_limit and now > self._token_restart + RESTART_S:
             self._token_restart = now
             return f"it has cached {endpoint.refused_bytes >> 20} MiB of invalid tokens"
-        self._token = next(self._tokens)
         answer = await self._ask("GET", "/list_workers")
         if answer is None:
             return ""  # the router listens only once an engine is open
         status, body = answer
         if status == 401:
-            # The router checked the token when the endpoint did not answer.
-            return "it rejects a token of the run"
+            # The router checked the secret when the endpoint did not answer, and caches the result forever.
+            return "it rejects the run's secret"
         workers = listed_urls(body) if status == 200 else None
         if workers is None:
             return ""
@@ -222,7 +218,7 @@ class RouterSupervisor:
     def _exchange(self, method: str, path: str) -> tuple[int, bytes] | None:
         connection = http.client.HTTPConnection(self.router.host, self.router.port, timeout=ANSWER_S)
         try:
-            connection.request(method, path, headers={"Authorization": f"Bearer {self._token}"})
+            connection.request(method, path, headers=self._headers)
             response = connection.getresponse()
             return response.status, response.read(LARGEST_LIST)
         except (OSError, http.client.HTTPException):

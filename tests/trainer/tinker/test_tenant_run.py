@@ -19,7 +19,7 @@ from primeslurm.api.runs.run import Run
 from primeslurm.records.events.training import OrchestratorDone
 from primeslurm.run.history import events, rows
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.run.tenants import TenantDirectory, user_of
+from primeslurm.run.tenants import user_of
 from primeslurm.tinker.backbone import Backbone
 from primeslurm.tinker.routes import application
 from primeslurm.tinker.sampler import TrainerSampler
@@ -86,10 +86,7 @@ def test_run_completes_although_its_trainer_is_killed(
         secret.create(tmp_path)
         (tmp_path / "keys").mkdir()
         (tmp_path / "keys" / user_of("tenant")).write_text(service.keys["default"])
-        tenant = TenantDirectory(tmp_path / "tenants" / "tenant")
-        tenant.path.mkdir(parents=True)
-        tenant.token_file.write_text(secret.generate_token(secret.read(tmp_path)))
-        keys = [service.keys["default"], tenant.token_file.read_text(), secret.read(tmp_path)]
+        keys = [service.keys["default"], secret.read(tmp_path)]
         words = ("-m", "primeslurm", "submit", tmp_path / "tenant.yaml", "--local", "--json")
         submitted = run_python(*words, cwd=tmp_path)
         assert submitted.code == 0, submitted.err
