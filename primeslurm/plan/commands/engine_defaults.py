@@ -158,7 +158,7 @@ ENVIRONMENT = (
         lambda it: 120,
     ),
     EngineDefault(
-        "VLLM_WORKER_MULTIPROC_METHOD", "fork on one GPU", "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD", "fork on one GPU", "fork (its command line: spawn)",
         "A spawned process imports vLLM again, for 30 s. vLLM spawns it all the same if CUDA has been used before.",
         lambda it: "fork" if it.is_alone else None,
     ),

@@ -20,6 +20,7 @@ LARGER = {
     "models": "one folder for each family",
     "recipe/sections": "one module for each section",
     "records": "one module for each kind of record",
+    "tinker": "one module for each part of the service",
 }
 """Packages with more entries, and why."""
 
