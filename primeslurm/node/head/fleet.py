@@ -488,8 +488,8 @@ class Fleet:
     def _complete(self, now: float) -> Ending | None:
         """Complete the attempt if the orchestrator and all trainer ranks have ended.
 
-        After the last commit, the orchestrator says that the work is done, and ends. It would not answer a rank that is
-        restarted afterwards. So ranks that have died then are not needed, and others must end soon.
+        An orchestrator that has ended answers no rank, so the other ranks must end soon. If it said that the work is
+        done, which it does after the last commit, ranks that have died are not needed either.
         """
         states: dict[str, list[ProcessState | None]] = {"trainer": [], "orchestrator": []}
         for process in self.plan.processes():
@@ -500,7 +500,7 @@ class Fleet:
         if not orchestrators + ranks or any(state is not ProcessState.DONE for state in orchestrators):
             return None
         if any(state is not ProcessState.DONE for state in ranks):
-            if not self.work_is_done:
+            if ProcessState.FAILED in ranks and not self.work_is_done:
                 return None
             if self._orchestrator_done_at is None:
                 self._orchestrator_done_at = now
