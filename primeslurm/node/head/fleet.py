@@ -54,6 +54,7 @@ VERDICT_S = 5.0
 RANKS_END_S = 60.0
 # Lost nodes that the reason of an ending names.
 _NAMED_LOSSES = 4
+_DEAD = (ProcessState.BACKOFF, ProcessState.FALLEN, ProcessState.FAILED)
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher", "tinker")
 
@@ -499,13 +500,14 @@ class Fleet:
         orchestrators, ranks = states["orchestrator"], states["trainer"]
         if not orchestrators + ranks or any(state is not ProcessState.DONE for state in orchestrators):
             return None
-        if any(state is not ProcessState.DONE for state in ranks):
-            if ProcessState.FAILED in ranks and not self.work_is_done:
+        unfinished = [state for state in ranks if state is not ProcessState.DONE]
+        if unfinished:
+            if not orchestrators or (ProcessState.FAILED in unfinished and not self.work_is_done):
                 return None
             if self._orchestrator_done_at is None:
                 self._orchestrator_done_at = now
-            running = any(state in (None, ProcessState.LOADING, ProcessState.READY) for state in ranks)
-            if running and now - self._orchestrator_done_at <= RANKS_END_S:
+            needed = not self.work_is_done or any(state not in _DEAD for state in unfinished)
+            if needed and now - self._orchestrator_done_at <= RANKS_END_S:
                 return None
         return Ending(Outcome.COMPLETED, "all steps done")
 

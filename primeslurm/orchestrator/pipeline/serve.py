@@ -72,6 +72,7 @@ class TrainerService:
             case OfferTransfer():
                 published = self._progress.now.published
                 if published is not None and request.version < published.version:
+                    self._sessions.close()
                     return Answer("ok")  # a restarted trainer repeats steps whose policy is outdated
                 return await self._sessions.answer(request, self._policy.pool.wanting, HOLD_S)
             case SessionState():
@@ -129,6 +130,7 @@ class TrainerService:
         async with self._reporting:
             published = self._progress.now.published
             if published is not None and request.version <= published.version:
+                self._end_session(request, published)
                 return published.version
             await self._progress.record(lambda now: {"published": request})
             if not request.path:
@@ -136,6 +138,13 @@ class TrainerService:
             self._monitor.policy_wanted(request.version)
             await self._policy.want(PolicyVersion(request.version, request.path))
             return request.version
+
+    def _end_session(self, repeated: NewPolicy, published: NewPolicy) -> None:
+        """End the session of a trainer that has restarted, and announces a version again."""
+        if repeated.version == published.version and not repeated.path:
+            self._sessions.expect(repeated.version)
+        else:
+            self._sessions.close()
 
     async def _step_done(self, request: StepDone) -> None:
         row: Row = {}

@@ -248,7 +248,7 @@ class RlTask:
             self._prefetch.wait(pending, _HEARTBEAT_S)
         if not interrupted() and (batch := self._prefetched(step)) is not None:
             return batch
-        if self.world.is_main and self.transfer.pending():
+        if self.world.is_main and self.transfer.pending() and not interrupted():
             raise TransferWanted  # the batch may need rollouts of this policy, and a full disk may delay it for hours
         timeout_s = self.recipe.trainer.batch_wait_s
         return self.link.get_batch(step, self._shard, timeout_s, interrupted)

@@ -112,8 +112,9 @@ class Sender:
     def _send_in(self, session: TransferSession, version: int, layers: Callable[[], Iterable[Tensors]]) -> bool:
         if self._store is None:
             self._store = Store(self._world.store, self._timeout_s)
+            catalogue = self._catalogue  # on every rank: its first use is a collective
             if self._world.is_main:
-                self._store.put_catalogue(self._catalogue)
+                self._store.put_catalogue(catalogue)
         start = time.monotonic()
         channel, failure = None, None
         kept, self._kept = self._kept, None  # only a complete transfer gives it back

@@ -482,6 +482,16 @@ def test_a_trainer_that_waits_for_the_ended_orchestrator_does_not_delay_the_end_
     assert agents.decide(1.1 + RANKS_END_S) == Ending(Outcome.COMPLETED, "all steps done")
 
 
+@pytest.mark.parametrize("state", ["waiting", "loading", "ready", "backoff"])
+def test_run_without_an_orchestrator_completes_only_if_every_rank_is_done(state: str) -> None:
+    agents = Agents(tuple(process("trainer", "in_place", f"t{rank}") for rank in range(2)))
+    agents.assigned()
+    agents.states = {"t0": DONE, "t1": ProcessReport(state)}
+    assert [agents.decide(1.0), agents.decide(1.1 + RANKS_END_S)] == [None, None]
+    agents.states["t1"] = DONE
+    assert agents.decide(2.0 + RANKS_END_S) == Ending(Outcome.COMPLETED, "all steps done")
+
+
 STALLED, UNRECOVERABLE = exit_codes.STALLED, exit_codes.UNRECOVERABLE
 
 
