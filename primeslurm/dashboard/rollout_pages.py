@@ -55,9 +55,14 @@ def query_of(parameters: Mapping[str, str]) -> RolloutQuery:
     if first is not None or last is not None:
         given["steps"] = (first or 0, sys.maxsize if last is None else last)
     try:
-        return msgspec.convert(given, RolloutQuery, strict=False)
+        query = msgspec.convert(given, RolloutQuery, strict=False)
     except msgspec.ValidationError as error:
         raise NotValidError(str(error)) from None
+    for name in parameters.keys() & given.keys():
+        value = getattr(query, name)
+        if value is None or value != value:  # msgspec also reads `null` and `nan`
+            raise NotValidError(f"{name} = {parameters[name][:50]}: is not valid")
+    return query
 
 
 def number(parameters: Mapping[str, str], name: str) -> int | None:

@@ -183,7 +183,8 @@ class Backbone:
 
     def fits(self, lengths: Sequence[Sequence[int]], ranks: Sequence[int]) -> bool:
         """Return whether one batch has room for passes with the given lengths of sequences and ranks of adapters."""
-        return packing.fit(lengths, ranks, self.ranks.world.size)
+        cp = self.policy.cp_world
+        return packing.fit(lengths, ranks, self.ranks.world.size // cp, cp)
 
     def adapter(self, config: LoraConfig) -> Adapter:
         """Return a new adapter, which changes nothing before its first step."""

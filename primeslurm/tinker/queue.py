@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 RETRIEVED = 1000
 # Number of requests of one session. More drop its oldest results, even if no client retrieved them.
 PER_SESSION = 10_000
-# Cost of work that is executed alone, such as an optimizer step or a checkpoint, in tokens of a pass.
+# Cost of an optimizer step, a checkpoint or another action of unknown size, in tokens of a pass.
 ACTION_COST = 1000.0
 
 Result = dict[str, object] | bytes
@@ -46,7 +46,8 @@ class Sharing(Protocol):
         """Execute works. Return for each an action that returns its result, or raises its error."""
 
 
-_Item = tuple[Future[Result], Action | Shared]
+_Item = tuple[Future[Result], Action | Shared, float]
+"""The future result of a request, its work, and the cost of the work."""
 
 
 class InOrder:
@@ -91,12 +92,22 @@ class Requests:
         self._retrieved: dict[str, None] = {}
         """Ids of retrieved results. The oldest one comes first."""
 
-    def submit(self, request_id: str, action: Action | Shared, number: int = 0, order: InOrder | None = None) -> None:
-        """Execute an action, in the order of its number. Nothing happens if the request is known."""
+    def submit(
+        self,
+        request_id: str,
+        action: Action | Shared,
+        number: int = 0,
+        order: InOrder | None = None,
+        cost: float = ACTION_COST,
+    ) -> None:
+        """Execute an action, in the order of its number. Nothing happens if the request is known.
+
+        `cost` is that of an action in tokens. Shared work has its own.
+        """
         if request_id in self._sessions.get(_session(request_id), {}):
             return
         future: Future[Result] = Future()
-        item = (future, action)
+        item = (future, action, self._sharing.cost(action.work) if isinstance(action, Shared) else cost)
         ready = order.add(number, item) if order else [item]
         self._remember(request_id, future)
         with self._lock:
@@ -144,14 +155,14 @@ class Requests:
     def _execute_next(self) -> None:
         """Execute the request whose turn it is, if any, and others with it. This runs at least once per request."""
         items = self._take()
-        works = [action.work for _, action in items if isinstance(action, Shared)]
-        actions = [action for _, action in items if not isinstance(action, Shared)]
+        works = [action.work for _, action, _ in items if isinstance(action, Shared)]
+        actions = [action for _, action, _ in items if not isinstance(action, Shared)]
         if works:
             try:
                 actions = self._sharing.execute(works)
             except Exception as error:
                 actions = [partial(fail, error) for _ in works]
-        for (future, _), action in zip(items, actions, strict=True):
+        for (future, *_), action in zip(items, actions, strict=True):
             _execute(future, action)
 
     def _take(self) -> list[_Item]:
@@ -159,14 +170,14 @@ class Requests:
         taken: list[_Item] = []
 
         def accept(item: _Item) -> float | None:
-            future, action = item
-            works = [each.work for _, each in [*taken, item] if isinstance(each, Shared)]
+            future, _, cost = item
+            works = [action.work for _, action, _ in [*taken, item] if isinstance(action, Shared)]
             if taken and (len(works) <= len(taken) or not self._sharing.fits(works)):
                 return None
             if not future.set_running_or_notify_cancel():
                 return 0.0
             taken.append(item)
-            return self._sharing.cost(action.work) if isinstance(action, Shared) else ACTION_COST
+            return cost
 
         with self._lock:
             self._waiting.take(accept)

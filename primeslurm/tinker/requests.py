@@ -31,6 +31,8 @@ WEIGHT = "primeslurm_weight"
 CLIP = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
 # A pass may have as many tokens as this number of the longest sequences.
 PASS_SEQUENCES = 8
+# Targets of a token in a pass. The input of the head is repeated for each, which takes memory.
+MOST_TARGETS = 32
 Config = Mapping[str, float | str]
 # One hour to ten years. None: a checkpoint never expires.
 Ttl = Annotated[int, Field(ge=3600, le=315_360_000)] | None
@@ -304,6 +306,9 @@ def _check_datum(where: str, datum: Datum, loss: str, limits: ModelLimits) -> No
         if array.shape[:1] != (length,) or not (array.ndim == 1 or several) or array.shape != shape:
             right = f"[{length}]" + (f" or [{length}, K], as target_tokens" if loss == "cross_entropy" else "")
             raise RequestError(f"{where}.{name}.shape", list(array.shape), f"must be {right}")
+        if several and array.shape[1] > MOST_TARGETS:
+            why = f"a token may have {MOST_TARGETS} targets"
+            raise RequestError(f"{where}.{name}.shape", list(array.shape), why)
         if not np.isfinite(array).all():
             raise RequestError(f"{where}.{name}", "", "has a value that is not finite")
     _check_range(f"{where}.target_tokens", datum.inputs["target_tokens"], limits)

@@ -22,15 +22,15 @@ Row = tuple[int, Sequence[Datum]]
 """Index of a pass, and sequences of it."""
 
 
-def fit(lengths: Sequence[Sequence[int]], ranks: Sequence[int], size: int = 1) -> bool:
-    """Return whether one batch on `size` trainer ranks has room for passes.
+def fit(lengths: Sequence[Sequence[int]], ranks: Sequence[int], dp: int = 1, cp: int = 1) -> bool:
+    """Return whether passes become one batch, as `batches` divides them.
 
     `lengths` are those of each pass's sequences, and `ranks` are the LoRA ranks of their adapters.
     """
     if len(ranks) * padded_rank(ranks) > STACKED_RANKS:
         return False
     longest = max((length for each in lengths for length in each), default=0)
-    return longest * sum(len(_pack(each, longest)) for each in lengths) <= BATCH_TOKENS * size
+    return sum(len(_pack(each, longest)) for each in lengths) <= _most_rows(longest, dp, cp)
 
 
 def padded_rank(ranks: Iterable[int]) -> int:
@@ -49,8 +49,12 @@ def batches(passes: Sequence[Sequence[Datum]], dp: int = 1, cp: int = 1) -> list
         # One long row needs no padding. But on CPUs, the cost of attention is quadratic in the length of a row.
         room = max(room, min(BATCH_TOKENS * cp, -(-sum(lengths[0]) // dp)))
     rows = [(index, data[part]) for index, data in enumerate(passes) for part in _pack(lengths[index], room)]
-    count = max(1, BATCH_TOKENS * cp // room) * dp
+    count = _most_rows(room, dp, cp)
     return [_split(rows[start : start + count], dp) for start in range(0, len(rows), count)]
+
+
+def _most_rows(room: int, dp: int, cp: int) -> int:
+    return max(1, BATCH_TOKENS * cp // max(1, room)) * dp
 
 
 def _pack(lengths: Sequence[int], room: int) -> list[slice]:

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from fastapi import Body, Request
 from safetensors import SafetensorError
 
+from primeslurm.recipe.sections.tenant import LEAST_WEIGHT, MOST_WEIGHT
 from primeslurm.run.tenants import user_of
 from primeslurm.tinker import requests
 from primeslurm.tinker.backbone import Adapter, Backbone, Pass, Scores, saved
@@ -122,7 +123,7 @@ class Service:
 
     async def create_session(self, http: Request, request: CreateSession) -> Answer:
         user, weight = http.state.user, (request.user_metadata or {}).get(WEIGHT)
-        if user.startswith(user_of("")) and isinstance(weight, int | float) and weight > 0:
+        if user.startswith(user_of("")) and isinstance(weight, int | float) and LEAST_WEIGHT <= weight <= MOST_WEIGHT:
             self._weights[user] = weight
         session = self.store.add_session(user, request.user_metadata, request.display_name)
         self._heartbeats[session] = self._clock()
@@ -371,7 +372,8 @@ class Service:
             check = partial(self._check_live, request.sampling_session_id.partition(":")[0])
             return sample_output(*self._sampler.sample(weights, prompt, params, request.num_samples, scored, check))
 
-        self.requests.submit(request_id, sample)
+        tokens = request.num_samples * (len(prompt) + (params.max_tokens or self.limits.length))
+        self.requests.submit(request_id, sample, cost=tokens)
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     def refuse(self, model_id: object, number: object, error: RequestError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -69,6 +70,12 @@ def run(
     return code
 
 
+def _heartbeat_of_loop() -> None:
+    # Heartbeats of a thread that sends a policy would hide a training loop that hangs.
+    if threading.current_thread() is threading.main_thread():
+        liveness().heartbeat()
+
+
 def _task(
     recipe: Recipe, run_dir: Path, attempt: int, orchestrator: str | None, world: World, journal: Journal
 ) -> RlTask | SftTask:
@@ -91,7 +98,7 @@ def _task(
         if link is None or orchestrator is None:
             raise ValueError("task rl needs --orchestrator")
         transfer: WeightTransfer
-        announcing = TrainerLink(orchestrator, on_wait=liveness().heartbeat)
+        announcing = TrainerLink(orchestrator, on_wait=_heartbeat_of_loop)
         if recipe.weights.transport != "nccl":
             transfer = FilesystemTransfer(publisher, run_dir, recipe.model.path, announcing, world)
         else:

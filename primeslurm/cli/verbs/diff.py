@@ -18,6 +18,7 @@ from primeslurm.cli.views.plan import amount_text
 from primeslurm.cli.views.plan_verdict import resources, role_rows
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.plan.model import Plan
+from primeslurm.run.diff import Difference
 
 
 def diff_(
@@ -40,7 +41,7 @@ def diff_(
     comparison = compare(a, b, site=site, runs=runs, local=local)
     results = result_rows(comparison.a, comparison.b)
     if as_json:
-        print_json(msgspec.to_builtins(comparison.recipe))
+        print_json(msgspec.to_builtins([*comparison.recipe, *(Difference(*row) for row in results)]))
     elif comparison.recipe or results:
         show_comparison(Path(a).name, Path(b).name, comparison, results)
     else:

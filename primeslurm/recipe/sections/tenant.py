@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.types import HttpUrl
 
 # Scale of adapters of a Tinker service: a weight changes by ALPHA / rank times the product of the adapter's factors.
 ALPHA = 32.0
+# Range of weights of tenants.
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 
 
 class Tenant(Section):
     """Addresses of the deployment, and the limits of this tenant.
 
-    Only the run's trainer and gateway read a key and a token of the deployment, from files in its run directory.
+    The run's trainer reads a key of the deployment, and its gateway reads the secret, from files in its run directory.
     """
 
     service: HttpUrl
@@ -30,11 +32,11 @@ class Tenant(Section):
     """Largest number of requests to the deployment's engines at once; further requests wait. Default: no limit."""
     tokens_per_second: PositiveFloat | None = None
     """Largest average rate of sampled tokens; requests wait while the average is above it. Default: no limit."""
-    weight: PositiveFloat = 1.0
+    weight: float = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """Share of the Tinker service while requests of others wait, for example 2: twice the tokens of a tenant or client
     of weight 1. Clients of the Tinker API have weight 1."""
 
     @property
     def deployment(self) -> Path:
-        """The deployment's run directory, which has all keys and tokens."""
+        """The deployment's run directory, which has its secret and all keys."""
         return Path(self.adapters).parent.parent

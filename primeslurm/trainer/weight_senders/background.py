@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -11,8 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.distributed.world import World
 
+HEARTBEAT_S = 1.0  # between two heartbeats of a training loop that waits for a thread
 ALIGNMENT = 16  # of tensors in a copy of the policy [bytes]
 Tensors = dict[str, torch.Tensor]
 
@@ -84,4 +87,6 @@ class Background:
         """Wait for the last action, and raise its error."""
         running, self._running = self._running, None
         if running is not None:
+            while not futures.wait((running,), HEARTBEAT_S).done:
+                liveness().heartbeat()
             running.result()

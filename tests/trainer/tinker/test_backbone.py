@@ -166,6 +166,8 @@ def test_passes_fit_by_tokens_and_ranks() -> None:
     assert fit([[8]] * 64, [1] * 64) and not fit([[8]] * 65, [1] * 65)
     assert fit([[8]] * 2, [256, 1]) and not fit([[8]] * 3, [256, 1, 1])
     assert not fit([[8]] * 2, [257, 1])
+    assert fit([[5000], [5000]], [8, 8], dp=2) and not fit([[5000]] * 3, [8] * 3, dp=2)
+    assert fit([[5000]] * 3, [8] * 3, cp=2) and fit([[9000]] * 2, [8] * 2, dp=2)
 
 
 @pytest.mark.parametrize("trains", ["attn", "mlp"])

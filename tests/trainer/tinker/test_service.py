@@ -123,6 +123,11 @@ def changed(change: Callable[[Datum], None]) -> list[Datum]:
         (changed(lambda d: d.inputs["weights"].put(2, np.nan)), {}, "weights: has a value that is not finite"),
         (changed(lambda d: d.inputs.update(weights=np.ones(4, np.float32))), {}, "weights.shape = [4]: must be [5]"),
         (
+            changed(lambda d: d.inputs.update({name: np.ones((5, 33), it.dtype) for name, it in d.inputs.items()})),
+            {},
+            "a token may have 32 targets",
+        ),
+        (
             changed(lambda d: d.inputs.update(weights=np.ones(5, np.int64))),
             {},
             "weights.dtype = int64: must be float32",
@@ -535,7 +540,8 @@ def test_end_of_a_session_keeps_what_the_worker_adds_for_others(serve: Serve) ->
 
 def test_only_tenants_have_weights(serve: Serve) -> None:
     service = serve().service
-    for user in ("tenant.alice", "bob"):
+    sent = [("tenant.alice", 2.0), ("bob", 2.0), *(("tenant.carol", weight) for weight in (10**400, 1e-306, "2"))]
+    for user, weight in sent:
         http: Any = SimpleNamespace(state=SimpleNamespace(user=user))
-        asyncio.run(service.create_session(http, CreateSession(user_metadata={WEIGHT: 2.0})))
+        asyncio.run(service.create_session(http, CreateSession(user_metadata={WEIGHT: weight})))
     assert service._weights == {"tenant.alice": 2.0}

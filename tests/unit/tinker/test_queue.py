@@ -128,6 +128,28 @@ def test_results_that_no_client_retrieves_are_bounded(
     assert all(requests.future(name).done() for name in ("b:1", "a:2", "a:3"))
 
 
+def test_users_share_the_service_by_cost(worker: ThreadPoolExecutor) -> None:
+    """A client that samples many long texts waits for the passes of another."""
+    requests, go, executed = Requests(worker, Tens()), Event(), list[str]()
+
+    def sample() -> Result:
+        executed.append("sample")
+        return {}
+
+    def update() -> Result:
+        executed.append("update")
+        return {}
+
+    worker.submit(go.wait, 600)
+    for number in range(2):
+        requests.submit(f"a:{number}", sample, cost=50_000)
+        requests.submit(f"b:{number}", update)
+    go.set()
+    for name in ("a:0", "a:1", "b:0", "b:1"):
+        requests.future(name).result(600)
+    assert executed == ["sample", "update", "update", "sample"]
+
+
 def test_clients_take_turns_and_share_work_that_fits(worker: ThreadPoolExecutor) -> None:
     tens, go, alone = Tens(), Event(), list[str]()
     requests = Requests(worker, tens)
