@@ -96,7 +96,7 @@ def main() -> None:
     shutil.rmtree(root / "nodes" / "1")
     shutil.rmtree(root / "nodes" / "2")
     actual["nodes 1 and 2 are others"] = run_round(root, 4)
-    print(json.dumps(actual))
+    print("FRACTIONS", json.dumps(actual))
 
 
 if __name__ == "__main__":

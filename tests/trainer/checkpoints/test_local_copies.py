@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from primeslurm.trainer.checkpoints.local_copies import Transfer, missing, replica_ranks
 from primeslurm.trainer.checkpoints.shards import CopyFile
-from tests.support.cli import run_python
+from tests.trainer.conftest import finish, printed, start_ranks
 
 
 def test_next_node_keeps_copies() -> None:
@@ -49,10 +48,8 @@ def test_failed_copy_is_dropped(tmp_path: Path) -> None:
 
 def test_restarted_ranks_read_valid_copies(tmp_path: Path) -> None:
     """Three ranks on three nodes: same nodes, a replaced node, a truncated copy, two replaced nodes."""
-    words = ("-W", "ignore", "-m", "tests.trainer.checkpoints.restarted_ranks", tmp_path)
-    done = run_python(*words, cwd=tmp_path)
-    assert done.code == 0, done.out + done.err
-    actual = json.loads(done.out.splitlines()[-1])
+    (output,) = finish(start_ranks(1, "tests.trainer.checkpoints.restarted_ranks", str(tmp_path)))
+    (actual,) = printed(output, "FRACTIONS")
     assert actual["first"] == [0, 0, 0], "there is no checkpoint"
     # Replicated state is in one rank's file. Each rank's own tensor is nearly everything that it reads.
     near = {name: [share > 0.9 for share in shares] for name, shares in actual.items()}

@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.stored import checkpoints
-from tests.support.cli import run_python
 from tests.support.faulty_storage import FaultyStorage, once
-from tests.trainer.conftest import make_batch, make_recipe, make_timer
+from tests.trainer.conftest import finish, make_batch, make_recipe, make_timer, start_ranks
 
 
 def trained(model: Path, directory: Path, world: World, steps: int, attempt: int = 1) -> tuple[TrainStep, Checkpoints]:
@@ -89,7 +86,7 @@ def test_unreadable_checkpoint_is_not_damaged(
     assert saver.restore(train_step) == 1
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ESTALE, pytest.param(errno.EIO, marks=pytest.mark.campaign)])
 def test_every_storage_call_may_fail_once(number: int, moe_model: Path, world: World, tmp_path: Path) -> None:
     """Includes fsync: a file whose fsync failed is rewritten."""
     with FaultyStorage(tmp_path, once(number)).installed():
@@ -103,18 +100,18 @@ def test_every_storage_call_may_fail_once(number: int, moe_model: Path, world: W
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(train_step).items())
 
 
-@pytest.mark.parametrize("name", ["step_000002", "trainer", ".metadata", "__0_0.distcp", "COMMITTED"])
 def test_invisible_checkpoint_ends_the_attempt_and_the_next_resumes_from_it(
-    name: str, moe_model: Path, world: World, tmp_path: Path
+    moe_model: Path, world: World, tmp_path: Path
 ) -> None:
     trained(moe_model, tmp_path, world, 2)
-    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
-    with (
-        FaultyStorage(tmp_path, hidden={name}).installed(),
-        pytest.raises(RankError, match="not visible from this node"),
-    ):
-        saver.restore(train_step)
-    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=3)
+    for attempt, name in enumerate(("step_000002", "trainer", ".metadata", "__0_0.distcp", "COMMITTED"), 2):
+        train_step, saver = trained(moe_model, tmp_path, world, 0, attempt)
+        with (
+            FaultyStorage(tmp_path, hidden={name}).installed(),
+            pytest.raises(RankError, match="not visible from this node"),
+        ):
+            saver.restore(train_step)
+    train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=7)
     assert saver.restore(train_step) == 2
 
 
@@ -229,34 +226,12 @@ def test_incomplete_files_are_not_committed(tmp_path: Path) -> None:
     assert checkpoints.read_commit(tmp_path) is None
 
 
-WRITE_FOR_EVER = """
-import sys
-from pathlib import Path
-import torch, torch.distributed.checkpoint as dcp
-from primeslurm.trainer.checkpoints import shards
-from primeslurm.wire.stored import checkpoints
-shards.FILE_BYTES = 1 << 20
-run, step = Path(sys.argv[1]), int(sys.argv[2])
-while True:
-    directory = checkpoints.step_dir(run, step) / "trainer"
-    directory.mkdir(parents=True, exist_ok=True)
-    writer = shards.ShardWriter(directory, shards.ByteCounter(), 4)
-    dcp.save({f"t{n}": torch.full((1 << 18,), float(step)) for n in range(8)}, storage_writer=writer, no_dist=True)
-    checkpoints.commit(directory.parent, step, 1, writer.files)
-    print(step, flush=True)
-    checkpoints.prune(run, 2)
-    found = {f"t{n}": torch.zeros(1 << 18) for n in range(8)}
-    dcp.load(found, storage_reader=shards.ShardReader(directory, shards.ByteCounter(), 4), no_dist=True)
-    step += 1
-"""
-
-
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
     rounds, choose, told = 2, random.Random(seed), 0
     for _ in range(rounds):
-        command = [sys.executable, "-W", "ignore", "-c", WRITE_FOR_EVER, str(tmp_path), str(told + 1)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        words = ("tests.trainer.checkpoints.endless_writes", str(tmp_path), str(told + 1))
+        (process,) = start_ranks(1, *words)
         assert process.stdout is not None
         for _ in range(choose.randint(1, 8)):
             told = int(process.stdout.readline())
@@ -281,7 +256,5 @@ def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
 
 def test_kills_of_one_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
     """In each round, one of three ranks is killed at a random byte or file."""
-    words = ("-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", tmp_path, "1", "5")
-    done = run_python(*words, cwd=tmp_path)
-    assert done.code == 0, done.out + done.err
-    assert done.out.count("killed rank") >= 3, done.out
+    (output,) = finish(start_ranks(1, "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "5"))
+    assert output.count("killed rank") >= 3, output

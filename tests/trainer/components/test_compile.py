@@ -87,7 +87,7 @@ def test_batch_of_another_size_is_not_compiled_again(
     assert compiles[0] > 0 and not any(compiles[1:]), compiles
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_gradients_of_compiled_layers_are_as_near_to_the_exact_ones(tmp_path: Path, world: World) -> None:
     check("qwen3_moe", tmp_path, world, "full", first=2)
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from primeslurm.trainer.distributed.cpu_affinity import CpuAffinity
+from tests.trainer.conftest import finish, printed, start_ranks
 
 GPU = "0000:1b:00.0"
-PROGRAM = """
-import json, os, sys, threading
-from pathlib import Path
-from primeslurm.trainer.distributed import cpu_affinity as cores
-os.sched_setaffinity(0, json.loads(sys.argv[2]))
-done = threading.Event()
-earlier = threading.Thread(target=done.wait)
-earlier.start()
-place = cores.move_near("0000:1b:00.0", int(sys.argv[3]), Path(sys.argv[1]))
-later = threading.Thread(target=done.wait)
-later.start()
-seen = [sorted(os.sched_getaffinity(number)) for number in (0, earlier.native_id, later.native_id)]
-done.set()
-print(json.dumps([seen, sorted(place.cores), place.threads, sorted(cores.allowed()), str(place)]))
-"""
 CORES = sorted(os.sched_getaffinity(0))
 
 
 def moved(sys_fs: Path, may_use: list[int], ranks: int) -> tuple[list[list[int]], list[int], int, list[int], str]:
     """Return the thread affinities of a process with some allowed cores, and what it logs."""
-    argv = [sys.executable, "-c", PROGRAM, str(sys_fs), json.dumps(may_use), str(ranks)]
-    seen, cores, threads, allowed, text = json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
+    arguments = (str(sys_fs), json.dumps(may_use), str(ranks))
+    (output,) = finish(start_ranks(1, "tests.trainer.distributed.near_cores", *arguments))
+    seen, cores, threads, allowed, text = printed(output, "AFFINITY")[0]
     return seen, cores, threads, allowed, text
 
 

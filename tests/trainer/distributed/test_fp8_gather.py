@@ -15,7 +15,7 @@ from tests.trainer.conftest import finish, start_ranks
 from tests.trainer.distributed.fp8_gather_ranks import SHAPES
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_fp8_gather_trains_the_same(ranks: int) -> None:
     outputs = finish(start_ranks(ranks, "tests.trainer.distributed.fp8_gather_ranks"))
     stacks = {"experts": 6, "matrices": 6, "parts of blocks": 0}

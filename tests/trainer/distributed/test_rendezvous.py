@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,27 +16,20 @@ from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous, secret
 from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.collective import Store, TransferError
+from tests.support.forks import TRAINER, server
 
 LATE = timedelta(seconds=600)
-ATTACK = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-for number, port in enumerate(map(int, sys.argv[1:])):
-    try:
-        timeout = timedelta(seconds=2 if number else 600)  # the first one lets it in
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        store.set("key", "theirs")
-        print("took over", store.num_keys() > 0, store.delete_key("count"))
-    except RuntimeError as error:
-        print(type(error).__name__)
-"""
 
 
-def attack(*ports: int) -> list[str]:
-    """Attack ports from /proc/net/tcp as another user of the node would. Return the result."""
-    words = [sys.executable, "-c", ATTACK, *map(str, ports)]
-    return subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
+def attack(*ports: int) -> tuple[list[str], list[str]]:
+    """Attack ports from /proc/net/tcp as another user of the node would. Return the results, and that of the gate."""
+    forks = server(TRAINER, OMP_NUM_THREADS="1")
+    env = {**os.environ, secret.VARIABLE: "1" * 64}
+    words = ("tests.trainer.distributed.strangers", *map(str, ports))
+    output, _ = forks.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env).communicate()
+    lines = [line.partition(" ") for line in output.splitlines()]
+    by_word = [[text for first, _, text in lines if first == word] for word in ("ATTACK", "CATALOGUE")]
+    return by_word[0], by_word[1]
 
 
 @dataclass
@@ -71,21 +63,11 @@ def test_gate_protects_the_store_from_strangers(meeting: Meeting) -> None:
     for store in (bare, meeting.store):
         store.set("key", "ours")
         store.set("count", "1")
-    actual = attack(port, meeting.port, meeting.way, meeting.inner)
+    actual, catalogue = attack(port, meeting.way, meeting.inner, meeting.port)
     assert actual[0] == "took over True True" and bare.get("key") == b"theirs"
     assert len(actual) == 4 and all(error.endswith("Error") for error in actual[1:]), actual
     assert meeting.store.get("key") == b"ours" and meeting.store.check(["count"])
-
-
-def test_wrong_secret_is_rejected(meeting: Meeting) -> None:
-    code = (
-        "import sys; from primeslurm.wire.weight_transfer.collective import Store;"
-        "Store(f'127.0.0.1:{sys.argv[1]}', 4).put_catalogue([])"
-    )
-    env = {**os.environ, secret.VARIABLE: "1" * 64}
-    argv = [sys.executable, "-c", code, str(meeting.port)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "TransferError" in done.stderr
+    assert catalogue == ["TransferError"], "its secret is wrong"
     assert not meeting.store.check(["primeslurm/weights/catalogue"])
 
 

@@ -124,7 +124,15 @@ def is_named_when_stopped_in(phase: str, ranks: Ranks, victim: int) -> None:
     ranks.all_go_on()
 
 
-@pytest.mark.parametrize("phase", ["forward_backward", "optimizer", "publish", "checkpoint"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "forward_backward",
+        pytest.param("optimizer", marks=pytest.mark.campaign),
+        pytest.param("publish", marks=pytest.mark.campaign),
+        "checkpoint",
+    ],
+)
 def test_rank_that_hangs_in_a_phase_is_named(ranks: Ranks, phase: str) -> None:
     is_named_when_stopped_in(phase, ranks, random.Random(phase).randrange(RANKS))
 

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.support.ports import free_port
 from primeslurm.node.head.unresponsive_ranks import unresponsive_ranks
 from primeslurm.records import heartbeats
 from primeslurm.records.fleet import HeartbeatReport
 from primeslurm.records.heartbeats import HeartbeatPage
+from tests.support.forks import Forked
+from tests.trainer.conftest import start_ranks
 
 PATIENCE_S = 900.0
 
 
+Ranks = list[tuple[Forked | subprocess.Popen[str], HeartbeatPage]]
+
+
 @pytest.fixture
-def ranks() -> Iterator[list[tuple[subprocess.Popen[str], HeartbeatPage]]]:
-    started, port = [], free_port()
-    for rank in range(2):
-        page = HeartbeatPage(f"rank-{rank}")
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = {**os.environ, **{name: str(value) for name, value in names.items()}, "CUDA_VISIBLE_DEVICES": ""}
-        env[heartbeats.VARIABLE] = str(page.descriptor)
-        argv = [sys.executable, "-m", "tests.trainer.distributed.waiting_ranks"]
-        options = {"pass_fds": (page.descriptor,), "stderr": subprocess.PIPE, "text": True}
-        started.append((subprocess.Popen(argv, env=env, **options), page))  # type: ignore[call-overload]
-    yield started
-    for process, page in started:
+def ranks() -> Iterator[Ranks]:
+    pages = [HeartbeatPage(f"rank-{rank}") for rank in range(2)]
+    paths = [f"/proc/{os.getpid()}/fd/{page.descriptor}" for page in pages]
+    processes = start_ranks(2, "tests.trainer.distributed.waiting_ranks", *paths)
+    yield list(zip(processes, pages, strict=True))
+    for process in processes:
         process.kill()
         process.communicate()
+    for page in pages:
         page.close()
 
 
@@ -42,7 +40,7 @@ def report(page: HeartbeatPage, silent_s: float) -> HeartbeatReport:
     return HeartbeatReport(heartbeat.phase, heartbeat.step, heartbeat.number, heartbeat.collectives, silent_s, 300.0)
 
 
-def test_missing_rank_is_named(ranks: list[tuple[subprocess.Popen[str], HeartbeatPage]]) -> None:
+def test_missing_rank_is_named(ranks: Ranks) -> None:
     deadline = time.monotonic() + PATIENCE_S
     pages = [page for _, page in ranks]
     while not all(page.read().phase == "optimizer" for page in pages) or (
@@ -54,10 +52,10 @@ def test_missing_rank_is_named(ranks: list[tuple[subprocess.Popen[str], Heartbea
     assert actual is not None and actual.behind == ("trainer-rank-1",) and actual.heartbeat.phase == "optimizer"
     waiting = ranks[0][0]
     waiting.send_signal(heartbeats.DUMP_SIGNAL)  # it is in a collective, and yet tells where
-    assert waiting.stderr is not None
+    assert waiting.stdout is not None
     stacks = ""
     while " in main" not in stacks:
-        line = waiting.stderr.readline()
+        line = waiting.stdout.readline()
         assert line, stacks
         stacks += line
     assert " in sum" in stacks, stacks

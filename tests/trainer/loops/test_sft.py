@@ -27,7 +27,7 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from scripts.models import tiny_model
 from tests.support.conversations_read import loaded
-from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, published, start_fresh_ranks, trainer_command
+from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, published, start_ranks, trainer_command
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_two_ranks_train_from_the_command_line(moe_model: Path, demonstrations: 
     recipe = sft_recipe(moe_model, demonstrations, max_steps=2, monitor={"tensorboard": True})
     path = tmp_path / "recipe.json"
     path.write_text(recipe.model_dump_json(by_alias=True))
-    finish(start_fresh_ranks(2, *trainer_command(path, tmp_path / "run", 1)))
+    finish(start_ranks(2, *trainer_command(path, tmp_path / "run", 1)))
     assert filesystem.damage(filesystem.version_dir(tmp_path / "run", 2)) == []
     assert checkpoints.committed(tmp_path / "run") == [2]
     assert list((tmp_path / "run" / "tensorboard").iterdir())

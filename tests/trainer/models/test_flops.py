@@ -145,9 +145,9 @@ def test_formula_matches_what_torch_counts(case: Case, world: World, tmp_path: P
 
 
 @pytest.mark.usefixtures("definitions")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_frozen_weights_have_no_gradient(case: Case, world: World, tmp_path: Path) -> None:
-    step = step_of(recipe_of(write(case, tmp_path), lora={"rank": 8, "alpha": 16.0}), world)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v32", "nemotron_h-latent"])
+def test_frozen_weights_have_no_gradient(name: str, world: World, tmp_path: Path) -> None:
+    step = step_of(recipe_of(write(BY_NAME[name], tmp_path), lora={"rank": 8, "alpha": 16.0}), world)
     # The formula counts the first layer like the others, although its inputs need no gradient with LoRA.
     embedding = next(module for module in step.policy.model.modules() if isinstance(module, torch.nn.Embedding))
     embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
@@ -156,15 +156,14 @@ def test_frozen_weights_have_no_gradient(case: Case, world: World, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("definitions")
-@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "qwen3_5_moe", "qwen3_5_text-tied"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "qwen3_5_moe"])
 def test_draft_layer_is_counted(name: str, world: World, tmp_path: Path) -> None:
     step = step_of(recipe_of(write_drafting(BY_NAME[name], tmp_path), draft_layer={}), world)
     assert ratio(step, make_batch(1, rows=1, seq_len=SEQ_LEN), tmp_path) == pytest.approx(1, abs=TOLERANCE)
 
 
 @pytest.mark.usefixtures("definitions")
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(("name", "frozen"), [("qwen3_vl", True), ("qwen3_5", False)])
 def test_vision_encoder_is_counted_per_patch(
     name: str, frozen: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

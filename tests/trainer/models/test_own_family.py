@@ -63,14 +63,12 @@ def directory(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def check(directory: Path, packages: Path | None) -> str:
-    return run(directory, packages, "-m", "primeslurm", "check", str(EXAMPLE / "recipe.yaml"), "--local")
-
-
+@pytest.mark.campaign
 def test_recipe_is_valid_if_the_package_is_installed(directory: Path, packages: Path) -> None:
     missing = "the trainer has no implementation of its own for model type 'maple'"
-    assert missing in check(directory, None)
-    assert missing not in check(directory, packages)
+    words = ("-m", "primeslurm", "check", str(EXAMPLE / "recipe.yaml"), "--local")
+    assert missing in run(directory, None, *words)
+    assert missing not in run(directory, packages, *words)
 
 
 def test_training_equals_that_of_the_reused_family(directory: Path, packages: Path) -> None:

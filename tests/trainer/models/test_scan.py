@@ -68,7 +68,7 @@ def test_segments_do_not_change_results(case_name: str, part: str, monkeypatch: 
         assert (mine - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("case_name", "part"), LAYERS)
+@pytest.mark.parametrize(("case_name", "part"), LAYERS[1:])
 def test_fused_operations_do_not_change_results(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Traced, but not compiled: tests/gpu runs the kernels.
     mixer = layer(case_name, part)

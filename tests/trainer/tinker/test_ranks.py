@@ -27,14 +27,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("size", LAYOUTS)
 def test_clients_on_several_ranks_equal_each_alone_on_one(
-    size: int, backbone: Backbone, moe_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backbone: Backbone, moe_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbones, arguments = {"dense": backbone, "moe": moe_backbone}, list[str]()
-    for number, (kind, layout) in enumerate(LAYOUTS[size]):
-        arguments += [backbones[kind].limits.model, json.dumps(layout), str(tmp_path / f"{number}.pt")]
-    ranks = start_ranks(size, "tests.trainer.tinker.backbone_ranks", *arguments)
+    backbones, outputs = {"dense": backbone, "moe": moe_backbone}, []
+    for size, layouts in LAYOUTS.items():
+        arguments = []
+        for number, (kind, layout) in enumerate(layouts):
+            outputs.append((kind, layout, tmp_path / f"{size}-{number}.pt"))
+            arguments += [backbones[kind].limits.model, json.dumps(layout), str(outputs[-1][2])]
+        finish(start_ranks(size, "tests.trainer.tinker.backbone_ranks", *arguments))
     monkeypatch.setattr("primeslurm.tinker.rows.BATCH_TOKENS", BATCH_TOKENS)
     expected = {}
     for kind, one in backbones.items():
@@ -45,9 +47,8 @@ def test_clients_on_several_ranks_equal_each_alone_on_one(
             "alone": train(one, ALONE),
             "disturbed": disturb(one),
         }
-    finish(ranks)
-    for number, (kind, layout) in enumerate(LAYOUTS[size]):
-        results = torch.load(tmp_path / f"{number}.pt")
+    for kind, layout, file in outputs:
+        results = torch.load(file)
         for name, values in expected[kind].items():
             assert results[name].keys() == values.keys()
             for each, value in values.items():

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from primeslurm.api.runs import export
 from primeslurm.base.errors import RunError, UsageError
 from primeslurm.base.model_files import INDEX
+from primeslurm.cli import app
+from primeslurm.cli.lazy_verbs import readable
 from primeslurm.trainer.weights import convert
-from tests.support.cli import primeslurm
 from tests.trainer.as_released import to_fp8
 from tests.trainer.conftest import tensors
 from tests.trainer.families import BY_NAME, write
@@ -122,9 +124,9 @@ def test_command_reports_errors(tmp_path: Path) -> None:
 
 def test_command_converts_and_reports_progress(tmp_path: Path) -> None:
     released("gpt_oss", to_mxfp4, tmp_path / "source")
-    done = primeslurm("convert", tmp_path / "source", "out", cwd=tmp_path)
-    assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")
-    assert done.err.splitlines() == ["1 of 3 files", "2 of 3 files"]
+    done = CliRunner().invoke(readable(app), ["convert", str(tmp_path / "source"), str(tmp_path / "out")])
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'out'}\n"), done.output
+    assert done.stderr.splitlines() == ["1 of 3 files", "2 of 3 files"]
     with (tmp_path / "source" / "model-1.safetensors").open("r+b") as file:
         file.truncate(2000)
     with pytest.raises(RunError, match=r"model-1\.safetensors: (truncated|not a safetensors file)"):

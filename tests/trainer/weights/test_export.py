@@ -7,7 +7,11 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from primeslurm.base.errors import UsageError
+from primeslurm.cli import app
+from primeslurm.cli.lazy_verbs import readable
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
@@ -15,7 +19,6 @@ from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
-from tests.support.cli import primeslurm
 from tests.trainer.conftest import make_batch, make_recipe, make_timer, tensors
 
 
@@ -33,13 +36,13 @@ def test_export_matches_published_weights(moe_model: Path, world: World, tmp_pat
     (run / "lock.json").write_text("{}")
     (run / "recipe.resolved.json").write_text(recipe.model_dump_json(by_alias=True))
 
-    wrong = primeslurm("export", run, moe_model, "--step", "7", cwd=tmp_path)
-    assert wrong.code == 2
-    assert "--step = 7: is not a committed step (nearest: 2)" in wrong.err
-    assert f"DIR = {moe_model}: already exists" in wrong.err
+    wrong = CliRunner().invoke(readable(app), ["export", str(run), str(moe_model), "--step", "7"]).exception
+    assert isinstance(wrong, UsageError)
+    assert "--step = 7: is not a committed step (nearest: 2)" in str(wrong)
+    assert f"DIR = {moe_model}: already exists" in str(wrong)
 
-    done = primeslurm("export", run, out, "--step", "1", cwd=tmp_path)
-    assert (done.code, done.out) == (0, f"{out}\n"), done.err
+    done = CliRunner().invoke(readable(app), ["export", str(run), str(out), "--step", "1"])
+    assert (done.exit_code, done.stdout) == (0, f"{out}\n"), done.output
     expected = tensors(filesystem.version_dir(run, 1))
     actual = tensors(out)
     assert {file.stat().st_mode for file in out.iterdir()} == {(out / "config.json").stat().st_mode}

@@ -162,7 +162,6 @@ def test_example_script_runs_without_slurm_and_model(place: Path) -> None:
     refused = run_python(EXAMPLE, "r.yaml", cwd=place)
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == "model.path: is not in the Hugging Face cache on this machine\n"
-    assert run_python(EXAMPLE, "nothing.yaml", cwd=place).code == 2
 
 
 @pytest.fixture

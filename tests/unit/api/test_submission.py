@@ -96,7 +96,9 @@ def test_comment_of_the_recipe_is_kept(run: Run, slurm: FakeSlurm) -> None:
     assert '--comment="project x"' in (run.path / "attempts/2/job.sbatch").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.campaign)]
+)
 def test_signal_waits_until_the_job_is_recorded(
     number: signal.Signals, run: Run, slurm: FakeSlurm, resume: Callable[[], subprocess.Popen[str]]
 ) -> None:

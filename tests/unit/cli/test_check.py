@@ -96,7 +96,7 @@ def test_last_line_has_the_nodes_of_the_job(place: Path) -> None:
     assert local.err.splitlines()[-1].startswith(("test-run: recipe is valid. This machine, as ", "r.yaml: 1 error"))
 
 
-@pytest.mark.parametrize("path", ["org/none", "/nowhere/none", "./none", ".primeslurm/reverse-text/model"])
+@pytest.mark.parametrize("path", ["org/none", ".primeslurm/reverse-text/model"])
 def test_missing_model_is_a_blocker(place: Path, path: str) -> None:
     result = run(place, "check", "r.yaml", "--set", f"model.path={path}")
     assert result.code == 0
@@ -161,18 +161,10 @@ def test_colours_need_a_terminal_and_no_NO_COLOR(place: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("foo.bar=1", "foo.bar: there is no section foo (valid: checkpoint, "),
         ("trainer.foo={a: 1, b: 2}", "trainer.foo.a, trainer.foo.b: there is no section foo in trainer ("),
         ("chekpoint.interval=5", "chekpoint.interval: there is no section chekpoint (did you mean checkpoint?)"),
-        ("slurm.partition=x", "slurm.partition = 'x': no such key (use slurm.train.partition: one per role "),
         ("optim={lr: 1, foo: 2}", "optim.lr = 1: no such key (use trainer.optimizer.lr: learning rate)"),
-        ("optim={lr: 1, foo: 2}", "optim.foo: there is no section optim"),
-        ("trainer.loss.type=PPO", "trainer.loss.type = 'PPO': is not a valid choice (use grpo_clip: "),
         ("trainer.ep=8", "trainer.ep = 8: no such key (did you mean trainer.parallelism.ep?)"),
-        (
-            "trainer.optimiser={lr: 1, betas: [0.9, 0.9]}",
-            "trainer.optimiser.lr, trainer.optimiser.betas: there is no section opt",
-        ),
         ("python=/usr/bin/python3", "python: belongs in the site file (move it to the site file)"),
     ],
 )

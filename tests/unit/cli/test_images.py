@@ -13,7 +13,7 @@ import yaml
 from primeslurm.base.errors import ExitCode
 from primeslurm.wire.stored import task_images
 from tests.support import fake_builder
-from tests.support.cli import Result, run_python
+from tests.support.cli import Result, primeslurm
 from tests.support.recipes import recipe_data
 
 
@@ -34,7 +34,7 @@ def task(directory: Path, name: str, *lines: str, toml: str = "") -> Path:
 
 
 def images(tools: Path, *words: str | Path) -> Result:
-    return run_python("-m", "primeslurm", "images", *words, cwd=tools.parent, PATH=str(tools), TMPDIR=str(tools.parent))
+    return primeslurm("images", *words, cwd=tools.parent, PATH=str(tools), TMPDIR=str(tools.parent))
 
 
 def built(tools: Path) -> int:

@@ -53,7 +53,6 @@ def test_help_imports_no_verb(place: Path) -> None:
 @pytest.mark.parametrize(
     ("verb", "spared"),
     [
-        (("check", "r.yaml"), {"primeslurm.node"}),  # it renders the script for sbatch --test-only
         (
             ("render", "r.yaml"),
             {"primeslurm.plan.checks.environments", "primeslurm.run.status.run_status", "primeslurm.node"},
@@ -63,7 +62,6 @@ def test_help_imports_no_verb(place: Path) -> None:
             {"jinja2", "primeslurm.slurm.render", "primeslurm.run.status.run_status", "primeslurm.node"},
         ),
         (("submit", "r.yaml", "--local", "--dry-run"), {"primeslurm.node"}),
-        (("runs",), {"jinja2", "primeslurm.node"}),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

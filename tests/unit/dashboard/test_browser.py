@@ -113,6 +113,7 @@ def test_curves_are_drawn(browser: Browser) -> None:
     browser.type("input[type=range]", "0")
 
 
+@pytest.mark.campaign
 def test_a_chart_tells_its_values(browser: Browser) -> None:
     browser.open_run("tool-use")
     browser.until(DRAWN)
@@ -171,6 +172,7 @@ def test_every_tab_shows_hostile_texts_as_they_are(browser: Browser) -> None:
     expect(browser.page.locator("#main").locator("img, script, i i")).to_have_count(0)
 
 
+@pytest.mark.campaign
 def test_a_hostile_name_is_a_name(browser: Browser) -> None:
     browser.open_run("a b&c'\"<i>é")
     browser.until(DRAWN)
@@ -205,6 +207,7 @@ def test_a_rollout_is_found_and_read(browser: Browser) -> None:
     browser.click("a", "Rollouts")
 
 
+@pytest.mark.campaign
 def test_runs_are_compared(browser: Browser) -> None:
     for name in ("tool-use", "tool-use-lr2"):
         browser.click(f"input[aria-label='compare {name}']")
@@ -215,6 +218,7 @@ def test_runs_are_compared(browser: Browser) -> None:
     browser.screenshot(SCREENSHOTS / "compare.png")
 
 
+@pytest.mark.campaign
 def test_the_keyboard_opens_a_run(browser: Browser) -> None:
     link = browser.page.locator("td.name a:focus")
     for _ in range(40):
@@ -227,6 +231,7 @@ def test_the_keyboard_opens_a_run(browser: Browser) -> None:
     expect(browser.page.locator("h1")).to_have_text(name)
 
 
+@pytest.mark.campaign
 def test_dark_mode_follows_the_system_and_the_switch(browser: Browser) -> None:
     body, theme = browser.page.locator("body"), browser.page.locator("#theme")
     light, dark = "rgb(255, 255, 255)", "rgb(16, 20, 24)"
@@ -272,19 +277,16 @@ def test_a_report_needs_no_server(new_page: Browser, runs: Path, tmp_path: Path)
     new_page.check_privacy(f"file://{html}")
 
 
-@pytest.mark.parametrize(
-    ("html", "said"),
-    [
-        ("<img src=http://127.0.0.2:1/x.png>", r"asked \['http://127.0.0.2:1/x.png'\]"),
-        ("<meta http-equiv=Content-Security-Policy content=script-src><script>1</script>", "script-src"),
-        ("<script>throw new Error('this failed')</script>", "this failed"),
-        ("<script>console.warn('a warning')</script>", "a warning"),
-    ],
-    ids=["another host", "policy", "exception", "warning"],
-)
-def test_check_of_privacy_fails(new_page: Browser, tmp_path: Path, html: str, said: str) -> None:
+def test_check_of_privacy_fails(new_page: Browser, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    page.write_text(html)
-    new_page.open(f"file://{page}")
-    with pytest.raises(AssertionError, match=said):
-        new_page.check_privacy(f"file://{page}")
+    for html, said in (
+        ("<script>console.warn('a warning')</script>", "a warning"),
+        ("<script>throw new Error('this failed')</script>", "this failed"),
+        ("<meta http-equiv=Content-Security-Policy content=script-src><script>1</script>", "script-src"),
+        ("<img src=http://127.0.0.2:1/x.png>", r"asked \['http://127.0.0.2:1/x.png'\]"),
+    ):
+        page.write_text(html)
+        new_page.open(f"file://{page}")
+        with pytest.raises(AssertionError, match=said):
+            new_page.check_privacy(f"file://{page}")
+        new_page.messages.clear()

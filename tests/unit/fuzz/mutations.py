@@ -41,7 +41,7 @@ ANYTHING = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.d
 
 def fuzzed(share: float = 1.0) -> settings:
     """Return settings of a test. Slow tests run only a `share` of the usual number of examples."""
-    few = max(1, int(40 * share))
+    few = max(1, int(20 * share))
     return settings(
         max_examples=max(few, int(EXAMPLES * share)),
         derandomize=not EXAMPLES,

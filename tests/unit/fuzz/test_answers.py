@@ -141,44 +141,27 @@ def test_answers_of_engines(content: bytes) -> None:
                 continue
 
 
-def answer(**choice: Any) -> bytes:
-    return encoded({**ANSWER, "choices": [{**ANSWER["choices"][0], **choice}]})
-
-
 def header(shape: str, descr: str = "|u1", data: bytes = bytes(24)) -> str:
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     return base64.b64encode(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data).decode()
 
 
-NO_ANSWER = {
-    "no choices": encoded({"choices": []}),
-    "two log-probabilities of three": answer(logprobs={"content": [{"logprob": 0.0}] * 2}),
-    "no log-probabilities": answer(logprobs=None),
-    "a log-probability that no float32 holds": answer(logprobs={"content": [{"logprob": -1e300}] * 3}),
-    "versions of 2**60 tokens": answer(weight_versions=[{"version": "1", "start": 0, "end": 2**60}]),
-    "versions backwards": answer(
-        weight_versions=[{"version": "1", "start": 0, "end": 6}, {"version": "1", "start": 3, "end": 0}]
-    ),
-    "a version in words": answer(weight_versions=[{"version": "newest", "start": 0, "end": 3}]),
-    "a token of 2**31": answer(token_ids=[2**31, 6, 7]),
-    "a token below 0": answer(token_ids=[-1, 6, 7]),
-    "a token that is a float": answer(token_ids=[1.5, 6, 7]),
-    "experts of 2**50 bytes": answer(routed_experts=header("(4, 99999999, 9999999)")),
-    "experts that are objects": answer(routed_experts=header("(4, 3, 2)", "|O")),
-    "experts of two axes": answer(routed_experts=header("(4, 6)")),
-    "fewer experts than it says": answer(routed_experts=header("(4, 3, 3)")),
-    "experts of other tokens": answer(routed_experts=npy(np.zeros((5, 3, 2), np.uint8))),
-    "experts in words": answer(routed_experts="all of them"),
-    "an expression in place of a shape": answer(routed_experts=header("(" * 5000)),
-    "an image beyond the prompt": encoded({**ANSWER, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}),
-    "nested without end": b'{"choices":' + b"[" * 100_000,
-    "a page": b"<html>Bad Gateway</html>",
-}
-
-
-@pytest.mark.parametrize("content", list(NO_ANSWER.values()), ids=list(NO_ANSWER))
-def test_unusable_response_is_refused(content: bytes) -> None:
-    is_a_completion(completion_of(encoded(ANSWER), PROMPT, 0))
+@pytest.mark.parametrize(
+    "experts",
+    [
+        header("(4, 99999999, 9999999)"),
+        header("(4, 3, 2)", "|O"),
+        header("(4, 6)"),
+        header("(4, 3, 3)"),
+        npy(np.zeros((5, 3, 2), np.uint8)),
+        "all of them",
+        header("(" * 5000),
+    ],
+    ids=["2**50 bytes", "objects", "two axes", "too few", "other tokens", "words", "an expression"],
+)
+def test_unusable_experts_are_refused(experts: str) -> None:
+    """`orchestrator/test_damaged_answers.py` has other unusable answers."""
+    content = encoded(with_routed(experts))
     with bounded(len(content), factor=64), pytest.raises(DamagedError):
         completion_of(content, PROMPT, 0)
 

@@ -1,4 +1,4 @@
-"""The HTTP servers of a run: engines behind their gate (uvicorn, as in vLLM), and emulated ones."""
+"""The HTTP servers of a run: engines and teachers behind their gates (uvicorn, as in vLLM)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 from primeslurm.inference.auth import App, Message, Receive, Scope, SecretGate, Send, answer
 from primeslurm.inference.liveness_gate import LivenessGate
 from primeslurm.inference.version_gate import LARGEST_CONTROL, GateState, VersionGate
-from primeslurm.testbed.emulated import http_server, store
-from primeslurm.testbed.emulated.engine import EmulatedEngine, Hangable
 from primeslurm.wire.transport import secret
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
@@ -81,30 +79,9 @@ def real(gate: Callable[[App], SecretGate]) -> Callable[[socket.socket], Awaitab
     return serve
 
 
-def emulated(gated: bool) -> Callable[[socket.socket], Awaitable[None]]:
-    async def serve(listening: socket.socket) -> None:
-        port = listening.getsockname()[1]
-        listening.close()
-        engine = EmulatedEngine("m", 64, 1000, 0, 2048)
-        server = await http_server.start(Hangable(VersionGate(engine) if gated else engine), "127.0.0.1", port)
-        async with server:
-            await engine.run()
-
-    return serve
-
-
-async def emulated_store(listening: socket.socket) -> None:
-    port = listening.getsockname()[1]
-    listening.close()
-    await store.serve("127.0.0.1", port)
-
-
 KINDS = {
     "engine": real(VersionGate),
     "teacher": real(LivenessGate),
-    "emulated engine": emulated(gated=True),
-    "emulated teacher": emulated(gated=False),
-    "emulated store": emulated_store,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,8 @@ TEMPLATE = (
     "{% for m in messages %}<bos>{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant:{% endif %}"
 )
+LONG = ("docs/tutorials/sft-then-rl.md", "docs/tutorials/own-environment.md", "docs/how-to/environments.md")
+"""Pages whose commands take longest. Campaigns read them."""
 FEW = 0.12
 """Largest share of skipped blocks."""
 
@@ -34,8 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_of_a_page_work(page: Path, model: Path, tmp_path: Path) -> None:
+def pages() -> list[Any]:
+    names = [str(page.relative_to(ROOT)) for page in PAGES]
+    return [pytest.param(name, marks=pytest.mark.campaign) if name in LONG else name for name in names]
+
+
+@pytest.mark.parametrize("name", pages())
+def test_blocks_of_a_page_work(name: str, model: Path, tmp_path: Path) -> None:
+    page = ROOT / name
     reader = Reader(tmp_path, model)
     for block in blocks_of(page):
         assert not block.problem(), f"{block.where}: {block.problem()}"

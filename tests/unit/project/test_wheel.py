@@ -33,20 +33,37 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "installed"
 
 
-def run(
-    installed: Path, cwd: Path, *words: str, code: str = "from primeslurm.cli import main; main()"
-) -> tuple[int, str, str]:
+FORKS = """
+import json, os, sys
+import primeslurm.api.checks.recipe_check, primeslurm.api.submission, primeslurm.cli
+output, codes = sys.argv[1], []
+for number, words in enumerate(json.loads(sys.argv[2])):
+    if not (child := os.fork()):
+        for target, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{output}/{number}.{name}", os.O_CREAT | os.O_WRONLY, 0o644), target)
+        sys.argv = ["primeslurm", *words]
+        primeslurm.cli.main()
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
+def run(installed: Path, cwd: Path, code: str, *words: str) -> str:
+    """Return the output of a program that imports the wheel's content."""
     # Coverage measures the checkout, and its report needs each measured file to exist.
     env = {**unmeasured(), "PYTHONPATH": str(installed), "HOME": str(cwd), "COLUMNS": "160"}
     argv = [sys.executable, "-P", "-c", code, *words]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    """The commands run one after the other, in processes that are forked after the imports."""
     site = str(installed / "primeslurm" / "shipped" / "sites" / "h200.yaml")
     local = ("--local",)
-    for words, expected in (
+    commands: list[tuple[tuple[str, ...], int | None]] = [
         (("init",), 0),
         (("check", "recipe.yaml", *local), 0),
         (("check", "recipe.yaml", *local, "--set", "learning_rate=1"), 2),  # reads the table of aliases
@@ -60,8 +77,13 @@ def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path)
         (("install", "--gpu", "--to", "env", "--dry-run"), 0),
         (("install", "--harness", "mini_swe_agent", "--dry-run"), 0),
         (("doctor", "--json"), None),
-    ):
-        code, out, err = run(installed, tmp_path, *words)
+    ]
+    place, output = tmp_path / "place", tmp_path / "output"
+    place.mkdir()
+    output.mkdir()
+    codes = json.loads(run(installed, place, FORKS, str(output), json.dumps([words for words, _ in commands])))
+    for number, ((words, expected), code) in enumerate(zip(commands, codes, strict=True)):
+        out, err = ((output / f"{number}.{name}").read_text() for name in ("out", "err"))
         assert expected in (None, code), (words, code, err)
         assert "Traceback" not in err, (words, err)
         text = err if words[:2] == ("recipes", "show") else out + err
@@ -74,8 +96,8 @@ def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path)
 def test_wheel_has_the_checkouts_locks(installed: Path, tmp_path: Path) -> None:
     code = "import json; from primeslurm.slurm import inventory as i; "
     code += "print(json.dumps([i.locked_versions('cuda'), i.locked_versions('cpu')]))"
-    _, out, err = run(installed, tmp_path, code=code)
-    assert json.loads(out) == [inventory.locked_versions("cuda"), inventory.locked_versions("cpu")], err
+    expected = [inventory.locked_versions("cuda"), inventory.locked_versions("cpu")]
+    assert json.loads(run(installed, tmp_path, code)) == expected
 
 
 def test_wheel_has_all_shipped_files(installed: Path) -> None:
