@@ -20,6 +20,9 @@ from primeslurm.wire.transport.http import error_text, internal_client
 from primeslurm.wire.transport.retry import retry_times
 from primeslurm.wire.weight_transfer.messages import EngineStatus, PolicyDirectory, SessionPlace, UpdateInfo
 
+# Tries of an update, and the pause after a failed one. Generation is paused all the while.
+TRIES, RETRY_S = 3, 1.0
+
 
 class PolicyVersion(msgspec.Struct, frozen=True):
     """A policy version and its directory: the model's own for version 0, "" if the trainer sends the weights."""
@@ -69,7 +72,6 @@ class EngineClient:
     Args:
         where: Returns the current base URL of the engine's HTTP server.
         sessions: Sessions with the trainer, for versions without a directory.
-        tries: Number of tries of an update. Generation is paused all the while.
         status_timeout_s: Minimum timeout of a status. It grows with the engine's answer times.
         trains_encoder: The trainer updates the image encoder, so cached image features become invalid.
         adapter: Policies are adapters, which engines read while they generate.
@@ -81,8 +83,6 @@ class EngineClient:
         model_path: str,
         sessions: TransferSessions | None = None,
         *,
-        tries: int = 3,
-        retry_s: float = 1.0,
         status_timeout_s: float = MIN_TIMEOUT_S,
         trains_encoder: bool = False,
         adapter: bool = False,
@@ -90,8 +90,6 @@ class EngineClient:
         self._where = where
         self._model_path = model_path
         self._sessions = sessions
-        self._tries = tries
-        self._retry_s = retry_s
         self._trains_encoder = trains_encoder
         self._adapter = adapter
         self._status_timeout = AnswerTimeout(status_timeout_s)
@@ -200,7 +198,7 @@ class EngineClient:
                 await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
 
     async def _update(self, policy: PolicyVersion, info: UpdateInfo, timeout_s: float, status: EngineStatus) -> None:
-        async for attempt in retry_times(EngineUpdateError, self._tries, self._retry_s):
+        async for attempt in retry_times(EngineUpdateError, TRIES, RETRY_S):
             with attempt:
                 if attempt.retry_state.attempt_number > 1:
                     info = await self._update_info(policy)
