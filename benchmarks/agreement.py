@@ -233,7 +233,7 @@ def sample(case: Case, names: Sequence[str], report: Report) -> dict[str, list[D
 
 async def rollouts(case: Case, url: str) -> tuple[list[Document], float]:
     """Return the engine's answers, and the seconds that it took after a warm-up."""
-    client = EngineClient(lambda: url, str(case.model), retry_s=0.1)
+    client = EngineClient(lambda: url, str(case.model))
     await client.apply(PolicyVersion(0, str(case.model)), timeout_s=ENGINE_S[case.device])
     endpoint = GenerateEndpoint(lambda: url, SEQ_LEN, timeout_s=ENGINE_S[case.device], routed=case.replay)
 

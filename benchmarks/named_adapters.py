@@ -142,7 +142,7 @@ def measure(model: Path, scratch: Path, rank: int, rounds: int) -> dict[str, Any
         publisher = Publisher(policy, scratch / "run", Encoding(torch.float32), 9, world)
 
         async def merged() -> list[float]:
-            client = EngineClient(lambda: engine.url, str(model), retry_s=0.1, status_timeout_s=60)
+            client = EngineClient(lambda: engine.url, str(model), status_timeout_s=60)
             await client.apply(PolicyVersion(0, str(model)), 600)
             seconds = []
             for version in range(1, rounds + 1):

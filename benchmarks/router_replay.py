@@ -125,7 +125,7 @@ def sample(directory: Path, device: str) -> list[Row]:
 
 async def rollouts(url: str, directory: Path) -> list[Document]:
     """Return the engine's completions of random prompts."""
-    client = EngineClient(lambda: url, str(directory), retry_s=0.1)
+    client = EngineClient(lambda: url, str(directory))
     await client.apply(PolicyVersion(0, str(directory)), timeout_s=120)
     endpoint = GenerateEndpoint(lambda: url, SEQ_LEN, timeout_s=600, routed=True)
     sampling = {"max_tokens": ANSWER, "temperature": 1.0, "ignore_eos": True}

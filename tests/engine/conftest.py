@@ -115,4 +115,4 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[StartRouter]:
 @pytest.fixture
 def client(model: Path) -> ConnectEngine:
     """Return a function that makes the orchestrator's client of an engine."""
-    return lambda server: EngineClient(lambda: server.url, str(model), retry_s=0.1, status_timeout_s=STATUS_S)
+    return lambda server: EngineClient(lambda: server.url, str(model), status_timeout_s=STATUS_S)

@@ -66,7 +66,7 @@ def engine(engine_forks: EngineForks, recipe: Recipe) -> Iterator[Server]:
 
 @pytest.fixture
 def control(engine: Server, source: Path) -> EngineClient:
-    return EngineClient(lambda: engine.url, str(source), retry_s=0.1, status_timeout_s=STATUS_S, adapter=True)
+    return EngineClient(lambda: engine.url, str(source), status_timeout_s=STATUS_S, adapter=True)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ class Exchange:
         self.sessions = TransferSessions(workers=1, timeout_s=300)
         self.wanting = 0
         self.engines = [
-            EngineClient(lambda url=server.url: url, str(model), self.sessions, retry_s=0.1, status_timeout_s=STATUS_S)
+            EngineClient(lambda url=server.url: url, str(model), self.sessions, status_timeout_s=STATUS_S)
             for server in servers
         ]
 

@@ -104,7 +104,7 @@ async def test_group_is_kept_until_an_engine_is_killed(
     check_weights([stays], targets[4], "v4")
 
     joins = start(targets[5])
-    fresh = EngineClient(lambda: joins.url, str(targets[5]), exchange.sessions, retry_s=0.1, status_timeout_s=STATUS_S)
+    fresh = EngineClient(lambda: joins.url, str(targets[5]), exchange.sessions, status_timeout_s=STATUS_S)
     assert await fresh.apply(PolicyVersion(0, str(targets[5])), 600) is Step.CONFIRM
     as_loaded = logprobs(generate(joins.url, PROMPT, 12, salt="loaded"))
     exchange.engines[1] = fresh

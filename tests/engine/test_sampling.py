@@ -34,7 +34,7 @@ async def test_importance_ratios_of_the_same_policy_are_one(start_engine: StartE
         do_sample=True, top_k=3, top_p=0.8, min_p=0.2, temperature=0.6, repetition_penalty=1.3, eos_token_id=1
     ).save_pretrained(model)
     engine = start_engine(source=model)
-    client = EngineClient(lambda: engine.url, str(model), retry_s=0.1, status_timeout_s=STATUS_S)
+    client = EngineClient(lambda: engine.url, str(model), status_timeout_s=STATUS_S)
     await client.apply(PolicyVersion(0, str(model)), timeout_s=600)
     endpoint = GenerateEndpoint(lambda: engine.url, 4096, 300)
     policy = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

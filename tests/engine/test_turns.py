@@ -37,7 +37,7 @@ async def test_trained_tokens_continue_the_engines_prompt(
     model = tmp_path / "model"
     tiny_model.write_model(model, hidden=32)
     engine = start_engine(source=model)
-    client = EngineClient(lambda: engine.url, str(model), retry_s=0.1, status_timeout_s=STATUS_S)
+    client = EngineClient(lambda: engine.url, str(model), status_timeout_s=STATUS_S)
     await client.apply(PolicyVersion(0, str(model)), timeout_s=600)
     seen: list[tuple[list[int], list[int]]] = []
     generate = GenerateEndpoint.generate

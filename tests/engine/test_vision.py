@@ -96,9 +96,7 @@ async def test_trained_encoder_encodes_images_again_after_an_update(
     server = engine_forks.start(tiny_engine(models[0], vllm_extra=FEW), {})
     try:
         server.wait("/primeslurm/status")
-        client = EngineClient(
-            lambda: server.url, str(models[0]), retry_s=0.1, status_timeout_s=STATUS_S, trains_encoder=True
-        )
+        client = EngineClient(lambda: server.url, str(models[0]), status_timeout_s=STATUS_S, trains_encoder=True)
         await client.apply(PolicyVersion(0, str(models[0])), timeout_s=600)
         router = open_router([server])
         router.wait("/health")

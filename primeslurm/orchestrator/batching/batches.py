@@ -193,8 +193,9 @@ class Batches:
     ) -> _Packed:
         recipe = self._recipe
         algorithm = self._algorithm.recalling(memory)
-        age_limit = AgeLimit(recipe.orchestrator.max_off_policy_steps)
-        groups = [age_limit.mask_old_tokens(group, step) for group in groups]
+        # Tokens that are too old for this step stay as context.
+        oldest = AgeLimit(recipe.orchestrator.max_off_policy_steps).oldest_version(step)
+        groups = [group.without_older(oldest) for group in groups]
         docs = documents(groups, recipe.seq_len, step - 1, algorithm, self._temperatures, self._average)
         numbers: list[int] = []
         if self._recorder is not None:

@@ -5,7 +5,7 @@ rule of `orchestrator.staleness` says which version of a group counts:
 
 - drop, partial: the version at which the group opened.
 - mask, carry: the newest version that sampled one of its tokens. Tokens that are too old are masked when the batch is
-  packed (`mask_old_tokens`).
+  packed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,3 @@ class AgeLimit:
     def is_last_chance(self, group: RolloutGroup, step: int) -> bool:
         """Tell whether no later step than `step` may train a complete group."""
         return self.version_of(group) <= self.oldest_version(step)
-
-    def mask_old_tokens(self, group: RolloutGroup, step: int) -> RolloutGroup:
-        """Exclude tokens from training that are too old for `step`. They stay as context."""
-        return group.without_older(self.oldest_version(step))

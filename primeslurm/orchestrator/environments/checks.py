@@ -76,7 +76,7 @@ def tool_users(environment: Environment, env: vf.Env) -> list[tuple[str, str]]:
     return [(field, each.config.id) for field, each in harnesses.items() if has_tools or _has_own_tools(each)]
 
 
-def _tool_servers(env: vf.Env) -> Sequence[object]:
+def _tool_servers(env: vf.Env) -> Sequence[Any]:
     task, options = type(env.taskset).task_type(), env.taskset.config
     return [*type(env.taskset).toolsets(options), *task.toolsets(options.task)]
 
@@ -130,8 +130,7 @@ def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
         runtimes[spec.runtime.type] = None
         if spec.runtime.type == "subprocess" or sees_packages(environment.runtime):
             harnesses[harness.config.id] = None
-    task_tools = type(env.taskset).task_type().toolsets(env.taskset.config.task)
-    for server in (*task_tools, *env.taskset.toolsets(env.taskset.config)):
+    for server in _tool_servers(env):
         if not server.config.url and not getattr(server.config, "colocated", False):
             runtimes[server.config.runtime.type] = None
     # Trusted programs run without a sandbox, so they do not need bubblewrap.

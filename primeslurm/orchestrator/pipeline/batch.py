@@ -83,18 +83,23 @@ class BatchStage:
             self._complete.put_nowait(CompleteGroup(group))
 
     async def form(self, *, early: bool, deadline: float) -> bool:
-        """Form the next step's batch if there are enough groups. `early`: the trainer still trains the step before."""
-        # The caller holds the lock of `changed`. Loading groups from disk is interrupted at the deadline (monotonic
-        # time).
-        # After a restart, groups are on disk only. A damaged one is noticed now, before the batch is recorded.
-        while (group := self._next_on_disk(early)) is not None:
-            await self._load(group)
+        """Form the next step's batch if there are enough groups. Loading groups from disk ends at the deadline.
+
+        `early`: the trainer still trains the step before. `deadline`: in monotonic time.
+        """
+        # The caller holds the lock of `changed`, so the step stays the same.
+        step = self._dispatcher.step
+        while True:
+            if early and not self._dispatcher.may_form_early():
+                return False
+            self.apply_age_limit(step)
+            # After a restart, groups are on disk only. A damaged one is noticed now, before the batch is recorded.
+            on_disk = next((each for each in self._dispatcher.next_batch() if isinstance(each, SpooledGroup)), None)
+            if on_disk is None:
+                break
+            await self._load(on_disk)
             if time.monotonic() > deadline:
                 return False
-        step = self._dispatcher.step
-        if early and not self._dispatcher.may_form_early():
-            return False
-        self.apply_age_limit(step)
         groups = self._dispatcher.take_batch(early)
         if groups is None:
             return False
@@ -150,13 +155,6 @@ class BatchStage:
             if not isinstance(group, SpooledGroup):  # its rollouts would have to be read from disk
                 self._recorder.dropped(group, {rollout[0].info.id: "stale" for rollout in group.rollouts})
         self.delete(group.id for group in groups)
-
-    def _next_on_disk(self, early: bool) -> SpooledGroup | None:
-        """Return a group of the next batch whose arrays are not in memory."""
-        if early and not self._dispatcher.may_form_early():
-            return None
-        self.apply_age_limit(self._dispatcher.step)
-        return next((group for group in self._dispatcher.next_batch() if isinstance(group, SpooledGroup)), None)
 
     async def _load(self, group: SpooledGroup) -> None:
         try:

@@ -12,13 +12,16 @@ from typing import Any
 import httpx
 import msgspec
 
-from primeslurm.orchestrator.weight_updates.polling import MAX_DELAY_FRACTION, MIN_TIMEOUT_S, AnswerTimeout
+from primeslurm.orchestrator.weight_updates.polling import MIN_TIMEOUT_S, AnswerTimeout
 from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.names import STATUS_PATH
 from primeslurm.wire.transport.http import error_text, internal_client
 from primeslurm.wire.transport.retry import retry_times
 from primeslurm.wire.weight_transfer.messages import EngineStatus, PolicyDirectory, SessionPlace, UpdateInfo
+
+# Tries of an update, and the pause after a failed one. Generation is paused all the while.
+TRIES, RETRY_S = 3, 1.0
 
 
 class PolicyVersion(msgspec.Struct, frozen=True):
@@ -46,10 +49,6 @@ class EngineUnresponsiveError(EngineDownError):
     """The engine did not answer in time: it hangs, or has too much to do."""
 
 
-class EventLoopDelayedError(Exception):
-    """No answer was seen in time, but this process itself was delayed, which says nothing about the engine."""
-
-
 class EngineUpdateError(Exception):
     """The engine could not load a policy. It is paused without usable weights, and has to be restarted."""
 
@@ -73,7 +72,6 @@ class EngineClient:
     Args:
         where: Returns the current base URL of the engine's HTTP server.
         sessions: Sessions with the trainer, for versions without a directory.
-        tries: Number of tries of an update. Generation is paused all the while.
         status_timeout_s: Minimum timeout of a status. It grows with the engine's answer times.
         trains_encoder: The trainer updates the image encoder, so cached image features become invalid.
         adapter: Policies are adapters, which engines read while they generate.
@@ -85,8 +83,6 @@ class EngineClient:
         model_path: str,
         sessions: TransferSessions | None = None,
         *,
-        tries: int = 3,
-        retry_s: float = 1.0,
         status_timeout_s: float = MIN_TIMEOUT_S,
         trains_encoder: bool = False,
         adapter: bool = False,
@@ -94,8 +90,6 @@ class EngineClient:
         self._where = where
         self._model_path = model_path
         self._sessions = sessions
-        self._tries = tries
-        self._retry_s = retry_s
         self._trains_encoder = trains_encoder
         self._adapter = adapter
         self._status_timeout = AnswerTimeout(status_timeout_s)
@@ -111,18 +105,13 @@ class EngineClient:
     def url(self) -> str:
         return self._where()
 
-    async def status(self, own_delay_s: Callable[[], float] = lambda: 0.0) -> EngineStatus:
+    async def status(self) -> EngineStatus:
         """Poll the engine's status.
 
-        Args:
-            own_delay_s: Returns the total delay of this process's event loop so far.
-
-        Raises:
-            EngineDownError: No server listens, or its answer is invalid.
-            EngineUnresponsiveError: The engine did not answer in time.
-            EventLoopDelayedError: It is unknown whether the engine answered in time.
+        Raise EngineDownError if no server listens or its answer is invalid, and EngineUnresponsiveError if it does not
+        answer in time.
         """
-        timeout_s, began, delay_before_s = self._status_timeout.seconds, time.monotonic(), own_delay_s()
+        timeout_s, began = self._status_timeout.seconds, time.monotonic()
         try:
             response = await self._poll(timeout_s)
             if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # the API server answers, but its core does not
@@ -130,9 +119,6 @@ class EngineClient:
             response.raise_for_status()
             status = decode_json(response.content, EngineStatus)
         except httpx.TimeoutException as error:
-            if (delay_s := own_delay_s() - delay_before_s) > MAX_DELAY_FRACTION * timeout_s:
-                text = f"this process was delayed for {delay_s:.1f} s of {timeout_s:.1f} s"
-                raise EventLoopDelayedError(text) from error
             self._status_timeout.missed()
             raise EngineUnresponsiveError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
@@ -141,12 +127,10 @@ class EngineClient:
             raise kind(f"{self.url}: {_reason(error)}") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
-        self._status_timeout.answered(max(0.0, time.monotonic() - began - (own_delay_s() - delay_before_s)))
+        self._status_timeout.answered(time.monotonic() - began)
         return status
 
-    async def apply(
-        self, policy: PolicyVersion, timeout_s: float, own_delay_s: Callable[[], float] = lambda: 0.0
-    ) -> Step:
+    async def apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
         """Bring the engine to `policy`. Running requests continue with the new weights.
 
         Returns:
@@ -160,7 +144,7 @@ class EngineClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._apply(policy, timeout_s, await self._certain_status(own_delay_s))
+                return await self._apply(policy, timeout_s, await self.status())
         except TimeoutError as error:
             text = f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
             raise EngineUpdateError(text) from error
@@ -183,11 +167,6 @@ class EngineClient:
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The kept connection was closed. Only a new one shows whether the engine is down.
             return await self._http.get(url, timeout=timeout_s)
-
-    async def _certain_status(self, own_delay_s: Callable[[], float]) -> EngineStatus:
-        while True:
-            with contextlib.suppress(EventLoopDelayedError):
-                return await self.status(own_delay_s)
 
     async def _apply(self, policy: PolicyVersion, timeout_s: float, status: EngineStatus) -> Step:
         step = next_step(status, policy, self._model_path, self._adapter)
@@ -219,7 +198,7 @@ class EngineClient:
                 await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
 
     async def _update(self, policy: PolicyVersion, info: UpdateInfo, timeout_s: float, status: EngineStatus) -> None:
-        async for attempt in retry_times(EngineUpdateError, self._tries, self._retry_s):
+        async for attempt in retry_times(EngineUpdateError, TRIES, RETRY_S):
             with attempt:
                 if attempt.retry_state.attempt_number > 1:
                     info = await self._update_info(policy)

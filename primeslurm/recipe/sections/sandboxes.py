@@ -49,7 +49,8 @@ class Limits(Section):
     """Limits on everything that one rollout's programs use together."""
 
     cpus: PositiveFloat | None = None
-    """CPU cores. Default: no limit on the node; 1 at hosted providers, 2 at E2B."""
+    """CPU cores. Default: no limit on the node; 1 at hosted providers, 2 at E2B. `subprocess` starts programs on this
+    many cores, but they may choose others."""
     memory_gb: PositiveFloat | None = None
     """Memory in GB. Default: 4 with `subprocess`, no limit in containers, 2 at hosted providers, 1 at E2B."""
     disk_gb: PositiveFloat | None = None

@@ -109,6 +109,12 @@ def test_echo_adds_the_mean_cross_entropy_of_observed_tokens(
         assert total / trained == pytest.approx(weight, rel=1e-4), "the trainer divides by the number of trained tokens"
 
 
+def test_distillation_needs_the_scores_of_the_teacher() -> None:
+    group = one_group()
+    with pytest.raises(ValueError, match=r"r0 has no log-probabilities of the teacher"):
+        Opd().assign([replace(group, rollouts=((replace(group.sequences[0], ref_logprobs=None),),))])
+
+
 def test_wrapper_needs_what_its_inner_algorithm_needs() -> None:
     assert not any([Grpo().needs_teacher, Grpo().needs_observed, MaxRl().needs_teacher, Opd().needs_observed])
     assert Opd().needs_teacher and Echo(Opd(), 0.1).needs_teacher and not Echo(Grpo(), 0.1).needs_teacher

@@ -223,21 +223,12 @@ async def test_rollout_with_commands_is_one_sequence_of_sampled_tokens(model: Pa
     text = PreTrainedTokenizerFast.from_pretrained(model).decode(rollout.token_ids)
     assert f"Follow {names[0]}<|im_end|>" in text and ("<tools>" in text)
     assert (f"<tool_response>\n{answer}\n</tool_response>" in text) == bool(reward)
-
-
-async def test_transcript_is_the_conversation_of_the_environment(model: Path) -> None:
-    environment = {"id": "tool-use", "args": {"links": 3, "n": 5}}
-    made = small_recipe(model, seq_len=512, environments=[environment])
-    engine = Follower(model)
-    engine.version = 3
-    with engine:
-        (rollout,) = await rollouts(engine, made)
+    if not reward:
+        return
     summary, kept = transcripts.stored((rollout,), {"state": "waiting"})
     (shown,) = kept.shown(summary, {}).conversations
-    (names, answer), *_ = chains(5, 0, 3)
     roles = [message.role for message in shown.messages]
     assert roles[-7:] == ["assistant", "tool", "assistant", "tool", "assistant", "tool", "assistant"]
-    assert f"Follow {names[0]}" in next(message.content for message in shown.messages if message.role == "user")
     calls = [call for message in shown.messages for call in message.tool_calls]
     assert [json.loads(call.arguments) for call in calls] == [{"command": f"cat {name}"} for name in names]
     results = [message for message in shown.messages if message.role == "tool"]

@@ -81,12 +81,6 @@ def test_environments_get_their_share() -> None:
     assert labels.count("b") == 3 * labels.count("a") == 60
 
 
-def test_environment_without_worker_waits() -> None:
-    dispatcher = make_dispatcher(limits())
-    job = dispatcher.next_job({"a"})
-    assert job is not None and job.environment == "a"
-
-
 @pytest.mark.parametrize(
     ("off_policy", "max_steps", "jobs"),
     [
@@ -149,25 +143,6 @@ def test_rejected_group_is_replaced() -> None:
     assert opened == ["a-00000000", "a-00000001", "a-00000002"]
     assert dispatcher.counts["groups_rejected_dull"] == 3 and dispatcher.counts["finished"] == 6
     assert not dispatcher.ready and not dispatcher.open and not dispatcher.unfinished, "no prompt comes again"
-
-
-def test_restart_opens_unfinished_groups_first() -> None:
-    state = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
-    dispatcher = make_dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **state)
-    groups = []
-    for _ in range(2):
-        jobs = run_all(dispatcher)
-        groups.append(jobs[0].group)
-        for job in jobs:
-            done = dispatcher.finished(job.id, rollout(job))
-        assert done is not None
-        dispatcher.add_ready(done)
-    assert groups == ["a-00000001", "a-00000003"]
-
-
-def test_unknown_job_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        make_dispatcher(limits()).lost("nobody")
 
 
 def test_rollouts_of_a_lost_replica_move_to_the_others() -> None:

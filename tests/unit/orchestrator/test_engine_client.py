@@ -68,7 +68,8 @@ class Engine:
 
 async def apply(engine: Engine, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 30, **options: Any) -> Step:
     monkeypatch.setattr("primeslurm.orchestrator.weight_updates.engine_client.internal_client", engine.client)
-    control = EngineClient(lambda: "http://engine", "/model", engine.sessions, retry_s=0.0, **options)
+    monkeypatch.setattr("primeslurm.orchestrator.weight_updates.engine_client.RETRY_S", 0.0)
+    control = EngineClient(lambda: "http://engine", "/model", engine.sessions, **options)
     return await control.apply(PolicyVersion(4, ""), timeout_s)
 
 

@@ -18,25 +18,22 @@ V0, V1, V2 = PolicyVersion(0, "/model"), PolicyVersion(1, "/run/v1"), PolicyVers
 
 
 @pytest.mark.parametrize(
-    ("status", "policy", "step"),
+    ("status", "policy", "adapter", "step"),
     [
-        (engine(1), V1, Step.NOTHING),
-        (engine(1, paused=True), V1, Step.RESUME),
-        (engine(None, updates=0), V0, Step.CONFIRM),
-        (engine(None, updates=0), PolicyVersion(5, "/model"), Step.CONFIRM),  # started from the policy's own directory
-        (engine(None, updates=0), V1, Step.UPDATE),
-        (engine(None, updates=1), V0, Step.UPDATE),  # a failed update: what it loaded at start is gone
-        (engine(1), V2, Step.UPDATE),
-        (engine(2), V1, Step.UPDATE),
+        (engine(1), V1, False, Step.NOTHING),
+        (engine(1, paused=True), V1, False, Step.RESUME),
+        (engine(None, updates=0), V0, False, Step.CONFIRM),
+        (engine(None, updates=0), PolicyVersion(5, "/model"), False, Step.CONFIRM),  # started from its directory
+        (engine(None, updates=0), V1, False, Step.UPDATE),
+        (engine(None, updates=1), V0, False, Step.UPDATE),  # a failed update: what it loaded at start is gone
+        (engine(1), V2, False, Step.UPDATE),
+        (engine(2), V1, False, Step.UPDATE),
+        (engine(None, updates=0), V0, True, Step.UPDATE),
+        (engine(0), V0, True, Step.NOTHING),
     ],
 )
-def test_next_step(status: EngineStatus, policy: PolicyVersion, step: Step) -> None:
-    assert next_step(status, policy, "/model") is step
-
-
-def test_engine_needs_an_update_to_have_an_adapter_of_version_0() -> None:
-    assert next_step(engine(None, updates=0), V0, "/model", adapter=True) is Step.UPDATE
-    assert next_step(engine(0), V0, "/model", adapter=True) is Step.NOTHING
+def test_next_step(status: EngineStatus, policy: PolicyVersion, adapter: bool, step: Step) -> None:
+    assert next_step(status, policy, "/model", adapter) is step
 
 
 @pytest.fixture
@@ -60,11 +57,6 @@ def test_no_version_is_current_before_an_engine_serves(pool: EnginePool) -> None
     assert states(pool) == {"a": "STALE", "b": "DOWN"}
     assert pool.needs_update("a") and not pool.needs_update("b")
     assert pool.current_version is None
-
-
-def test_no_engine_needs_an_update_before_a_policy_is_wanted(pool: EnginePool) -> None:
-    pool.seen("a", engine(None, updates=0))
-    assert not pool.needs_update("a")
 
 
 def test_version_is_current_once_every_serving_engine_has_it(pool: EnginePool) -> None:
@@ -125,12 +117,6 @@ def test_engine_updated_to_an_outdated_version_is_stale(pool: EnginePool) -> Non
     pool.want(V2)
     pool.updated("a", 1)
     assert states(pool)["a"] == "STALE" and pool.needs_update("a")
-
-
-def test_paused_engine_is_not_current(pool: EnginePool) -> None:
-    pool.want(V1)
-    pool.seen("a", engine(1, paused=True))
-    assert pool.needs_update("a")
 
 
 def test_older_policy_is_refused(pool: EnginePool) -> None:

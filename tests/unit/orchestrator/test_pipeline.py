@@ -12,11 +12,10 @@ import msgspec
 import pytest
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.dispatch import MAX_FAILURES
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline, suspect_of_stall
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_pool import JobLost, RolloutEnded, WorkerDied
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.worker_pool import RolloutEnded, WorkerDied
 from primeslurm.recipe import Recipe
 from primeslurm.records.state import EngineRecord
 from primeslurm.wire.batches.batch import RankShard
@@ -73,22 +72,6 @@ async def test_rollouts_become_a_recorded_batch_that_is_served(pipeline: Orchest
     progress = restore(tmp_path, 1)
     assert progress.next_step == 2 and sorted(progress.batches[1]) == groups
     assert sorted(path.stem for path in (tmp_path / "rollouts").glob("*.group")) == groups
-
-
-async def test_lost_job_is_dispatched_again(pipeline: OrchestratorPipeline) -> None:
-    (job,) = dispatched(pipeline, 1)
-    pipeline.take_event(JobLost(job.id))
-    again = [other.id.rpartition("-")[0] for other in dispatched(pipeline, 4)]
-    assert job.id.rpartition("-")[0] in again
-
-
-async def test_failing_task_is_given_up(pipeline: OrchestratorPipeline) -> None:
-    (job, *_) = jobs = dispatched(pipeline, 4)
-    for _ in range(MAX_FAILURES["environment"]):
-        pipeline.take_event(RolloutEnded(job.id, JobFailure("broken")))
-        job = pipeline.dispatcher.next_job({LABEL}) or job
-    assert jobs[0].group not in pipeline.dispatcher.open
-    assert pipeline.dispatcher.counts["groups_dropped_failed"] == 1
 
 
 async def test_task_that_kills_workers_is_not_sampled_again(pipeline: OrchestratorPipeline) -> None:

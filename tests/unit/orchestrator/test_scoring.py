@@ -93,20 +93,12 @@ async def test_refused_request_ends_the_run(engine: FakeEngine, tmp_path: Path) 
     assert '"suspect":"teacher"' in (tmp_path / "events" / "orchestrator.jsonl").read_text().replace(" ", "")
 
 
-async def test_server_without_log_probabilities_is_refused() -> None:
-    async def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={"choices": [{"index": 0, "text": "x"}]})
-
-    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    with pytest.raises(TeacherError, match="no log-probabilities of the prompt"):
-        await Teacher(lambda: ["http://t/v1"], http, "m").logprobs([5, 6])
-
-
 @pytest.mark.parametrize(
     "damaged",
     [
         b"",
         b'{"error": {"message": "CUDA error"}}',
+        b'{"choices": [{"index": 0, "text": "x"}]}',
         b'{"choices": [{"prompt_logprobs": [null, {"6": {"logprob": ',
         b'{"choices": [{"prompt_logprobs": [null, {"6": {"logprob": NaN}}]}]}',
         b'{"choices": [{"prompt_logprobs": [null, {"7": {"logprob": -1}}]}]}',

@@ -142,10 +142,6 @@ def test_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
     assert restore(tmp_path, 2) == RunProgress(2, 3, 2, None, {"a": 9}, [("a", 7)], {2: ["x"]}, committed=2)
 
 
-def test_run_without_commit_starts_at_the_beginning(tmp_path: Path) -> None:
-    assert restore(tmp_path, 3) == RunProgress(3)
-
-
 @pytest.mark.parametrize("emptied", [CHECKPOINT_PART, "trainer.distcp", checkpoints.COMMITTED])
 @pytest.mark.parametrize("aside", [False, True], ids=["before", "after"])
 def test_new_attempt_skips_a_damaged_checkpoint(tmp_path: Path, emptied: str, aside: bool) -> None:
@@ -289,14 +285,3 @@ def test_interrupted_write_is_no_group(tmp_path: Path) -> None:
     (tmp_path / "rollouts" / f".{LABEL}-00000001.group.abc.tmp").write_bytes(example(1).to_bytes()[:50])
     dispatcher, gone, again = recovered(tmp_path)
     assert [one.example for one in dispatcher.ready] == [0] and not gone and not again.damaged
-
-
-def test_loaded_group_replaces_the_spooled_one(tmp_path: Path) -> None:
-    for number in range(3):
-        Spool(tmp_path / "rollouts").put(example(number))
-    dispatcher, _, _ = recovered(tmp_path)
-    head = [*dispatcher.ready][1]
-    dispatcher.ready.replace(head, head.whole())
-    assert [one.example for one in dispatcher.ready] == [0, 1, 2]
-    assert [isinstance(one, SpooledGroup) for one in dispatcher.ready] == [True, False, True]
-    assert np.array_equal([*dispatcher.ready][1].sequences[0].token_ids, example(1).sequences[0].token_ids)

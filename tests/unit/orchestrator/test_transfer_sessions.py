@@ -117,23 +117,14 @@ async def test_engine_does_not_wait_for_a_busy_trainer(meeting: Meeting) -> None
     assert not meeting.sessions.sends(1), "it promised to ask, and never did"
 
 
-async def test_cancelled_engine_has_no_place(meeting: Meeting) -> None:
-    meeting.sessions.expect(1)
-    meeting.wanting = 1
-    gone = await meeting.come()
-    gone.cancel()
-    await asyncio.gather(gone, return_exceptions=True)
-    stays = await meeting.come()
-    answer = await meeting.ask()
-    assert answer.session is not None and answer.session.size == 6
-    assert (await stays).first_rank == 2
-
-
-async def test_session_forms_without_an_engine_that_is_being_cancelled(meeting: Meeting) -> None:
+@pytest.mark.parametrize("has_withdrawn", [True, False])
+async def test_cancelled_engine_has_no_place(meeting: Meeting, has_withdrawn: bool) -> None:
     meeting.sessions.expect(1)
     meeting.wanting = 1
     gone, stays = await meeting.come(), await meeting.come()
-    gone.cancel()  # it has had no time yet to withdraw
+    gone.cancel()
+    if has_withdrawn:
+        await asyncio.gather(gone, return_exceptions=True)
     answer = await meeting.ask()
     assert answer.session is not None and answer.session.size == 6
     assert (await stays).first_rank == 2

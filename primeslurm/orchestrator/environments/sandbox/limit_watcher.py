@@ -1,4 +1,4 @@
-"""Kills sandboxes that use too much, on hosts where no control groups enforce the limits."""
+"""Kills sandboxes whose programs together use too much memory or too many processes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,6 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
     limits: ClassVar[SandboxLimits] = SandboxLimits()
     visible: ClassVar[tuple[Path, ...]] = ()
     hidden: ClassVar[tuple[Path, ...]] = ()
-    # Sandboxes whose memory or processes no control group limits
     watched: ClassVar[weakref.WeakSet[Sandbox]] = weakref.WeakSet()
     _watcher: ClassVar[asyncio.Task[None] | None] = None
 
@@ -81,18 +80,30 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         return {**base, **from_worker, **_OFFLINE, **self.process_env(env)}
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        with _Pipes("r", "w", "w") as pipes:
+        with _Pipes() as pipes:
             os.close(pipes.take(0))  # the program reads an empty stdin
             process = await self._spawn(argv, env, pipes)
-            return await self._result(process, pipes)
+            code, stdout, stderr = await self._end_of(process, pipes)
+        return ProgramResult(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
 
-    async def _result(self, process: SandboxProcess, pipes: _Pipes, data: bytes | None = None) -> ProgramResult:
-        outputs = [asyncio.create_task(_read_start(pipes.take(stream), MAX_OUTPUT)) for stream in (1, 2)]
+    async def _end_of(
+        self,
+        process: SandboxProcess,
+        pipes: _Pipes,
+        data: bytes | None = None,
+        most: int = MAX_OUTPUT,
+        grace_s: float | None = _OUTPUT_GRACE_S,
+    ) -> tuple[int, bytes, bytes]:
+        """Feed a program `data`, and return its exit code and the first `most` bytes of each output stream.
+
+        `grace_s`: wait for the rest of the output after the program's end; None: until the streams are closed.
+        """
+        outputs = [asyncio.create_task(_read_start(pipes.take(stream), most)) for stream in (1, 2)]
         feeding = asyncio.create_task(_feed(pipes.take(0), data)) if data is not None else None
         try:
             await _let_tasks_begin()
             code = await process.wait()
-            await asyncio.wait(outputs, timeout=_OUTPUT_GRACE_S)
+            await asyncio.wait(outputs, timeout=grace_s)
         except SandboxGoneError as error:
             raise SandboxError(str(error)) from error
         except BaseException:
@@ -104,7 +115,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
                 task.cancel()
             await asyncio.wait(outputs)
         stdout, stderr = (b"" if task.cancelled() else task.result() for task in outputs)
-        return ProgramResult(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+        return code, stdout, stderr
 
     async def _spawn(self, argv: list[str], env: dict[str, str], pipes: _Pipes) -> SandboxProcess:
         variables = self.environment(env)
@@ -123,45 +134,35 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         return process
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
-        with _Pipes("r", "w", "w") as pipes:
+        with _Pipes() as pipes:
             process = await self._spawn(argv, env, pipes)
             stdin = await _writer(pipes.take(0))
             return SandboxRuntimeProcess(process, stdin, _chunks(pipes.take(1)), _chunks(pipes.take(2)))
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         words = ["sh", "-c", 'log=$1; shift; exec "$@" >"$log" 2>&1 </dev/null', "background", log, *argv]
-        with _Pipes("r", "w", "w") as pipes:
+        with _Pipes() as pipes:
             await self._spawn(words, env, pipes)
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         limit = self.limits.disk if max_bytes is None else max_bytes
-        with _Pipes("r", "w", "w") as pipes:
+        with _Pipes() as pipes:
             # `head` runs inside, so links cannot lead to files of the node.
             process = await self._spawn(["head", "-c", str(limit), "--", path], {}, pipes)
-            content = asyncio.create_task(_read_start(pipes.take(1), limit))
-            errors = asyncio.create_task(_read_start(pipes.take(2), 4096))
-            try:
-                await _let_tasks_begin()
-                code, data = await process.wait(), await content
-                stderr = (await errors).decode(errors="replace").strip()
-            except SandboxGoneError as error:
-                raise SandboxError(str(error)) from error
-            finally:
-                content.cancel()
-                errors.cancel()
+            code, data, stderr = await self._end_of(process, pipes, most=limit, grace_s=None)
         if code:
-            raise SandboxError(f"read {path!r}: {stderr[-500:]}")
+            raise SandboxError(f"read {path!r}: {stderr.decode(errors='replace').strip()[-500:]}")
         return data
 
     async def write(self, path: str, data: bytes) -> None:
         target = shlex.quote(path)
         parent = shlex.quote(str(PurePosixPath(path).parent))
-        with _Pipes("r", "w", "w") as pipes:
+        with _Pipes() as pipes:
             words = ["sh", "-c", f"mkdir -p -- {parent} && cat > {target}"]
             process = await self._spawn(words, {}, pipes)
-            result = await self._result(process, pipes, data)
-        if result.exit_code:
-            raise SandboxError(f"write {path!r}: {result.stderr.strip()[-500:]}")
+            code, _, stderr = await self._end_of(process, pipes, data)
+        if code:
+            raise SandboxError(f"write {path!r}: {stderr.decode(errors='replace').strip()[-500:]}")
 
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
@@ -178,13 +179,10 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
 
     def cleanup(self) -> None:  # verifiers calls this after the event loop has ended
         if self._sandbox is not None:
-            self._sandbox.abandon()
+            self._sandbox.kill("the worker ended")
 
     @classmethod
     def _watch(cls, sandbox: Sandbox) -> None:
-        # Control groups hold these limits exactly, so such a sandbox needs no watcher.
-        if sandbox.group is not None and sandbox.group.holds("memory") and sandbox.group.holds("pids"):
-            return
         # Attributes of the base class, because each worker needs only one watcher.
         SandboxedRuntime.watched.add(sandbox)
         if SandboxedRuntime._watcher is None or SandboxedRuntime._watcher.done():
@@ -224,12 +222,12 @@ class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
 
 
 class _Pipes:
-    """Pipes for a program's streams. `inner` are the program's ends. "r": the program reads, "w": it writes."""
+    """Pipes for stdin, stdout and stderr of a program. `inner` are the program's ends."""
 
-    def __init__(self, *directions: str) -> None:
-        pairs = [os.pipe() for _ in directions]
-        self.inner = tuple(read if way == "r" else write for way, (read, write) in zip(directions, pairs, strict=True))
-        self._outer = [write if way == "r" else read for way, (read, write) in zip(directions, pairs, strict=True)]
+    def __init__(self) -> None:
+        (read, feed), *outputs = [os.pipe() for _ in range(3)]
+        self.inner = (read, *(write for _, write in outputs))
+        self._outer = [feed, *(read for read, _ in outputs)]
         self._inner_open = True
 
     def __enter__(self) -> _Pipes:
