@@ -139,6 +139,7 @@ async def _look_after(ports: list[int], pipe: Connection) -> dict[str, float]:
         "all_confirmed_after_s": round(update_s, 2),
         "cpu_of_that_s": round(update_cpu_s, 2),
         "silent_engines": kinds["engine_silent"],
+        "own_stalls": kinds["loop_stood_still"],
     }
 
 

@@ -67,20 +67,20 @@ async def test_engines_reach_and_keep_the_wanted_policy_or_are_ended(
         WeightUpdateLoop(engines, journal, 30, poll_s=0.2, before_update=before, after_update=after)
     ) as loop:
         await loop.want(PolicyVersion(0, str(model)))
-        await wait_until_async(lambda: loop.current_version == 0)
+        await loop.wait_for(0, timeout_s=600)
         for name in servers:
             await reaches(loop, name, "CURRENT")
         first = PolicyVersion(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
         await loop.want(first)
         await loop.want(first)  # a repetition has no effect
-        await wait_until_async(lambda: loop.current_version == 1)
+        await loop.wait_for(1, timeout_s=600)
         assert [spans(generate(s.url, PROMPT, 1)) for s in servers.values()] == [[(1, 0, 1)]] * 2
         assert hooks == [("before", 0), ("after", 0), ("before", 1), ("after", 1)]
 
         servers["b"].kill()
         await reaches(loop, "b", "DOWN")
         await loop.want(second)
-        await wait_until_async(lambda: loop.current_version == 2)  # the dead engine delays nobody
+        await loop.wait_for(2, timeout_s=600)  # the dead engine delays nobody
         servers["b"] = start_engine(http=port(servers["b"]))
         await reaches(loop, "b", "CURRENT")
         assert spans(generate(servers["b"].url, PROMPT, 1)) == [(2, 0, 1)]
@@ -89,12 +89,14 @@ async def test_engines_reach_and_keep_the_wanted_policy_or_are_ended(
 
     async with running(WeightUpdateLoop({"b": client(servers["b"])}, Journal(tmp_path, "o"), 30, poll_s=0.2)) as loop:
         await loop.want(second)
-        await wait_until_async(lambda: loop.current_version == 2)
+        await loop.wait_for(2, timeout_s=600)
         # The engine refuses another version at once. It would wait for a directory that it does not see yet.
         mislabelled = publish(model, tmp_path, 4)
         await loop.want(PolicyVersion(3, str(mislabelled)))
         assert await asyncio.to_thread(servers["b"].wait_gone, 600)
         await reaches(loop, "b", "DOWN")
+        with pytest.raises(TimeoutError):
+            await loop.wait_for(3, timeout_s=0.5)
         assert loop.current_version == 2
 
     await check_that_the_update_of_a_hanging_engine_times_out(servers["a"], client, model, tmp_path)

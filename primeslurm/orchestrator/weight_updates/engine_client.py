@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from primeslurm.orchestrator.weight_updates.polling import MIN_TIMEOUT_S, AnswerTimeout
+from primeslurm.orchestrator.weight_updates.polling import MAX_DELAY_FRACTION, MIN_TIMEOUT_S, AnswerTimeout
 from primeslurm.orchestrator.weight_updates.sessions import TransferSessions
 from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.names import STATUS_PATH
@@ -47,6 +47,10 @@ class EngineDownError(Exception):
 
 class EngineUnresponsiveError(EngineDownError):
     """The engine did not answer in time: it hangs, or has too much to do."""
+
+
+class EventLoopDelayedError(Exception):
+    """No answer was seen in time, but this process itself was delayed, which says nothing about the engine."""
 
 
 class EngineUpdateError(Exception):
@@ -105,13 +109,18 @@ class EngineClient:
     def url(self) -> str:
         return self._where()
 
-    async def status(self) -> EngineStatus:
+    async def status(self, own_delay_s: Callable[[], float] = lambda: 0.0) -> EngineStatus:
         """Poll the engine's status.
 
-        Raise EngineDownError if no server listens or its answer is invalid, and EngineUnresponsiveError if it does not
-        answer in time.
+        Args:
+            own_delay_s: Returns the total delay of this process's event loop so far.
+
+        Raises:
+            EngineDownError: No server listens, or its answer is invalid.
+            EngineUnresponsiveError: The engine did not answer in time.
+            EventLoopDelayedError: It is unknown whether the engine answered in time.
         """
-        timeout_s, began = self._status_timeout.seconds, time.monotonic()
+        timeout_s, began, delay_before_s = self._status_timeout.seconds, time.monotonic(), own_delay_s()
         try:
             response = await self._poll(timeout_s)
             if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # the API server answers, but its core does not
@@ -119,6 +128,9 @@ class EngineClient:
             response.raise_for_status()
             status = decode_json(response.content, EngineStatus)
         except httpx.TimeoutException as error:
+            if (delay_s := own_delay_s() - delay_before_s) > MAX_DELAY_FRACTION * timeout_s:
+                text = f"this process was delayed for {delay_s:.1f} s of {timeout_s:.1f} s"
+                raise EventLoopDelayedError(text) from error
             self._status_timeout.missed()
             raise EngineUnresponsiveError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
@@ -127,10 +139,12 @@ class EngineClient:
             raise kind(f"{self.url}: {_reason(error)}") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
-        self._status_timeout.answered(time.monotonic() - began)
+        self._status_timeout.answered(max(0.0, time.monotonic() - began - (own_delay_s() - delay_before_s)))
         return status
 
-    async def apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
+    async def apply(
+        self, policy: PolicyVersion, timeout_s: float, own_delay_s: Callable[[], float] = lambda: 0.0
+    ) -> Step:
         """Bring the engine to `policy`. Running requests continue with the new weights.
 
         Returns:
@@ -144,7 +158,7 @@ class EngineClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._apply(policy, timeout_s, await self.status())
+                return await self._apply(policy, timeout_s, await self._certain_status(own_delay_s))
         except TimeoutError as error:
             text = f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
             raise EngineUpdateError(text) from error
@@ -167,6 +181,11 @@ class EngineClient:
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The kept connection was closed. Only a new one shows whether the engine is down.
             return await self._http.get(url, timeout=timeout_s)
+
+    async def _certain_status(self, own_delay_s: Callable[[], float]) -> EngineStatus:
+        while True:
+            with contextlib.suppress(EventLoopDelayedError):
+                return await self.status(own_delay_s)
 
     async def _apply(self, policy: PolicyVersion, timeout_s: float, status: EngineStatus) -> Step:
         step = next_step(status, policy, self._model_path, self._adapter)

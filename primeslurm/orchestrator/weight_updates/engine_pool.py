@@ -81,6 +81,10 @@ class EnginePool:
             self._advance()
         return view.unanswered == 1
 
+    def delayed(self, seconds: float) -> None:
+        for view in self._views.values():
+            view.answered += seconds
+
     @property
     def unresponsive(self) -> int:
         """Return the number of engines that did not answer their last poll."""

@@ -1,4 +1,4 @@
-"""When to poll an engine, and how long to wait for its answer."""
+"""When to poll an engine, how long to wait for its answer, and delays of this process's own event loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ MIN_TIMEOUT_S = 5.0
 MAX_TIMEOUT_S = 60.0
 UNRESPONSIVE_S = 30.0  # an engine that has accepted connections and answered nothing for this long is down
 POLLS_PER_S = 64.0  # Maximum rate of polls of all engines together. A poll costs this process about a millisecond.
+TICK_S = 0.25
+# If this process itself was delayed for more than this fraction of a wait, a missing answer proves nothing.
+MAX_DELAY_FRACTION = 0.25
 
 
 class AnswerTimeout:
@@ -24,6 +27,40 @@ class AnswerTimeout:
 
     def missed(self) -> None:
         self.seconds = min(2 * self.seconds, self._most_s)
+
+
+class EventLoopDelay:
+    """Measures for how long this process's event loop was delayed. No other process is late during that time.
+
+    `on_stall`: called with the duration of a long delay [s] once it is over.
+    """
+
+    def __init__(
+        self,
+        on_stall: Callable[[float], None] = lambda seconds: None,
+        stall_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_stall, self._stall_s, self._clock = on_stall, stall_s, clock
+        self._sum = 0.0
+        self._due: float | None = None  # time of the next tick
+
+    def seconds(self) -> float:
+        """Return the total delay so far [s], including that of a tick that is late now."""
+        late = 0.0 if self._due is None else max(0.0, self._clock() - self._due)
+        return self._sum + late
+
+    def tick(self) -> None:
+        if self._due is not None and (late := self._clock() - self._due) > 0:
+            self._sum += late
+            if late >= self._stall_s:
+                self._on_stall(late)
+        self._due = self._clock() + TICK_S
+
+    async def run(self) -> None:
+        while True:
+            self.tick()
+            await asyncio.sleep(TICK_S)
 
 
 class RateLimiter:

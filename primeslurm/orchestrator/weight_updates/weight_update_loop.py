@@ -22,11 +22,12 @@ from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineDownError,
     EngineUnresponsiveError,
     EngineUpdateError,
+    EventLoopDelayedError,
     PolicyVersion,
     Step,
 )
 from primeslurm.orchestrator.weight_updates.engine_pool import EnginePool
-from primeslurm.orchestrator.weight_updates.polling import RateLimiter
+from primeslurm.orchestrator.weight_updates.polling import EventLoopDelay, RateLimiter
 from primeslurm.orchestrator.weight_updates.sessions import NoSenderError, TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.policy import (
@@ -38,6 +39,7 @@ from primeslurm.records.events.policy import (
     EngineUnresponsive,
     EngineUpdated,
     EngineUpdateFailed,
+    EventLoopDelayed,
     PolicyCurrent,
     PolicyWanted,
 )
@@ -94,6 +96,7 @@ class WeightUpdateLoop:
         self._sends = sends
         self._urls = dict(urls)
         self._wake = {name: asyncio.Event() for name in engines}
+        self._advanced = asyncio.Condition()
         self._announced: int | None = None
         self._requests: dict[str, asyncio.Task[Step]] = {}
         self._lost: set[str] = set()
@@ -104,6 +107,7 @@ class WeightUpdateLoop:
         self._restart_reason: dict[str, str] = {}  # why engines are restarted that answer updates
         self.useless = ""  # why no engine can be used, if restarts do not help
         self._poll_rate = RateLimiter()
+        self._own_delay = EventLoopDelay(self._delayed)
 
     @property
     def current_version(self) -> int | None:
@@ -135,6 +139,15 @@ class WeightUpdateLoop:
         for event in self._wake.values():
             event.set()
 
+    async def wait_for(self, version: int, timeout_s: float) -> None:
+        """Wait until `current_version` has reached `version`. Raise TimeoutError."""
+
+        def reached() -> bool:
+            return self.current_version is not None and self.current_version >= version
+
+        async with asyncio.timeout(timeout_s), self._advanced:
+            await self._advanced.wait_for(reached)
+
     def follow(self, urls: Mapping[str, str]) -> None:
         """Stop waiting for answers from old addresses, and drop engines without a URL, which were given up."""
         self._lost |= self._engines.keys() - urls.keys()  # some may never have had a URL in this process
@@ -148,8 +161,11 @@ class WeightUpdateLoop:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for name in self._engines:
-                tasks.create_task(self._run_engine(name))
+            delay = tasks.create_task(self._own_delay.run())
+            async with asyncio.TaskGroup() as engines:
+                for name in self._engines:
+                    engines.create_task(self._run_engine(name))
+            delay.cancel()  # all engines were given up
 
     async def _run_engine(self, name: str) -> None:
         wake = self._wake[name]
@@ -179,7 +195,9 @@ class WeightUpdateLoop:
     async def _poll(self, name: str) -> None:
         await self._poll_rate.turn()
         try:
-            self.pool.seen(name, await self._engines[name].status())
+            self.pool.seen(name, await self._engines[name].status(self._own_delay.seconds))
+        except EventLoopDelayedError:
+            return
         except EngineUnresponsiveError as error:
             self._missed(name, error)
         except EngineDownError as error:
@@ -205,6 +223,10 @@ class WeightUpdateLoop:
                 self.pool.failed(bad.engine, str(bad), serves=True)
                 self._restart_reason[bad.engine] = "it gave damaged answers"
                 self._wake[bad.engine].set()
+
+    def _delayed(self, seconds: float) -> None:
+        self.pool.delayed(seconds)
+        self._journal.write(EventLoopDelayed(round(seconds, 1)))
 
     def _can_update(self, name: str) -> bool:
         policy = self.pool.wanted
@@ -259,7 +281,7 @@ class WeightUpdateLoop:
 
     async def _apply(self, name: str, policy: PolicyVersion) -> Step:
         """Call EngineClient.apply, but stop if the engine moves."""
-        request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s))
+        request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s, self._own_delay.seconds))
         self._requests[name] = request
         try:
             await asyncio.wait({request})
@@ -286,6 +308,8 @@ class WeightUpdateLoop:
             return
         self._announced = version
         self._journal.write(PolicyCurrent(version))
+        async with self._advanced:
+            self._advanced.notify_all()
         await self._after_update(version)
 
 

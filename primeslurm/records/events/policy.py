@@ -36,6 +36,12 @@ class EngineUnresponsive(Event, frozen=True, tag="engine_silent"):
     engines: int = 0  # polled engines
 
 
+class EventLoopDelayed(Event, frozen=True, tag="loop_stood_still"):
+    """The orchestrator's event loop did not run for a while. Engines are not blamed for that time."""
+
+    seconds: float
+
+
 class EngineUpdated(Event, frozen=True, tag="engine_updated", omit_defaults=True):
     """An engine acknowledged a policy."""
 

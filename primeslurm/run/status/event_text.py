@@ -134,6 +134,9 @@ def words_of(event: Event) -> EventText | None:
             return _tell(event, engine, "did not load the new weights" + _because(error), "warning")
         case policy.EngineStateChanged(engine=engine, state="DOWN", reason=reason) if reason not in ("", "given up"):
             return _tell(event, engine, "is down" + _because(reason), "warning")
+        case policy.EventLoopDelayed(seconds=seconds):
+            text = f"was blocked for {duration(seconds)}: its node is overloaded; engines are not blamed for it"
+            return _tell(event, event.process, text, "warning")
         case policy.EngineAnswersDamaged(engine=engine, damaged=damaged, answers=answers, error=error):
             text = f"gave damaged answers, {damaged} of {answers}, and is restarted; last error: {error}"
             return _tell(event, engine, text, "error")

@@ -344,7 +344,7 @@ async def test_version_is_announced_only_after_an_unresponsive_engine_has_it(
         await made.begin()
         made.engines["b"].unanswered = missed
         await loop.want(PolicyVersion(1, "/p/1"))
-        await wait_until_async(lambda: loop.current_version == 1)
+        await loop.wait_for(1, 600)
     assert made.announced == [(0, [0, 0]), (1, [1, 1])]
     assert not made.engines["b"].ended
 
@@ -369,7 +369,7 @@ async def test_engine_with_damaged_answers_is_restarted(tmp_path: Path) -> None:
     async with made.running() as loop:
         await made.begin()
         await loop.want(PolicyVersion(1, "/p/1"))
-        await wait_until_async(lambda: loop.current_version == 1)
+        await loop.wait_for(1, 600)
         loop.take_answers({"b:1": bad(FEW, 1, 2, 3), "a:1": good()})
         await wait_until_async(lambda: made.engines["b"].ended and made.engines["b"].gate.version == 1)
         assert loop.useless == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from primeslurm.orchestrator.weight_updates.engine_client import (
     EngineClient,
     EngineDownError,
     EngineUnresponsiveError,
+    EventLoopDelayedError,
     PolicyVersion,
     Step,
 )
@@ -28,8 +30,10 @@ from primeslurm.orchestrator.weight_updates.engine_pool import EnginePool
 from primeslurm.orchestrator.weight_updates.polling import (
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
+    TICK_S,
     UNRESPONSIVE_S,
     AnswerTimeout,
+    EventLoopDelay,
     RateLimiter,
 )
 from primeslurm.orchestrator.weight_updates.weight_update_loop import WeightUpdateLoop
@@ -57,6 +61,19 @@ def test_timeout_follows_answer_times_within_bounds() -> None:
     assert timeout.seconds == MAX_TIMEOUT_S
     timeout.answered(0.01)
     assert timeout.seconds == MIN_TIMEOUT_S
+
+
+def test_event_loop_delay_is_counted_while_it_lasts_and_reported_once() -> None:
+    clock, reported = Clock(), []
+    delay = EventLoopDelay(reported.append, clock=clock)
+    delay.tick()
+    clock.now += TICK_S
+    assert delay.seconds() == 0.0
+    clock.now += 7.0
+    assert delay.seconds() == pytest.approx(7.0)
+    delay.tick()
+    delay.tick()
+    assert delay.seconds() == pytest.approx(7.0) and reported == [pytest.approx(7.0)]
 
 
 def test_rate_limiter_spreads_slots_and_saves_none() -> None:
@@ -100,6 +117,14 @@ def test_engine_is_down_after_two_missing_answers_and_a_long_time(pool: EnginePo
     assert pool.current_version == 2, "other engines do not wait for it"
 
 
+def test_delay_of_the_orchestrator_does_not_make_engines_unresponsive(pool: EnginePool, clock: Clock) -> None:
+    clock.now += 100
+    pool.delayed(100)
+    pool.missed("a", "x")
+    pool.missed("a", "x")
+    assert pool.state("a") == "CURRENT"
+
+
 Answer = Callable[[httpx.Request], httpx.Response]
 
 
@@ -111,7 +136,7 @@ def clients(monkeypatch: pytest.MonkeyPatch, answer: Answer, **options: float) -
     return EngineClient(lambda: "http://engine", "/model", **options)  # type: ignore[arg-type]
 
 
-async def test_status_tells_unresponsive_engine_from_missing_engine(
+async def test_status_tells_unresponsive_engine_from_missing_engine_and_own_delay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unresponsive(request: httpx.Request) -> httpx.Response:
@@ -121,6 +146,9 @@ async def test_status_tells_unresponsive_engine_from_missing_engine(
     for seconds in (5, 10, 20, 40, 60, 60):
         with pytest.raises(EngineUnresponsiveError, match=f"no answer within {seconds}.0 s"):
             await control.status()
+    delays = iter([0.0, 30.0])
+    with pytest.raises(EventLoopDelayedError, match=r"30\.0 s of 60\.0 s"):
+        await control.status(lambda: next(delays))
 
     def gone(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
@@ -180,7 +208,7 @@ async def test_busy_engines_stay_current_and_are_logged_once_each(
     loop = WeightUpdateLoop(engines, Journal(tmp_path, "orchestrator"), 30, poll_s=0.05)
     async with running(loop):
         await loop.want(PolicyVersion(1, "/v1"))
-        await wait_until_async(lambda: loop.current_version == 1)
+        await loop.wait_for(1, timeout_s=60)
         await wait_until_async(lambda: all(loop.pool.state(name) == "CURRENT" for name in engines))
         machine.busy, before = True, machine.polls
         await wait_until_async(lambda: machine.polls > before + 24)
@@ -234,13 +262,27 @@ async def test_missing_engine_is_down_at_once_with_the_reason(monkeypatch: pytes
     loop = WeightUpdateLoop({"a": clients(monkeypatch, gone)}, Journal(tmp_path, "orchestrator"), 30, poll_s=0.05)
     async with running(loop):
         await loop.want(PolicyVersion(1, "/v1"))
-        await wait_until_async(lambda: loop.current_version == 1)
+        await loop.wait_for(1, timeout_s=60)
         machine.busy = True
         await wait_until_async(lambda: loop.pool.state("a") == "DOWN")
         assert "connection refused" in (loop.pool.report()["a"].error or "")
     lines = [json.loads(line) for line in (tmp_path / "events" / "orchestrator.jsonl").read_text().splitlines()]
     (down,) = [line for line in lines if line["kind"] == "engine_state" and line["state"] == "DOWN"]
     assert "connection refused" in down["reason"]
+
+
+async def test_delay_of_the_event_loop_is_logged_and_engines_stay_current(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine()
+    loop = WeightUpdateLoop({"a": clients(monkeypatch, machine)}, Journal(tmp_path, "orchestrator"), 30, poll_s=0.05)
+    journal = tmp_path / "events" / "orchestrator.jsonl"
+    async with running(loop):
+        await loop.want(PolicyVersion(1, "/v1"))
+        await loop.wait_for(1, timeout_s=60)
+        time.sleep(2.5)
+        await wait_until_async(lambda: "loop_stood_still" in journal.read_text())
+        assert loop.pool.state("a") == "CURRENT"
 
 
 ROUTERS = {"router-0": 40, "router-1": 40}

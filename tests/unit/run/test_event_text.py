@@ -154,6 +154,10 @@ CHECKS = [
             ("decode-r0-0", "is down: no answer", "warning"),
         ),
         (
+            {"kind": "loop_stood_still", "process": "main", "seconds": 12.4},
+            ("main", "was blocked for 12 s: its node is overloaded; engines are not blamed for it", "warning"),
+        ),
+        (
             {"kind": "continued", "process": "agent-1", "name": "store-1", "seconds": 12.4},
             ("store-1", "was stopped by a signal for 12 s, and was continued", "warning"),
         ),
