@@ -1,4 +1,4 @@
-"""Sandboxes against hostile programs: real bubblewrap."""
+"""Sandboxes against hostile programs: real bubblewrap, with real control groups or their replacement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
 import primeslurm
 from primeslurm.node.agent.liveness_monitor import condition_of
-from primeslurm.orchestrator.environments.sandbox import bwrap_args, bwrap_sandbox, port_forwarding
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, bwrap_sandbox, limits, port_forwarding
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limit_watcher import measure_usage, proportional_memory
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_problem
@@ -188,7 +188,17 @@ async def test_files_of_a_sandbox_are_limited_in_total(run_dir: Path) -> None:
         assert await still_works(runtime)
 
 
-async def test_memory_and_processes_are_limited(run_dir: Path) -> None:
+async def test_memory_is_limited(run_dir: Path) -> None:
+    eat = "import os\nfor _ in range(4): os.fork()\nx = b'1' * 90_000_000\nprint('all')"
+    async with sandbox(run_dir) as other, sandbox(run_dir) as runtime:
+        assert await still_works(other)
+        with contextlib.suppress(SandboxError):
+            assert (await python(runtime, eat)).stdout.count("all") < 16
+        assert await still_works(other)
+
+
+async def test_watcher_enforces_limits_without_control_groups(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_parent_groups", dict)
     eat = "import time\nfor _ in range(3): __import__('os').fork()\nx = b'1' * 60_000_000; time.sleep(60)"
     async with sandbox(run_dir) as other, sandbox(run_dir) as greedy, sandbox(run_dir) as many:
         assert await still_works(other)
@@ -278,7 +288,9 @@ async def test_programs_end_with_their_sandbox(run_dir: Path) -> None:
         await sh(runtime, f"{stays} & until [ -e /tmp/stays ]; do sleep 0.05; done")
         pids = pids_of(runtime)
         assert len(pids) > 2
+        group = runtime._sandbox.group  # type: ignore[union-attr]
     await wait_until_gone(pids)
+    assert group is None or not any(path.exists() for path in group.directories.values())
     assert not list((run_dir / "attempts/1").rglob("*")), "directories are left"
     assert str(run_dir) not in Path("/proc/self/mounts").read_text()
 
@@ -351,7 +363,7 @@ async def test_commands_that_cannot_start_are_errors(run_dir: Path) -> None:
         assert (await runtime.run(["echo", "é x"], {})).stdout == "é x\n"
 
 
-async def test_killed_worker_leaves_no_process_or_file(run_dir: Path) -> None:
+async def test_killed_worker_leaves_no_process_file_or_control_group(run_dir: Path) -> None:
     code = f"""
         import asyncio, sys, pathlib
         sys.path.insert(0, {str(Path(__file__).parents[3])!r})
@@ -360,19 +372,22 @@ async def test_killed_worker_leaves_no_process_or_file(run_dir: Path) -> None:
             async with sandbox(pathlib.Path({str(run_dir)!r})) as runtime:
                 left = "setsid sh -c 'echo >/tmp/left; sleep 1000' & until [ -e /tmp/left ]; do sleep 0.05; done"
                 await runtime.run(["sh", "-c", left], {{}})
-                print(*pids_of(runtime), flush=True)
+                group = runtime._sandbox.group
+                print(*pids_of(runtime), "|", *(group.directories.values() if group else ()), flush=True)
                 await asyncio.sleep(1000)
         asyncio.run(main())
     """
     worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     try:
         assert worker.stdout is not None
-        pids = worker.stdout.readline().split()
+        pids, groups = worker.stdout.readline().split("|")
     finally:
         worker.kill()
         worker.wait()
-    assert len(pids) >= 3
-    await wait_until_gone([int(pid) for pid in pids])
+    assert len(pids.split()) >= 3
+    await wait_until_gone([int(pid) for pid in pids.split()])
+    limits.remove_stale_groups()  # as the next worker does
+    assert not [path for path in groups.split() if Path(path).exists()]
     assert not list((run_dir / "attempts/1").rglob("*"))
 
 

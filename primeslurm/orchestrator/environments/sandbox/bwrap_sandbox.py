@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,12 +20,14 @@ import msgspec
 
 from primeslurm.orchestrator.environments.sandbox import limits, sandbox_init
 from primeslurm.orchestrator.environments.sandbox.bwrap_args import FILES, bwrap_args
-from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
+from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import PortForwarder, SandboxGoneError
 from primeslurm.wire.decoding import Count, DamagedError, decode_json
 
 _START_TIMEOUT_S = 60
 _ANSWER_TIMEOUT_S = 30
+# A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them.
+_JOIN_GROUPS = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
 
 
 class SandboxReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
@@ -83,6 +86,8 @@ class Sandbox:
 
     def __init__(self, allowed: SandboxLimits, visible: Sequence[Path], hidden: Sequence[Path]) -> None:
         self.allowed, self._visible, self._hidden = allowed, visible, hidden
+        self._name = uuid.uuid4().hex[:12]
+        self.group: ControlGroup | None = None
         self.first_pid = 0  # The sandbox's first process, as numbered on the node. All others end with it.
         self.end_reason = ""
         self._bwrap: asyncio.subprocess.Process | None = None
@@ -97,6 +102,9 @@ class Sandbox:
         """Start bubblewrap. Raises SandboxGoneError if it fails or the program inside does not answer."""
         if shutil.which("bwrap") is None:
             raise SandboxGoneError(limits.bubblewrap_problem())
+        self.group = limits.make_group(self._name)
+        if self.group is not None:
+            self.group.limit(self.allowed)
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         # SOCK_SEQPACKET keeps the boundaries of messages, so a forged length cannot confuse the worker.
@@ -104,12 +112,13 @@ class Sandbox:
         info, info_write = os.pipe()
         files = {path: _memory_file(text.encode()) for path, text in FILES.items()}
         program = [sys.executable, "-I", "-S", "-c", inspect.getsource(sandbox_init), str(sandbox_end.fileno())]
-        program += [json.dumps(self.allowed.rlimits()), json.dumps(self.allowed.cores())]
+        program.append(json.dumps(self.allowed.rlimits(self.group)))
+        procs_files = self.group.procs_files if self.group is not None else []
         bwrap = bwrap_args(self._visible, self._hidden, files, self.allowed.disk, self.allowed.open_network)
         bwrap += ["--info-fd", str(info_write), "--", *program]
         try:
             self._bwrap = await asyncio.create_subprocess_exec(
-                *bwrap,
+                *("sh", "-c", _JOIN_GROUPS, "join", str(len(procs_files)), *procs_files, *bwrap),
                 # Programs can read the environment of the sandbox's first process, so it must hold no secret.
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -282,6 +291,13 @@ class Sandbox:
             await self._bwrap.wait()
         if self._control is not None:
             self._fail_all("it was stopped")
+        if self.group is not None:
+            await asyncio.to_thread(self.group.remove)
+
+    def abandon(self) -> None:  # for when the event loop has ended
+        self.kill("the worker ended")
+        if self.group is not None:
+            self.group.remove(1.0)
 
 
 def _memory_file(data: bytes) -> int:

@@ -10,7 +10,7 @@ from verifiers.v1 import runtimes
 from verifiers.v1.runtimes import apptainer, e2b, limiters
 from verifiers.v1.runtimes import subprocess as unprotected
 
-from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
+from primeslurm.orchestrator.environments.sandbox import containers, limits, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.limits import GB, SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.recipe.sections.sandboxes import Limits, Runtime, SubprocessRuntime
@@ -38,6 +38,7 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     e2b._TEMPLATE_LOCK_DIR, limiters.LIMITER_DIR = files / "e2b", files / "limiter"
     os.environ["UV_CACHE_DIR"] = str(files / "uv")
     containers.use_directory(images)
+    limits.remove_stale_groups()
 
 
 def sandbox_limits(recipe: Limits) -> SandboxLimits:

@@ -1,4 +1,4 @@
-"""Kills sandboxes whose programs together use too much memory or too many processes."""
+"""Kills sandboxes that use too much, on hosts where no control groups enforce the limits."""
 
 from __future__ import annotations
 

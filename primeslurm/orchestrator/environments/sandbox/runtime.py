@@ -40,6 +40,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
     limits: ClassVar[SandboxLimits] = SandboxLimits()
     visible: ClassVar[tuple[Path, ...]] = ()
     hidden: ClassVar[tuple[Path, ...]] = ()
+    # Sandboxes whose memory or processes no control group limits
     watched: ClassVar[weakref.WeakSet[Sandbox]] = weakref.WeakSet()
     _watcher: ClassVar[asyncio.Task[None] | None] = None
 
@@ -179,10 +180,13 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
 
     def cleanup(self) -> None:  # verifiers calls this after the event loop has ended
         if self._sandbox is not None:
-            self._sandbox.kill("the worker ended")
+            self._sandbox.abandon()
 
     @classmethod
     def _watch(cls, sandbox: Sandbox) -> None:
+        # Control groups hold these limits exactly, so such a sandbox needs no watcher.
+        if sandbox.group is not None and sandbox.group.holds("memory") and sandbox.group.holds("pids"):
+            return
         # Attributes of the base class, because each worker needs only one watcher.
         SandboxedRuntime.watched.add(sandbox)
         if SandboxedRuntime._watcher is None or SandboxedRuntime._watcher.done():

@@ -104,11 +104,10 @@ def reap(control: socket.socket) -> None:
         send(control, {"type": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def main(control_fd: int, limits: dict[str, int], cores: list[int]) -> None:
+def main(control_fd: int, limits: dict[str, int]) -> None:
     """Serve requests until the worker closes the socket."""
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, name), (value, value))
-    os.sched_setaffinity(0, cores)
     # If the node runs out of memory, the kernel should kill sandboxes before it kills the worker.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("1000")
@@ -137,4 +136,4 @@ def main(control_fd: int, limits: dict[str, int], cores: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))
