@@ -192,17 +192,44 @@ async def test_apptainer_writes_nothing_to_the_home_directory_and_keeps_no_logs(
     shutil.rmtree(killed._dir)
 
 
+UNLIMITED = """#!/bin/sh
+# A fake apptainer that cannot set limits.
+echo "$@" >>"$0.asked"
+case "$*" in *"--memory"*|*"--cpus"*)
+  echo "FATAL:   container creation failed: while applying cgroups config: no session" >&2
+  exit 255 ;;
+esac
+"""
+LIMITED = """#!/bin/sh
+echo "$@" >>"$0.asked"
+"""
+
+
 @pytest.mark.usefixtures("_verifiers")
-async def test_apptainer_gets_the_limits_of_the_recipe_but_not_of_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fake", [UNLIMITED, LIMITED], ids=["unlimited", "limited"])
+async def test_limits_of_tasks_are_dropped_only_if_apptainer_cannot_set_them(
+    fake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_on_path(monkeypatch, tmp_path, '#!/bin/sh\necho "$@" >>"$0.asked"\n', "apptainer")
+    put_on_path(monkeypatch, tmp_path, fake, "apptainer")
     (tmp_path / "image.sif").touch()
-    for limits in (Limits(), Limits(memory_gb=3)):
-        containers.patch_runtimes("tasks-0", limits=limits)
-        runtime = make_runtime(ApptainerConfig(image=str(tmp_path / "image.sif"), cpu=1, memory=2))
+    config = ApptainerConfig(image=str(tmp_path / "image.sif"), cpu=1, memory=2)
+    containers.patch_runtimes("tasks-0")
+    for _ in range(2):
+        runtime = make_runtime(config)
         await runtime.start()
         await runtime.stop()
     calls = (tmp_path / "apptainer.asked").read_text().splitlines()
-    first, second = [line for line in calls if line.startswith("instance start")]
-    assert "--memory" not in first and "--cpus" not in first + second and "--memory 3.0g" in second
+    starts = [line for line in calls if line.startswith("instance start")]
+    assert len(starts) == 2
+    assert all(("--memory 2.0g" in line and "--cpus 1" in line) == (fake == LIMITED) for line in starts), starts
+    assert len([line for line in calls if line.startswith("exec --containall --memory")]) == 1, (
+        "apptainer is probed once"
+    )
+    containers.patch_runtimes("tasks-0", limits=Limits(memory_gb=2))
+    runtime = make_runtime(config)
+    if fake == LIMITED:
+        await runtime.start()
+        await runtime.stop()
+    else:
+        with pytest.raises(SandboxError, match=r"cannot enforce runtime.limits.memory_gb here.*no session"):
+            await runtime.start()

@@ -1,10 +1,11 @@
-"""Isolation that verifiers' apptainer runtime lacks: a private network, and a disk of fixed size."""
+"""Isolation that verifiers' apptainer runtime lacks: a private network, a disk of fixed size, and a probe of limits."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import socket
@@ -27,6 +28,8 @@ from primeslurm.orchestrator.environments.sandbox.port_forwarding import (
     SandboxGoneError,
 )
 from primeslurm.recipe.sections.sandboxes import Limits
+
+log = logging.getLogger(__name__)
 
 # Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
 # even if apptainer is installed setuid.
@@ -132,6 +135,32 @@ async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
     received = socket.socket(fileno=fds[0])
     received.setblocking(False)
     return received
+
+
+class LimitProbe:
+    """Finds out whether apptainer can limit cores and memory on this node.
+
+    apptainer delegates that to systemd, in a user session that few jobs have. Without a session, an instance with
+    limits does not start.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._problem: str | None = None
+
+    async def problem(self, image: str) -> str:
+        """Return why apptainer cannot set limits; empty if it can. The first call tries it with a SIF file."""
+        async with self._lock:
+            if self._problem is None:
+                trial = await cli("apptainer", "exec", "--containall", "--memory", "1g", image, "true")
+                lines = [line for line in trial.stderr.splitlines() if "cgroup" in line]
+                self._problem = lines[-1].rpartition("FATAL:")[2].strip() if trial.exit_code and lines else ""
+                if self._problem:
+                    log.warning(
+                        "apptainer cannot limit cores and memory here, so limits of tasks are ignored. %s",
+                        self._problem,
+                    )
+        return self._problem
 
 
 class FixedSizeDisk(ApptainerRuntime):  # type: ignore[misc]

@@ -31,6 +31,7 @@ from primeslurm.orchestrator.environments.sandbox import uv_scripts
 from primeslurm.orchestrator.environments.sandbox.apptainer import (
     PRIVATE_NETWORK,
     FixedSizeDisk,
+    LimitProbe,
     PrivateNetwork,
 )
 from primeslurm.recipe.sections.sandboxes import Limits
@@ -100,6 +101,7 @@ class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
 
 class _MarkedApptainer(_ScriptRuntime, FixedSizeDisk):
     worker: ClassVar[str]
+    probe: ClassVar[LimitProbe]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -107,9 +109,18 @@ class _MarkedApptainer(_ScriptRuntime, FixedSizeDisk):
 
     async def start(self) -> None:
         _link_logins()
-        # Not the limits of tasks: apptainer needs a user session of systemd for limits, which few jobs have.
-        self.config = self.config.model_copy(update={"cpu": self.limits.cpus, "memory": self.limits.memory_gb})
+        if self.config.cpu is not None or self.config.memory is not None:
+            self._drop_limits(await self.probe.problem(await self._image()))
         await super().start()
+
+    def _drop_limits(self, problem: str) -> None:
+        """Drop a task's limits if apptainer cannot set them here. Raises SandboxError if the recipe sets them."""
+        if not problem:
+            return
+        for name in ("cpus", "memory_gb"):
+            if getattr(self.limits, name) is not None:
+                raise SandboxError(f"apptainer cannot enforce runtime.limits.{name} here: leave it out. {problem}")
+        self.config = self.config.model_copy(update={"cpu": None, "memory": None})
 
     def cleanup(self) -> None:
         super().cleanup()
@@ -225,7 +236,7 @@ def patch_runtimes(worker: str, shown: Sequence[Path] = (), limits: Limits = _NO
     if limits.network == "none":
         bases = (PrivateNetwork, _MarkedApptainer)
         os.environ |= PRIVATE_NETWORK
-    runtimes.ApptainerRuntime = type("Apptainer", bases, attributes | {"limits": limits})
+    runtimes.ApptainerRuntime = type("Apptainer", bases, attributes | {"limits": limits, "probe": LimitProbe()})
     if shown:  # apptainer adds this variable to the `--bind` options of its command line
         binds = [*filter(None, [os.environ.get("APPTAINER_BIND")]), *(f"{path}:{path}:ro" for path in shown)]
         os.environ["APPTAINER_BIND"] = ",".join(binds)
