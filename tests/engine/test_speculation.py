@@ -99,6 +99,7 @@ async def test_log_probabilities_and_experts_are_those_of_the_policy(
         assert 0 < accepted < counted(engine, "drafted") - drafted
 
 
+@pytest.mark.campaign
 async def test_drafts_of_the_old_policy_are_refused_by_the_new_one(
     engine: Server, client: ConnectEngine, tmp_path: Path
 ) -> None:
