@@ -537,6 +537,7 @@ def test_a_spare_takes_over_and_dependent_processes_restart(
         spares=1,
     )
     before = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
+    running.wait(lambda: 2 in running.head.fleet._fit())
     lost = running.agents[1]
     heartbeat = lost._heartbeat
     monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
