@@ -36,7 +36,7 @@ model name: setup
 test *args: setup (harness "mini_swe_agent") games
     scripts/test.sh {{ args }}
 
-# Run long tests (runs, fuzz, power, chaos), as the nightly job does: about two hours
+# Run long tests (runs, fuzz, power, chaos), as the nightly job does: about two and a half hours
 campaigns *names: setup (harness "mini_swe_agent") games
     scripts/campaigns.sh {{ names }}
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run long tests, one after another: about two hours on two cores. As root, with Slurm's daemons.
+# Run long tests, one after another: about two and a half hours on two cores. As root, with Slurm's daemons.
 # Usage: scripts/campaigns.sh [NAME...]      Default: all of them.
 #   runs    whole training runs and large emulations: the tests that are marked `campaign`
 #   fuzz    the fuzz tests with many examples

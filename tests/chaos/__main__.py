@@ -37,7 +37,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--keep", type=Path, help="directory for runs with problems")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(words)
-    kinds = options.kind or switched_on(short=False)
+    kinds = options.kind or switched_on()
     rounds = schedule(options.seed, options.faults, kinds, options.overlap)
     memory_gb = round(psutil.virtual_memory().total / 1e9, 1)
     machine = {"cores": os.cpu_count(), "memory_gb": memory_gb, "beside": options.machine}

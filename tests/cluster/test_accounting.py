@@ -50,6 +50,7 @@ def last_step(run: RunDirectory, attempt: int = 1) -> int:
     return max(event.step for event in attempt_events(run.attempt(attempt)) if isinstance(event, StepTrained))
 
 
+@pytest.mark.campaign
 def test_preempted_runs_checkpoint_within_the_grace_time_and_come_back(lab: AccountingCluster) -> None:
     """An urgent job preempts two runs. Slurm would requeue one and cancel the other."""
     runs = [lab.submit(lab.site(qos=qos)) for qos in ("scavenger", "expendable")]
@@ -75,6 +76,7 @@ def test_preempted_runs_checkpoint_within_the_grace_time_and_come_back(lab: Acco
     assert not end_of(scavenger, 2).requeued
 
 
+@pytest.mark.campaign
 def test_preemption_without_grace_time_is_not_a_cancellation(lab: AccountingCluster) -> None:
     run = lab.submit(lab.site(qos="sudden"))
     wait(run, trained(2))

@@ -15,6 +15,7 @@ from tests.support.recipes import recipe_data
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.campaign
 def test_rates_of_two_nodes_are_written_and_used(cluster: Cluster, tmp_path: Path) -> None:
     site = yaml.safe_load((cluster.spec.directory / "site.yaml").read_text()) | {"runs": str(tmp_path / "runs")}
     site["nodes"]["default"] |= {"gpus": 1, "gpu": "h200"}

@@ -125,6 +125,7 @@ def test_failed_daemon_start_reports_its_log(cluster: Cluster, tmp_path: Path, m
     assert cluster.status().up
 
 
+@pytest.mark.campaign
 def test_two_clusters_are_independent(cluster: Cluster, tmp_path: Path) -> None:
     """`down` ends running jobs, including processes that have left their step, and leaves the other cluster alone."""
     directory = tmp_path / "c"

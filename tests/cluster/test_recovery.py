@@ -252,10 +252,8 @@ def test_node_that_fails_preflight_is_excluded(cluster: Cluster, start: Callable
     job.finish()
 
 
-@pytest.mark.parametrize(
-    ("replicas", "spares"),
-    [pytest.param(1, 1, id="spare"), pytest.param(2, 0, id="no-spare", marks=pytest.mark.campaign)],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("replicas", "spares"), [pytest.param(1, 1, id="spare"), pytest.param(2, 0, id="no-spare")])
 def test_a_node_where_no_agent_can_be_started(
     replicas: int, spares: int, cluster: Cluster, start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -301,6 +299,7 @@ def test_a_node_where_the_agent_ends_at_once(cluster: Cluster, start: Callable[.
     job.finish()
 
 
+@pytest.mark.campaign
 def test_another_agent_requeues_a_job_without_a_head(cluster: Cluster, start: Callable[..., Job]) -> None:
     """With --no-kill, Slurm itself would leave such a job alone until its time limit."""
     job = start(replicas=1, spares=0)
@@ -342,6 +341,7 @@ def test_attempt_is_requeued_after_the_controller_returns(
     assert last is not None and last.outcome == "completed"
 
 
+@pytest.mark.campaign
 def test_requeue_is_repeated_if_the_controller_lost_it(cluster: Cluster, start: Callable[..., Job]) -> None:
     """The controller dies before the requeue is on its disk, and comes back with a running job."""
     job = start(replicas=1, spares=0)

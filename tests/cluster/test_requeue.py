@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm through submitit: placement, and requeue from within, by signal and by preemption."""
+"""Jobs of a real Slurm through submitit: placement, and requeue from within and by preemption."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
 from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.cluster.toy import ToyAgent, notes
-from tests.support.faults import warn
 from tests.support.slurm_plans import group, plan
 from tests.support.waiting import wait_until
 
@@ -78,17 +77,6 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
     assert f"Comment={WEIRD}" in comment.stdout
 
 
-def test_usr2_requeues_a_single_job(cluster: Cluster, run_dir: Path) -> None:
-    job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
-    wait_until(lambda: len(notes_of(run_dir, "start")) == 2)
-    warn(cluster.spec.slurm_conf, job_id)
-    job = wait_for_end(cluster, job_id)
-    assert (job.state, job.restarts) == ("COMPLETED", 1)
-    assert sorted(note["rank"] for note in notes_of(run_dir, "USR2")) == [0, 1]
-    assert [note["rank"] for note in notes_of(run_dir, "checkpoint")] == [0]
-    assert sorted(note["rank"] for note in notes_of(run_dir, "end")) == [0, 1]
-
-
 def test_preemption_checkpoints_and_requeues(cluster: Cluster, run_dir: Path, tmp_path: Path) -> None:
     """An urgent job takes all nodes. Our job gets SIGUSR2, writes a checkpoint, and resumes later."""
     job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
@@ -100,6 +88,7 @@ def test_preemption_checkpoints_and_requeues(cluster: Cluster, run_dir: Path, tm
     )
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.restarts) == ("COMPLETED", 1)
+    assert sorted(note["rank"] for note in notes_of(run_dir, "USR2")) == [0, 1]
     assert [note["rank"] for note in notes_of(run_dir, "checkpoint")] == [0]
     assert sorted(note["rank"] for note in notes_of(run_dir, "end")) == [0, 1]
 

@@ -34,6 +34,7 @@ SMALL = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
 EVALUATION = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {SMALL}}}]}}"
 
 
+@pytest.mark.campaign
 def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) -> None:
     """The loss keeps the policy near its start, and rewards make it learn."""
     teacher = f"teacher={{type: engines, path: {model}, dtype: float32, gpus_per_node: 1}}"
@@ -160,6 +161,7 @@ def test_dashboard_shows_a_finished_run(demo: Demo, resumed: tuple[RunDirectory,
         browser.check_privacy(address.partition("?")[0])
 
 
+@pytest.mark.campaign
 def test_policy_of_a_finished_run_is_evaluated_again(demo: Demo, resumed: tuple[RunDirectory, Status]) -> None:
     done = demo.command("eval", str(resumed[0].path), "--site", str(demo.site), "--json")
     assert done.returncode == 0, done.stderr

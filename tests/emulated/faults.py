@@ -360,6 +360,7 @@ FAULTS = (
         "engine hangs",
         "one engine keeps its connections and answers nothing, the server of another answers for a core that does not",
         _all(_hang("decode-r1-0"), _hang("decode-r0-1", "hang_core")),
+        campaign=True,
     ),
     Fault("router killed", "SIGKILL to the router of one replica", _kill("router-1"), campaign=True),
     Fault(
@@ -389,6 +390,7 @@ FAULTS = (
         "for 20 s, every fsync and every rename of every process takes a second longer",
         _slow_files,
         repair=_fast_files,
+        campaign=True,
     ),
     Fault(
         "disk full",
@@ -443,6 +445,7 @@ FAULTS = (
         "SIGKILL to the agent that is the head; its node counts as bad then",
         _kill_head,
         ends_attempt=True,
+        campaign=True,
         repair=_revive_nodes,
         repair_late=True,
     ),
@@ -451,6 +454,7 @@ FAULTS = (
         "the job's time is nearly over: USR2 arrives two minutes before the end",
         _run_out_of_time,
         ends_attempt=True,
+        campaign=True,
         repair=_give_time,
     ),
 )

@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from primeslurm.api.runs.run import Run
 from primeslurm.api.sites import local_site, with_python
 from primeslurm.plan.model import Plan
@@ -45,6 +47,7 @@ def with_engines_that_fail(plan: Plan) -> Plan:
     return plan.model_copy(update={"nodes": tuple(nodes)})
 
 
+@pytest.mark.campaign
 def test_run_with_failing_engines_ends_after_two_attempts(tmp_path: Path) -> None:
     recipe = Recipe.model_validate(
         recipe_data(

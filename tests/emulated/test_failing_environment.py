@@ -65,6 +65,7 @@ def finished(place: Path, environments: list[dict[str, Any]]) -> tuple[RunDirect
         Run(run.path).cancel()
 
 
+@pytest.mark.campaign
 def test_run_with_a_failing_environment_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests/support/environments")
     run, end = finished(tmp_path, [{"id": "reverse-text"}, {"id": "fails-first-rollout"}])

@@ -49,6 +49,7 @@ def lives(status: RunStatus) -> dict[str, tuple[int | None, int]]:
     return {process.name: (process.pid, process.restarts) for process in status.processes}
 
 
+@pytest.mark.campaign
 @needs_second_user
 def test_stranger_at_every_port_learns_and_stops_nothing(deployment: Deployment) -> None:
     run = deployment.running()
@@ -118,6 +119,7 @@ def stay_full(fill: Callable[[int], Path], seconds: float) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.campaign
 def test_preflight_waits_for_disk_space(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     filler = fill(MIN_FREE_BYTES // 2)
     deployment.submit()
@@ -129,6 +131,7 @@ def test_preflight_waits_for_disk_space(deployment: Deployment, fill: Callable[[
     assert blamed(deployment) == [] and deployment.status().attempt == 1
 
 
+@pytest.mark.campaign
 def test_run_survives_a_full_disk_longer_than_the_head_timeout(
     deployment: Deployment, fill: Callable[[int], Path]
 ) -> None:
@@ -145,6 +148,7 @@ def test_run_survives_a_full_disk_longer_than_the_head_timeout(
     assert [event.what == "" for event in events(deployment.run) if isinstance(event, FileSystemFault)][-1]
 
 
+@pytest.mark.campaign
 def test_attempt_waits_for_space_on_a_full_disk(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     """Slurm requeues the job until there is space for the attempt's directory, without anybody's help."""
     deployment.running()

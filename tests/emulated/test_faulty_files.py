@@ -21,6 +21,7 @@ def _has_loop(process: str) -> bool:
     return process in ("head", "orchestrator") or process.startswith("agent-")
 
 
+@pytest.mark.campaign
 def test_run_completes_although_file_operations_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     recipe, run = place / "small.yaml", RunDirectory(place / "runs" / "s")
     small = (ROOT / "tests" / "emulated" / "small.yaml").read_text()

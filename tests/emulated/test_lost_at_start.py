@@ -23,16 +23,12 @@ STEPS = 2
 DECODE = {"type": "disaggregated", "prefill": {"gpus_per_node": 1}, "decode": {"gpus_per_node": 1, "num_replicas": 2}}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("lost", "inference", "given_up"),
     [
         (4, DECODE, ["decode-r0-1"]),
-        pytest.param(
-            3,
-            {"type": "multi_node", "gpus_per_node": 1, "num_replicas": 2},
-            ["engine-r1-0", "router-1"],
-            marks=pytest.mark.campaign,
-        ),
+        (3, {"type": "multi_node", "gpus_per_node": 1, "num_replicas": 2}, ["engine-r1-0", "router-1"]),
     ],
     ids=["decode", "replica"],
 )

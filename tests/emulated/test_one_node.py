@@ -97,6 +97,7 @@ def test_one_node_recipe_completes_on_one_node(
         assert started.index("trainer-rank-0") > started.index("engine-r0-0"), "the engine measures an empty GPU"
 
 
+@pytest.mark.campaign
 def test_local_run_in_an_allocation_uses_its_gpus(cluster: Cluster) -> None:
     """Another job has GPU 0, so that Slurm's GPU numbers differ from the plan's."""
     other = command(cluster, "sbatch", "--parsable", "--gres=gpu:1", "--wrap", "sleep 600", "--output=/dev/null")
@@ -120,6 +121,7 @@ def test_local_run_in_an_allocation_uses_its_gpus(cluster: Cluster) -> None:
         command(cluster, "scancel", other.stdout.strip())
 
 
+@pytest.mark.campaign
 @needs_chromium
 def test_dashboard_follows_a_run_to_its_end(cluster: Cluster) -> None:
     settings = [word for setting in ("max_steps=1000", *SMALL) for word in ("--set", setting)]

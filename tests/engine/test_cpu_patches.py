@@ -43,42 +43,30 @@ def test_registering_twice_changes_nothing() -> None:
     assert "primeslurm_filesystem" in WeightTransferEngineFactory._registry
 
 
-def test_engine_caches_compiled_code_in_the_planned_directory(tmp_path: Path) -> None:
+SETTINGS = """
+import sys
+from vllm import envs, plugins
+from vllm.model_executor.models import registry
+from vllm.v1.engine import coordinator, core
+registry._run_in_subprocess = lambda fn: "a new process"
+plugins.load_general_plugins()
+print(envs.VLLM_CACHE_ROOT)
+print(core.HANDSHAKE_TIMEOUT_MINS, coordinator.DPCoordinator._wait_for_zmq_addrs.__name__)
+sys.imported = "a fork"  # which has the memory of this process
+print(registry._run_in_subprocess(lambda: sys.imported), end=", else ")
+print(registry._run_in_subprocess(lambda: sys.exit("CUDA error")))
+"""
+
+
+def test_plugin_sets_directory_timeouts_and_forks_of_an_engine(tmp_path: Path) -> None:
     """vLLM loads these modules when it parses arguments, before it knows its cache directory."""
-    code = "from vllm import envs, plugins; plugins.load_general_plugins(); print(envs.VLLM_CACHE_ROOT)"
     variables = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
-    run = [sys.executable, "-c", code]
-    output = subprocess.check_output(
-        run, env=variables | {compiled_code.VARIABLE: str(tmp_path)}, text=True, timeout=600
-    )
-    assert Path(output.split()[-1]).is_relative_to(tmp_path)
-
-
-def test_ranks_wait_for_late_ones_until_the_start_timeout() -> None:
-    code = """if True:
-        from vllm import plugins
-        from vllm.v1.engine import coordinator, core
-        plugins.load_general_plugins()
-        print(core.HANDSHAKE_TIMEOUT_MINS, coordinator.DPCoordinator._wait_for_zmq_addrs.__name__)
-    """
-    variables = os.environ | {"VLLM_ENGINE_READY_TIMEOUT_S": "7201"}
-    output = subprocess.check_output([sys.executable, "-c", code], env=variables, text=True, timeout=600)
-    assert output.split()[-2:] == ["121", "coordinator_addresses"]
-
-
-def test_model_classes_are_inspected_in_forks_or_else_in_new_processes() -> None:
-    code = """if True:
-        import sys
-        from vllm import plugins
-        from vllm.model_executor.models import registry
-        registry._run_in_subprocess = lambda fn: "a new process"
-        plugins.load_general_plugins()
-        sys.imported = "a fork"  # which has the memory of this process
-        print(registry._run_in_subprocess(lambda: sys.imported), end=", else ")
-        print(registry._run_in_subprocess(lambda: sys.exit("CUDA error")))
-    """
-    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=600)
-    assert output.splitlines()[-1] == "a fork, else a new process"
+    variables |= {compiled_code.VARIABLE: str(tmp_path), "VLLM_ENGINE_READY_TIMEOUT_S": "7201"}
+    output = subprocess.check_output([sys.executable, "-c", SETTINGS], env=variables, text=True, timeout=600)
+    cache, late_ranks, inspection = output.splitlines()[-3:]
+    assert Path(cache).is_relative_to(tmp_path)
+    assert late_ranks == "121 coordinator_addresses", "ranks wait for late ones until the start timeout"
+    assert inspection == "a fork, else a new process"
 
 
 def test_addresses_of_a_coordinator_or_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +117,7 @@ print(after.user - before.user + after.system - before.system)
 """
 
 
+@pytest.mark.campaign
 def test_an_idle_nixl_agent_sleeps() -> None:
     """Compared side by side, because the core share of a polling thread depends on the machine."""
     agents = [
@@ -170,6 +159,7 @@ def _collectives(rank: int, file: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.campaign
 def test_collectives_of_uneven_sizes(tmp_path: Path) -> None:
     mp.start_processes(_collectives, (str(tmp_path / "store"),), nprocs=2, start_method="spawn")
 

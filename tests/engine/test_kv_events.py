@@ -149,6 +149,7 @@ def wait_for_events(router: Router, engines: Sequence[Server]) -> None:
         wait_until(found)
 
 
+@pytest.mark.campaign
 def test_a_request_goes_to_the_engine_that_has_cached_its_prefix(start_replica: Callable[..., Replica]) -> None:
     replica = start_replica("engine", "engine")
     engines = replica.servers
@@ -160,6 +161,7 @@ def test_a_request_goes_to_the_engine_that_has_cached_its_prefix(start_replica: 
         assert served_by(router, engines, old) is engine and router.lookups("hit") == hits + 1
 
 
+@pytest.mark.campaign
 def test_a_prompt_goes_to_the_prefill_engine_that_has_cached_its_prefix(start_replica: Callable[..., Replica]) -> None:
     replica = start_replica("prefill", "prefill", "decode")
     wait_for_events(replica.start_router(), replica.servers[:2])

@@ -154,6 +154,7 @@ store.close()
 """
 
 
+@pytest.mark.campaign
 def test_values_evicted_from_memory_are_read_from_disk(model: Path, tmp_path: Path) -> None:
     """75 MiB of values in two clients with 32 MiB of memory each."""
     tiers = {"cpu": {"bytes": 2**25}, "disk": {"path": str(tmp_path), "bytes": 2**28}}
@@ -186,6 +187,7 @@ def test_values_evicted_from_memory_are_read_from_disk(model: Path, tmp_path: Pa
             server.stop()
 
 
+@pytest.mark.campaign
 async def test_engines_share_a_store_and_survive_its_master(
     store: Store, engine_forks: EngineForks, client: ConnectEngine, open_router: StartRouter, model: Path
 ) -> None:

@@ -331,17 +331,13 @@ async def test_stops_seeds_and_limits_are_those_of_the_trainers_sampler(
         await ask(sampler, None, SamplingParams(max_tokens=3800), prompt=PROMPT * 2)
 
 
-async def test_engines_that_are_away_are_waited_for_and_then_named(
-    engine_forks: EngineForks, engine: Server, backbone: Backbone, adapters: Path, model: Path
-) -> None:
-    port, params = free_port(), SamplingParams(max_tokens=2)
-    impatient = EngineSampler([f"http://127.0.0.1:{port}"], backbone.limits, away_s=0.5)
-    patient = EngineSampler([f"http://127.0.0.1:{port}"], backbone.limits, away_s=600)
-    both = EngineSampler([f"http://127.0.0.1:{port}", engine.url], backbone.limits)
+async def test_engines_that_are_away_are_named(engine: Server, backbone: Backbone, model: Path) -> None:
+    away, params = f"http://127.0.0.1:{free_port()}", SamplingParams(max_tokens=2)
+    impatient = EngineSampler([away], backbone.limits, away_s=0.5)
+    both = EngineSampler([away, engine.url], backbone.limits)
     hasty = EngineSampler([engine.url], backbone.limits, away_s=0)
     other = EngineSampler([engine.url], replace(backbone.limits, model=str(model)))
     try:
-        waiting = asyncio.create_task(ask(patient, None, params))
         with pytest.raises(NoEngineError, match=r"no engine has answered for 0 s: http://127.0.0.1"):
             await ask(impatient, None, params)
         assert len((await ask(both, None, params, count=4))[0]) == 4, "another engine answers"
@@ -349,10 +345,22 @@ async def test_engines_that_are_away_are_waited_for_and_then_named(
             await ask(other, None, params)
         with pytest.raises(NoEngineError, match="PRIMESLURM_ADAPTERS"):
             await ask(hasty, "missing", params)
+    finally:
+        for each in (impatient, both, hasty, other):
+            each.close()
+
+
+@pytest.mark.campaign
+async def test_an_engine_that_is_away_is_waited_for(
+    engine_forks: EngineForks, backbone: Backbone, adapters: Path
+) -> None:
+    port = free_port()
+    patient = EngineSampler([f"http://127.0.0.1:{port}"], backbone.limits, away_s=600)
+    try:
+        waiting = asyncio.create_task(ask(patient, None, SamplingParams(max_tokens=2)))
         late = engine_forks.start(adapter_engine(backbone.limits.model, adapters), {"http": port})
         ((_, tokens, _),), _ = await waiting
         assert 1 <= len(tokens) <= 2
         late.stop()
     finally:
-        for each in (impatient, patient, both, hasty, other):
-            each.close()
+        patient.close()

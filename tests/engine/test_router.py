@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
+@pytest.mark.campaign
 async def test_every_policy_serves_and_a_restarted_engine_only_the_current_version(
     start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ from tests.trainer.families import Case, case, with_layers, write_drafting
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, *[5, 9, 14, 7] * 5]
-NEW_TOKENS = 200
+NEW_TOKENS = 100
 NGRAM = {"method": "ngram", "num_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
@@ -80,7 +80,7 @@ async def check_experts(engine: Server, policy: Path, salt: str) -> None:
             np.testing.assert_array_equal((await sample(ids, 1, again))[1][: len(rows)], rows)
         np.testing.assert_array_equal(np.sort(rows, -1), reference_experts(policy, ids)[:-1])
 
-    await asyncio.gather(*(check([*PROMPT, 20 + i], temperature) for i in range(3) for temperature in (0.0, 1.0)))
+    await asyncio.gather(*(check([*PROMPT, 20 + i], temperature) for i in range(2) for temperature in (0.0, 1.0)))
     await endpoint.close()
 
 
@@ -94,11 +94,12 @@ async def test_log_probabilities_and_experts_are_those_of_the_policy(
         for temperature in (0.0, 1.0):
             sampling = {"temperature": temperature, "seed": 5, "salt": f"s:{version}:{temperature}"}
             check_sampled_by(policy, PROMPT, generate(engine.url, PROMPT, NEW_TOKENS, **sampling))
-        await check_experts(engine, policy, f"rows:{version}")
         accepted = counted(engine, "accepted") - accepted
         assert 0 < accepted < counted(engine, "drafted") - drafted
+    await check_experts(engine, policy, "rows")
 
 
+@pytest.mark.campaign
 async def test_drafts_of_the_old_policy_are_refused_by_the_new_one(
     engine: Server, client: ConnectEngine, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ async def test_every_rank_serves_during_policy_updates(
     check_weights(ranks, target, "v1")
 
 
+@pytest.mark.campaign
 @needs_second_user
 async def test_stranger_cannot_join_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
     """torch's stores serve every client, at all addresses, and know who the ranks are."""

@@ -10,6 +10,6 @@ from tests.chaos.kinds.processes import PROCESSES
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*PROCESSES, *NODES, *FILES)}
 
 
-def switched_on(*, short: bool) -> list[str]:
-    """Return the names of the kinds in schedules; with `short`, only those that a run recovers from within a minute."""
-    return [kind.name for kind in KINDS.values() if not kind.off and not (short and kind.long)]
+def switched_on() -> list[str]:
+    """Return the names of the kinds in schedules."""
+    return [kind.name for kind in KINDS.values() if not kind.off]

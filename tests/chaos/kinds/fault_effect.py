@@ -74,8 +74,6 @@ class Kind:
     """Description for the table."""
     inject: Callable[[FaultyDeployment, Random], FaultEffect]
     """Raises NoTargetError."""
-    long: bool = False
-    """Whether recovery includes a long timeout, or Slurm's requeue delay. Too slow for every CI run."""
     loses_records: bool = False
     """Whether events and metrics may be missing, because processes give these up first."""
     off: str = ""

@@ -151,20 +151,17 @@ FILES = (
         "lines torn between attempts",
         "as trainer killed; before the next attempt, last lines of events and metrics are cut, heartbeats emptied",
         _between_attempts(_tear_lines),
-        long=True,
         loses_records=True,
     ),
     Kind(
         "checkpoint emptied between attempts",
         "as trainer killed; before the next attempt, a file of the newest checkpoint is emptied",
         _empty_newest_checkpoint,
-        long=True,
     ),
     Kind(
         "disk full for long",
         "not a byte is free for 45 to 60 s, which is longer than the timeout of an unresponsive head",
         lambda deployment, rng: _fill(deployment, rng, long=True),
-        long=True,
         loses_records=True,
     ),
 )

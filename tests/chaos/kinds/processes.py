@@ -84,13 +84,12 @@ PROCESSES = (
     Kind("store stopped", _STOP.format("the master or a client of the KV store"), _stop("store")),
     Kind("orchestrator killed", "SIGKILL to the orchestrator", _kill("orchestrator")),
     Kind("orchestrator stopped", _STOP.format("the orchestrator"), _stop("orchestrator")),
-    Kind("trainer killed", "SIGKILL to a trainer rank", _kill("trainer"), long=True),
+    Kind("trainer killed", "SIGKILL to a trainer rank", _kill("trainer")),
     Kind("trainer stopped", _STOP.format("a trainer rank"), _stop("trainer")),
     Kind(
         "agent killed",
         "SIGKILL to a node's agent that is not the head",
         lambda deployment, rng: _kill_agent(deployment, rng, head=False),
-        long=True,
     ),
     Kind(
         "agent stopped",
@@ -101,7 +100,6 @@ PROCESSES = (
         "head killed",
         "SIGKILL to the agent that is the head",
         lambda deployment, rng: _kill_agent(deployment, rng, head=True),
-        long=True,
     ),
     Kind(
         "head stopped",

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.runs.attach import find_target
-from primeslurm.node.agent.node_agent import AgentTimings
 from primeslurm.node.head.fleet import Fleet
-from primeslurm.node.head.head import HeadTimings
 from primeslurm.node.preflight.preflight import Preflight
 from primeslurm.plan.model import HetGroup, Plan, Process, Replica
 from primeslurm.records.events.nodes import NodeLost, NodeReplaced, ProcessesMoved
@@ -20,7 +18,7 @@ from primeslurm.run.status.plan_outline import read_outline
 from primeslurm.run.status.run_status import read_status
 from tests.support.plans import plan_of, process
 from tests.unit.node.fleet_of_agents import Agents
-from tests.unit.node.test_agent import Running
+from tests.unit.node.test_agent import PATIENT, QUICK, Running
 
 
 def worker(name: str, node: int) -> Process:
@@ -103,8 +101,8 @@ def test_a_spare_replaces_a_node_with_the_workers_moved_to_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize("cut_off", [False, True], ids=["dead", "cut-off"])
 def test_agents_take_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: bool) -> None:
-    plan = make_plan(tmp_path, (worker("w0", 2),), (worker("w1", 3),), node_silent_s=10)
-    running = Running(plan, monkeypatch, AgentTimings(term_grace_s=1.0), HeadTimings())
+    plan = make_plan(tmp_path, (worker("w0", 2),), (worker("w1", 3),))
+    running = Running(plan, monkeypatch, QUICK, PATIENT)
     names = ["orchestrator", "engine-r0-0", "w0", "w1"]
     try:
         before = {name: running.wait_state(name, "ready").pid for name in names}
@@ -117,7 +115,7 @@ def test_agents_take_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             heartbeat = running.attempt.heartbeat(2, running.attempt.assignment())
             return heartbeat and heartbeat.processes.get("w1", ProcessReport("waiting")).pid
 
-        running.wait(taken)
+        running.wait_silent(3, taken)
         assert taken() != before["w1"] and running.wait_state("w0", "ready").pid == before["w0"]
         where = find_target(read_outline(running.attempt), running.attempt, "w1")
         assert (where.node, where.report.rank) == (2, left.rank)

@@ -67,7 +67,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return made
 
 
-@pytest.mark.parametrize("step_s", [-600.0, -1800.0, -86400.0 * 3, 900.0])
+@pytest.mark.parametrize("step_s", [-86400.0 * 3, 900.0])
 def test_a_wall_clock_that_jumps_loses_no_node(step_s: float, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     for each in (nodes.agents[1], nodes.head, nodes.agents[0]):
@@ -109,12 +109,18 @@ def test_every_file_operation_of_every_agent_may_fail_twice(number: int, nodes: 
     assert nodes.well
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize(
-    "names", ["cancel", "state/trainer-rank-0.json", "state/orchestrator.json", "fleet.json", "agents"]
+    ("names", "number"),
+    [
+        ("cancel", errno.ESTALE),
+        ("state/trainer-rank-0.json", errno.EIO),
+        ("state/orchestrator.json", errno.ESTALE),
+        ("fleet.json", errno.EIO),
+        ("agents", errno.ESTALE),
+    ],
 )
 def test_a_file_that_cannot_be_read_for_a_while_ends_nothing(
-    number: int, names: str, nodes: Nodes, tmp_path: Path
+    names: str, number: int, nodes: Nodes, tmp_path: Path
 ) -> None:
     nodes.attempt.path.joinpath("state", "trainer-rank-0.json").write_text(json.dumps({"step": 1}))
     away = FaultyStorage(tmp_path, lambda operation, path: number if names in path else None)

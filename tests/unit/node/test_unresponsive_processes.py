@@ -1,4 +1,4 @@
-"""Unresponsive processes under real agents: stopped by a signal, in a busy loop, and a rank that others wait for."""
+"""Unresponsive processes under real agents: stopped by a signal, in a loop, and a rank that others wait for."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.unit.node.test_agent import Running, start
 __all__ = ["start"]
 
 HEADER = "import os, sys, time\nfrom primeslurm.records.heartbeats import liveness\npath = sys.argv[1]\n"
-# Sends heartbeats until a file exists. The first time it then computes without end.
-BUSY = HEADER + (
-    "def stuck():\n    while True: pass\n"
+# Sends heartbeats until a file exists. The first time it then loops without end.
+ENDLESS = HEADER + (
+    "def stuck():\n    while True: time.sleep(0.1)\n"
     "first = not os.path.exists(path)\n"
     "open(path, 'a').close()\n"
     "while True:\n"
@@ -56,9 +56,9 @@ def with_heartbeats(name: str, node: int, code: str, *args: str, limit_s: int, *
     return process(name, node, python(code, *args), heartbeats=HeartbeatLimits(hang_timeout_s=limit_s), **options)
 
 
-def test_a_busy_loop_is_ended_with_its_stack_in_the_log(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_an_endless_loop_is_ended_with_its_stack_in_the_log(start: Callable[..., Running], tmp_path: Path) -> None:
     path = tmp_path / "started"
-    running = start((with_heartbeats("environment-e-0", 0, BUSY, str(path), limit_s=6, role="environment"),))
+    running = start((with_heartbeats("environment-e-0", 0, ENDLESS, str(path), limit_s=6, role="environment"),))
     running.wait(path.exists)
     first = running.wait_state("environment-e-0", "ready")
     Path(f"{path}.go").touch()
