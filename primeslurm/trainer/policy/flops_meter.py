@@ -65,7 +65,7 @@ class FlopsMeter:
         )
 
     def add(self, rows: Sequence[Row], trained: int, images: VisionInput | None) -> None:
-        """Count a micro batch.
+        """Count the operations of one micro batch.
 
         Args:
             rows: This rank's shards of rows.
@@ -100,7 +100,7 @@ class FlopsMeter:
         return metrics
 
     def _images(self) -> Work:
-        """Return the work of this rank's images. Ranks that share rows all encode the same ones."""
+        """Return the work of encoding this rank's images. Ranks that share rows all encode the same images."""
         if not self._grids:
             return Work()
         patches = torch.cat(self._grids).prod(dim=1).double()
@@ -153,7 +153,7 @@ def _positions(row: Row, rank: int, ranks: int) -> np.ndarray:
 
 
 class Peak(NamedTuple):
-    """Peak rates of matrix products [TFLOP/s]."""
+    """Peak rates of a GPU's matrix products [TFLOP/s]."""
 
     bf16: float
     fp8: float | None  # None if the GPU has no FP8 products

@@ -45,7 +45,7 @@ COPY_BYTES = 2 * 2**30
 
 
 class Sender:
-    """Sends a policy to engines. All methods are collectives.
+    """Sends policies to the engines over NCCL. All methods are collectives of the trainer ranks.
 
     `timeout_s` limits each wait within a session, and the time during which new sessions start.
     """
@@ -187,7 +187,7 @@ class Sender:
 
 
 class _Outbox:
-    """One rank's messages in a session. It sends nothing more after a failure."""
+    """Sends one rank's messages of one weight update to engines. It sends nothing more after a failure."""
 
     def __init__(self, channel: Channel, catalogue: Catalogue, rank: int, device: torch.device) -> None:
         self.failure: TransferError | None = None
@@ -211,7 +211,7 @@ class _Outbox:
         self._attempt(lambda: self._channel.send(messages))
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all messages of this update are sent."""
         if self.failure is None:
             self._attempt(self._channel.finish)
 
