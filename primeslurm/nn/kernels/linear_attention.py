@@ -55,7 +55,7 @@ def state_space(
     positions: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrence.state_space`. Inputs are rounded to the dtype of x. States between chunks are float32."""
+    """Compute Mamba-2 as `recurrence.state_space`. Rounds inputs to the dtype of x; chunk states are float32."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     sharing = x.shape[2] // b.shape[2]
@@ -80,7 +80,7 @@ def gated_delta_rule(
     positions: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrence.gated_delta_rule`. Consecutive heads of v may share a head of q and k."""
+    """Compute the rule as `recurrence.gated_delta_rule`. Consecutive heads of v may share a head of q and k."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     out, state = chunk_gated_delta_rule(
