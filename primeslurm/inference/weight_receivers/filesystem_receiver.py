@@ -32,11 +32,11 @@ class UnseenError(PolicyError):
 
 @dataclass
 class FilesystemInit(WeightTransferInitInfo):
-    """Empty, because the file system needs no set-up."""
+    """vLLM's set-up message of this backend. Empty, because the file system needs no set-up."""
 
 
 class FilesystemTransferEngine(LayerwiseTransferEngine):
-    """Reads a published policy; each worker loads the shards that it needs."""
+    """vLLM weight-transfer backend that reads a published policy. Each worker loads the shards that it needs."""
 
     init_info_cls = FilesystemInit
     update_info_cls = PolicyDirectory
