@@ -1,4 +1,4 @@
-"""Names that the Plan contains and processes look up. Nothing else is here, so planning imports no more."""
+"""Names of variables, routes and options that planner and processes share. Nothing else, so imports stay cheap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KV_EVENTS_READER = "PRIMESLURM_KV_EVENTS_READER"
 KV_EVENTS_HIDE_SALT = "PRIMESLURM_KV_EVENTS_HIDE_SALT"
 # Name by which requests of a LoRA run ask for its adapter, if engines apply it at run time
 ADAPTER = "adapter"
-# Weight-transfer backend of such engines
+# Weight-transfer backend of engines that apply the adapter at run time
 ADAPTER_BACKEND = "primeslurm_adapter"
 # Variable with the directory of adapters that requests to an engine may name
 ADAPTERS = "PRIMESLURM_ADAPTERS"

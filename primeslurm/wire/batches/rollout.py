@@ -38,7 +38,7 @@ class TeacherPrompt(msgspec.Struct, frozen=True):
 
 
 class RolloutInfo(msgspec.Struct, frozen=True):
-    """Everything about a rollout but its tokens."""
+    """Origin, reward, metrics and outcome of a rollout: all data except its arrays."""
 
     id: str
     group: str

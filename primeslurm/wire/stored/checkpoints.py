@@ -40,7 +40,7 @@ class NotVisibleError(OSError):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """The content of COMMITTED."""
+    """The content of COMMITTED: the step of a checkpoint, and a record of every file in it."""
 
     step: int
     attempt: int
@@ -207,7 +207,7 @@ def _proven_damage(directory: Path) -> list[str] | None:
 
 
 def _look(directory: Path) -> tuple[list[str], list[str]]:
-    """Return the texts of differences from the record, and the names of parts that this node does not see."""
+    """Compare a checkpoint with its record. Return texts of differences, and names of files this node cannot see."""
     try:
         record = manifest.parsed(directory / COMMITTED, Commit)
     except DamagedError as error:

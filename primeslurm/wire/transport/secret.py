@@ -87,7 +87,7 @@ def handing_over(value: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def take() -> None:
-    """Read the secret that was handed to this process, unless that is done. Call before other processes are started."""
+    """Read the secret that the parent handed to this process, once. Call it before starting other processes."""
     global _secret
     handed_over = os.environ.pop(HANDED_OVER, "")
     if handed_over:
@@ -116,7 +116,7 @@ def _is_open(descriptor: int, inode: int) -> bool:
 
 
 def keep() -> None:
-    """Remove the secret from the environment, so that programs started by this process do not inherit it."""
+    """Remember the secret and remove it from the environment, so that child programs do not inherit it."""
     import ctypes
 
     global _secret
@@ -135,7 +135,7 @@ def key_for(use: bytes, run_secret: str = "") -> bytes:
 
 
 def generate_token(secret: str) -> str:
-    """Derive a token that admits to generation only.
+    """Derive a bearer token with which engines accept generation requests only.
 
     A router adds its own token to all requests that it relays, to control routes too, so it must not have the secret.
     """
