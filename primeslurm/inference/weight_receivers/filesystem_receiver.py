@@ -158,5 +158,5 @@ def _read(places: dict[str, tuple[Path, Any]], name: str) -> torch.Tensor:
 
 
 def _by_layer(name: str) -> str:
-    """Return a key that sorts numbers in names by value."""
+    """Return a sort key for tensor names, by which layer 2 precedes layer 10."""
     return re.sub(r"\d+", lambda number: number[0].zfill(6), name)

@@ -31,9 +31,9 @@ def _fits(kinds: tuple[tuple[torch.dtype, int], ...]) -> bool:
     # Cached, so that each kind of layer is logged only once.
     reason = _unfit(kinds)
     if reason:
-        log.info("recurrent layers in plain PyTorch: %s", reason)
+        log.info("recurrent layers run in plain PyTorch: %s", reason)
     else:
-        log.info("recurrent layers by flash-linear-attention, heads of %s", [size for _, size in kinds])
+        log.info("recurrent layers use flash-linear-attention, head sizes %s", [size for _, size in kinds])
     return reason is None
 
 

@@ -190,7 +190,7 @@ class Checkpoints:
             return sorted(set(damage))
         if self._copies is not None:
             percent = 100 * reader.bytes_from_copies / max(1, counter.bytes)
-            log.info("step %d: %.1f %% of %.3f GB read from copies on this node", step, percent, counter.bytes / 1e9)
+            log.info("step %d: read %.1f %% of %.3f GB from local copies", step, percent, counter.bytes / 1e9)
         return []
 
     def _save(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
@@ -260,7 +260,7 @@ class Checkpoints:
                 full or (is_unreachable(self._world, error) and self._lost_in_a_row < MAX_ATTEMPTS)
             ):
                 raise
-            log.warning("step %d is not saved: %s", pending.step, error)
+            log.warning("the checkpoint of step %d was not saved: %s", pending.step, error)
             if self._world.is_main:
                 files.remove_tree(checkpoints.step_dir(self._run_dir, pending.step), ignore_errors=True)
             return False

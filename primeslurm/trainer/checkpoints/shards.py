@@ -86,7 +86,7 @@ class CopyFile:
             self._give_up(error)
 
     def _give_up(self, error: BaseException | None) -> None:
-        log.warning("no copy on this node: %s: %s", self._path, error)
+        log.warning("cannot write a local checkpoint copy: %s: %s", self._path, error)
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -30,7 +30,7 @@ def convert(draft: ModelDraft) -> None:
 def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> None:
     """Make the projections and experts of a model multiply in FP8. Call it before FSDP shards the model.
 
-    If the checkpoint stores weights in FP8 (names in `stored`), only those projections change.
+    If the checkpoint stores weights in FP8 (names in `stored`), only those projections change, and all experts.
     """
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):

@@ -112,7 +112,7 @@ def _decoded(data: bytes) -> Image.Image:
 
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Add the image's source to errors."""
+    """Convert errors of the `with` body to a ValueError that names the image's source."""
     try:
         yield
     except FileNotFoundError:

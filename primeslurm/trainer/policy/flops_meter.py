@@ -117,7 +117,7 @@ def peak_tflops(recipe: Recipe, device: torch.device) -> float | None:
     name = torch.cuda.get_device_name()
     peak = peak_of(name)
     if peak is None:
-        log.info("no MFU: the peak rate of %s is unknown; monitor.peak_tflops sets it", name)
+        log.info("metrics have no MFU: the peak rate of %s is unknown; set monitor.peak_tflops", name)
         return None
     return peak.fp8 if recipe.trainer.fp8 else peak.bf16
 
@@ -126,7 +126,7 @@ def _shape(config: Any) -> ModelShape | None:
     try:
         return shape_of(config.to_dict())
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        log.info("no FLOP/s: the shape of the model is unknown: %r", error)
+        log.info("metrics have no FLOP/s: the shape of the model is unknown: %r", error)
         return None
 
 

@@ -71,4 +71,4 @@ class KeptLogprobs:
         except Exception as error:  # nobody looks at the thread's results
             why = f"{type(error).__name__}: {error}"
         if why:
-            log.warning("log-probabilities of kept rollouts of step %d are not written: %s", step, why)
+            log.warning("cannot write the log-probabilities of archived rollouts of step %d: %s", step, why)

@@ -149,7 +149,7 @@ class Sender:
         self.seconds, self.connect_seconds = time.monotonic() - start, connecting
         if self._world.is_main:
             workers, took = session.size - session.senders, (self.seconds, connecting)
-            log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
+            log.info("sent policy v%d to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
         return True
 
     def _layers(self) -> Iterator[Tensors]:
@@ -182,7 +182,7 @@ class Sender:
     def _all_succeeded(self, version: int, failure: TransferError | None) -> bool:
         failed = [text for text in self._world.collect(str(failure) if failure else "") if text]
         if failed and self._world.is_main:
-            log.warning("v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
+            log.warning("policy v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
         return not failed
 
 

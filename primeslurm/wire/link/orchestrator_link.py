@@ -50,7 +50,7 @@ class OrchestratorLink:
             while True:
                 frames = await self._socket.recv_multipart()
                 if len(frames) != 3:  # identity, empty, request
-                    log.warning("ignored a message of %d frames, which is no request", len(frames))
+                    log.warning("ignored a message of %d frames, because requests have 3", len(frames))
                     continue
                 identity, _, raw = frames
                 # A rank that repeats its request has reconnected and no longer listens on the old connection. The

@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # small processes, of which there may be hundreds, import non
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-# Placeholder in plans, and a variable for processes that are started by hand. Agents do not set it.
+# Placeholder in plans, and an environment variable for processes started by hand. Node agents do not set it.
 VARIABLE = "PRIMESLURM_SECRET"
-# Variable with descriptor and inode of the socket from which a process reads the secret.
+# Environment variable with descriptor and inode of the socket from which a process reads the secret
 HANDED_OVER = "PRIMESLURM_SECRET_FD"
 FILE = "secret"
 HANDSHAKE_S = 10.0  # a peer that has not authenticated by then is disconnected
