@@ -16,7 +16,7 @@ from primeslurm.inference import patches
 from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.transport.rendezvous_store import serve_store
 
-# Default of torch.
+# torch's own default
 _TIMEOUT = timedelta(seconds=300)
 # Stores that this process serves. They must live until the process ends.
 _stores: list[dist.TCPStore] = []
@@ -49,7 +49,7 @@ class AuthenticatedStore(dist.TCPStore):
 
     @property
     def port(self) -> int:
-        """Port that other ranks connect to."""
+        """Port of the authenticating gate, which other ranks connect to."""
         return self._gate
 
 

@@ -1,4 +1,4 @@
-"""vLLM's file system tier for KV blocks, with a bound: the least recently used blocks are deleted."""
+"""vLLM's tier of KV blocks in files, with a size limit: the least recently used blocks are deleted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BlockFiles:
         self._delete_down_to(self._limit)
 
     def write(self, paths: Sequence[str], write: Callable[[Sequence[int]], None]) -> None:
-        """Call `write` with the indices of missing files for which there is room, after making room."""
+        """Make room for the missing files among `paths`, and call `write` with the indices of those that fit."""
         with self._lock:
             self._used(paths)
             missing = [i for i, path in enumerate(paths) if path not in self._files and path not in self._writing]
@@ -45,7 +45,7 @@ class BlockFiles:
                 self._files.update((path, None) for path in new if Path(path).exists())
 
     def used(self, paths: Iterable[str]) -> None:
-        """Note that files are read now, so that others are deleted before them."""
+        """Mark files as just read, so that the other files are deleted first."""
         with self._lock:
             self._used(paths)
 
@@ -62,7 +62,7 @@ class BlockFiles:
 
 
 class BoundedFileTier(FileSystemTierManager):
-    """The file system tier of one engine, in a directory of its own."""
+    """vLLM's file system tier for one engine, in a directory of its own, with a limit on its size."""
 
     def __init__(self, *, root_dir: str, max_bytes: int, **options: Any) -> None:
         super().__init__(root_dir=root_dir, **options)

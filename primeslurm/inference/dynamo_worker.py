@@ -28,7 +28,7 @@ _servers: set[asyncio.Task[None]] = set()
 
 
 class GateClosedError(RuntimeError):
-    """The engine must not generate now. Dynamo's frontend answers 5xx, and clients try again."""
+    """The engine must not generate now. Dynamo's frontend then answers 5xx, and clients retry."""
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _serve_before_registration(dynamo_main: Any, args: Namespace) -> None:
-    """Make a worker join its frontend only when its server runs and its policy is confirmed."""
+    """Make a Dynamo worker register with its frontend only once its HTTP server runs and its policy is confirmed."""
     names = ["model_input", "model_type", "generate_endpoint", "config", "engine_client", "vllm_config", "worker_type"]
     register = patches.expect(dynamo_main, "register_vllm_model", [*names, "needs"])
 
@@ -99,7 +99,7 @@ def gated(
 
 
 async def _serve(engine: Any, args: Namespace) -> LivenessGate:
-    """Start vLLM's HTTP server for an engine. Return its gate."""
+    """Start vLLM's HTTP server for an engine in this process. Return the server's middleware."""
     import uvicorn
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app

@@ -21,13 +21,13 @@ _CONNECT = (zmq.PUSH, zmq.SUB, zmq.XSUB)
 
 @functools.cache
 def _keys() -> tuple[bytes, bytes]:
-    """Return the public and the private key, which all engines of a run share."""
+    """Return the public and the private CURVE key, which all engines of a run share."""
     private = z85.encode(key_for(b"engines"))
     return zmq.curve_public(private), private
 
 
 class EncryptedContext:
-    """Wraps a ZMQ context and makes encrypted sockets. `serves`: the sockets bind rather than connect."""
+    """Wraps a ZMQ context, so that its sockets are encrypted. `serves`: they bind rather than connect."""
 
     def __init__(self, context: Any, serves: bool) -> None:
         self._context, self._serves = context, serves

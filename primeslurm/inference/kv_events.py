@@ -1,4 +1,4 @@
-"""vLLM's publisher of KV events as a run uses it.
+"""Patch of vLLM's publisher of KV events, which tell a router the KV blocks that an engine has cached.
 
 Events hold the token ids of prompts, and vllm-router cannot decrypt ZMQ messages or authenticate itself. So the sockets
 accept connections from the node of the replica's router only. For vllm-router, cache salts are hidden in the events as
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def use(reader: str, hides_salt: bool) -> None:
-    """Make vLLM publish KV events to the address `reader` only. Raise RuntimeError if vLLM's code has changed."""
+    """Make vLLM publish KV events to address `reader` only, with hidden salts if `hides_salt`. Raise RuntimeError."""
     from vllm.distributed import kv_events
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.engine.async_llm import AsyncLLM

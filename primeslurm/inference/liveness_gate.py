@@ -33,7 +33,7 @@ _GENERATION = ("/v1/", "/inference/v1/")
 
 
 class EngineCoreWatchdog:
-    """Counts for how long the engine core behind the HTTP application `app` has not answered."""
+    """Measures for how long the engine core behind vLLM's HTTP application `app` has not answered."""
 
     def __init__(self, app: App, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._clock = app, clock

@@ -121,7 +121,7 @@ def inspect_models_in_forks() -> None:
             finally:
                 child.kill()
                 child.join()
-        log.warning("a model class cannot be inspected in a fork; a new process inspects it")
+        log.warning("cannot inspect a model class in a fork; starting a new process for it")
         return start_process(fn)
 
     registry._run_in_subprocess = run

@@ -1,4 +1,4 @@
-"""The policy version of a prompt with P/D.
+"""Report which policy version computed a prompt if prefill and decode engines are separate (P/D).
 
 vLLM's `weight_versions` cover sampled tokens, so they do not show a weight update between prefill and decode. Here the
 prefill engine's answer carries its version in `kv_transfer_params`, which the router forwards. If the decode engine has
@@ -24,7 +24,7 @@ def with_prefill(spans: Any, version: object) -> Any:
 
 
 def apply() -> None:
-    """Patch vLLM. Raise RuntimeError if its code has changed."""
+    """Make vLLM's engines send and report the prefill version. Raise RuntimeError if vLLM's code has changed."""
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 
     original = expect(ServingTokens, "serve_tokens", ("self", "request", "raw_request"))

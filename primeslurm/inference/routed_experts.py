@@ -32,7 +32,7 @@ PROMPT_ROWS = "primeslurm_routed_experts"
 
 
 def apply() -> None:
-    """Apply every patch. Raise RuntimeError if vLLM's code has changed."""
+    """Apply all patches of this module to vLLM. Raise RuntimeError if vLLM's code has changed."""
     from vllm.config.vllm import VllmConfig
     from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
     from vllm.distributed.aux_output_connector.store import BlockObjectStore

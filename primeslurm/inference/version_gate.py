@@ -43,7 +43,7 @@ _WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/
 
 
 class GateState:
-    """State of an engine since its process started, as far as control requests show it."""
+    """The policy version of an engine, and whether it may generate, derived from the control requests that it got."""
 
     def __init__(self) -> None:
         self.incarnation = uuid.uuid4().hex
@@ -119,7 +119,7 @@ class VersionGate(LivenessGate):
             await self._app(scope, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request unless it needs a newer policy. Name this engine in a header of the response."""
+        """Forward a generation request unless it needs a newer policy. Name this engine in a header of the response."""
         # The orchestrator may be unable to reach an engine that workers can reach. Such an engine learns from a request
         # that it has missed an update, because the cache salt ends with the version at which the group was opened.
         body = await read_body(receive)

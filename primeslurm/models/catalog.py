@@ -15,7 +15,7 @@ CATALOG = Path(__file__).with_name("catalog.json")
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A well-known model."""
+    """A well-known model: its shape, the source of the shape, and its published size."""
 
     shape: ModelShape
     source: str

@@ -36,7 +36,7 @@ LONGEST_PROMPT, REMEMBERED_PROMPTS = 8192, 64
 
 
 class ExtendingConfig(BaseRendererConfig):
-    """The renderer to change, and its options."""
+    """Which renderer of the package `renderers` to extend with `ExtendingMixin`, and its options."""
 
     name: Literal["custom"] = "custom"
     renderer: str
@@ -111,7 +111,7 @@ def _copied(rendered: RenderedTokens) -> RenderedTokens:
 
 
 def extending_config(renderer: str, options: dict[str, Any], system: str | None = None) -> CustomRendererConfig:
-    """Return the config of a named renderer that extends the sampled tokens."""
+    """Return the config of the named renderer, extended so that later turns keep the sampled tokens."""
     path = f"{__name__}.{ExtendingRenderer.__name__}"
     fields = {"renderer": renderer, "options": options} | ({} if system is None else {"system": system})
     return CustomRendererConfig(import_path=path, **fields)
@@ -131,7 +131,7 @@ def _extending_class(renderer: str) -> type:
 
 
 class ExtendingMixin:
-    """Goes before the class of a renderer. It also corrects the deviations that `RendererTraits` names."""
+    """Mixin before a renderer's class: later turns keep sampled tokens. Corrects deviations in `RendererTraits`."""
 
     _tokenizer: Any
     effective_thinking_retention: str
@@ -171,7 +171,7 @@ class ExtendingMixin:
     def bridge_to_next_turn(
         self, prompt: list[int], completion: list[int], new_messages: list[ChatMessage], **kwargs: Any
     ) -> Any:
-        """Return prompt, completion and the rendered new messages, or None if a thought has to be dropped."""
+        """Return the next prompt: prompt, completion and new messages as tokens. None if a thought must be dropped."""
         messages = normalized(new_messages, lenient=True) if new_messages else []
         bridged = self._bridge(prompt, completion, messages, **kwargs)
         if bridged is None and not self._has_thoughts(prompt, completion):
@@ -201,7 +201,7 @@ class ExtendingMixin:
 
 
 class TemplateRenderer(DefaultRenderer):
-    """`DefaultRenderer` with the right stop tokens, and with messages in the form that the template expects."""
+    """Renders by the model's chat template. Fixes stop tokens and message fields that `DefaultRenderer` gets wrong."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = DefaultRendererConfig
     system: str | None = None
@@ -228,7 +228,7 @@ class TemplateRenderer(DefaultRenderer):
 def _inserted(
     rendered: RenderedTokens, index: int, tokens: list[int], message: int = -1, sampled: bool = False
 ) -> RenderedTokens:
-    """Insert tokens that belong to a message, or to none (-1)."""
+    """Insert `tokens` at `index` of rendered tokens, and assign them to message number `message` (-1: to none)."""
 
     def inserted(values: list[Any], new: list[Any]) -> list[Any]:
         return [*values[:index], *new, *values[index:]] if values else values
@@ -243,7 +243,7 @@ def _inserted(
 
 
 def without_first_messages(rendered: RenderedTokens, count: int) -> RenderedTokens:
-    """Number the messages as if the first `count` were not there: their tokens belong to no message."""
+    """Subtract `count` from message numbers. Tokens of the first `count` messages then belong to no message (-1)."""
     return replace(
         rendered,
         message_indices=[max(index - count, -1) for index in rendered.message_indices],

@@ -70,9 +70,9 @@ class VisionDefaults:
     """Defaults of transformers for fields that the config of a vision encoder omits."""
 
     sizes: Mapping[str, int]
-    """By the name of the config's field."""
+    """Default sizes by name of the config's field."""
     deepstack: tuple[int, ...]
-    """Layers whose features are added to hidden states of the decoder."""
+    """Encoder layers whose features are added to the decoder's hidden states (DeepStack)."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class RendererTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models that share an architecture."""
+    """A group of models that share an architecture, and what the trainer and engines support for them."""
 
     name: str
     """Name of the family's folder in `primeslurm.models`."""
@@ -124,13 +124,13 @@ class Family:
     """Import path of the module with the function `spec`. Default: `model`, beside the module of this record."""
     traits: Traits = Traits()
     parsers: Mapping[str, Parsers] = field(default_factory=dict)
-    """By a regular expression that is searched in the model's name in lower case."""
+    """vLLM's parsers, by a regular expression that is searched in the model's lower-case name."""
     renderer: str | None = None
     """Name of the family's renderer in the package `renderers`, or `module:Class`. None if there is none."""
     renderers: Mapping[str, str] = field(default_factory=dict)
     """Renderers of models with another chat template, by a regular expression as in `parsers`."""
     renderer_traits: Mapping[str, RendererTraits] = field(default_factory=dict)
-    """By renderer."""
+    """Deviations from the chat template, by name of the renderer."""
     lora_targets: frozenset[str] = frozenset()
     """Layers, over all model types, that recipes may name for adapters."""
 

@@ -19,18 +19,18 @@ from primeslurm.models.shape import DeltaNets, Mamba, ModelShape, Vision
 
 @dataclass(frozen=True)
 class Work:
-    """Numbers of tokens and pairs in a batch, on which the operations depend. Those of rows and ranks add up."""
+    """Counts of a batch from which its operations follow. Works of several rows or ranks can be added."""
 
     tokens: int = 0
     """Tokens that pass the layers."""
     trained: int = 0
     """Tokens whose logits are computed."""
     pairs: int = 0
-    """Pairs of a query and a key that it sees."""
+    """Pairs of a query and a key that attention computes, without windows and selection."""
     windowed_pairs: int = 0
-    """The same in layers with a sliding window."""
+    """Pairs of a query and a key in layers with a sliding window."""
     selected_pairs: int = 0
-    """The same if an indexer selects the keys."""
+    """Pairs of a query and a key in layers whose indexer selects the keys."""
     patches: float = 0
     """Image patches that pass the vision encoder."""
     patch_pairs: float = 0
@@ -65,7 +65,7 @@ class Flops:
 
     @property
     def step(self) -> float:
-        """Return the operations of forward and backward pass."""
+        """Return the operations of forward and backward pass together."""
         return 3 * self.trained + 2 * (self.frozen + self.leaves) + self.forward_only
 
 
@@ -116,7 +116,7 @@ def layer_weights(shape: ModelShape) -> int:
 
 
 def _projections(shape: ModelShape) -> int:
-    """Return the weights around attention of all layers."""
+    """Return the number of weights of all layers' projections before and after attention or a recurrence."""
     if mla := shape.mla:
         query = shape.heads * (mla.nope + mla.rope)
         down = shape.hidden * (mla.q_rank + mla.kv_rank + mla.rope)
@@ -138,7 +138,7 @@ def _delta_net(nets: DeltaNets, hidden: int) -> int:
 
 
 def _attention(shape: ModelShape, work: Work) -> float:
-    """Return the operations of products of queries with keys, and of their weights with values."""
+    """Return the operations of attention itself: queries times keys, and softmax weights times values."""
     if shape.mla and shape.indexer:
         # Absorbed: all heads share the compressed keys, which are also the values.
         width = 2 * shape.mla.kv_rank + shape.mla.rope
@@ -158,7 +158,7 @@ def _indexer(shape: ModelShape, work: Work) -> float:
 
 
 def _recurrences(shape: ModelShape) -> float:
-    """Return the operations per token. A state space updates and reads its state; the delta rule also looks it up."""
+    """Return the operations per token of recurrent layers: state spaces update and read, delta rules also look up."""
     m, d = shape.mamba, shape.delta_nets
     spaces = 2 * 2.0 * m.layers * m.heads * m.head_dim * m.state if m else 0.0
     nets = 3 * 2.0 * d.layers * d.value_heads * d.value_dim * d.key_dim if d else 0.0

@@ -19,7 +19,7 @@ ENTRY_POINTS = "primeslurm.families"
 
 @cache
 def bundled() -> tuple[Family, ...]:
-    """Return the families of this package: `FAMILY` of the module `spec` in each of its folders."""
+    """Return the families of this package: the record `FAMILY` in each folder's module `spec`."""
     package = import_module("primeslurm.models")
     folders = [f"{package.__name__}.{item.name}" for item in pkgutil.iter_modules(package.__path__) if item.ispkg]
     return tuple(_with_builder(import_module(f"{folder}.spec").FAMILY, folder) for folder in folders)

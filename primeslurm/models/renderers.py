@@ -1,4 +1,4 @@
-"""Names of renderers, which turn messages into token ids, and which of them a family has."""
+"""Names of renderers, which turn messages into token ids, and the renderers of each model family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from primeslurm.models.family import RendererTraits
 from primeslurm.models.registry import families, family_of
 
-# The family's renderer if it renders as the model's chat template does, else the template
+# Selects the family's renderer if it renders as the model's chat template does, else the template
 AUTO = "auto"
 # The model's own chat template. It supports no tools, and renders the whole conversation in every turn.
 DEFAULT = "default"

@@ -18,7 +18,7 @@ class Mla:
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """The lightning indexer of DeepSeek sparse attention (DSA)."""
+    """Sizes of the lightning indexer of DeepSeek sparse attention (DSA)."""
 
     heads: int
     dim: int
@@ -30,7 +30,7 @@ class IndexerShape:
 
 @dataclass(frozen=True)
 class Mamba:
-    """Mamba-2 layers of a hybrid model."""
+    """Number and sizes of the Mamba-2 layers of a hybrid model."""
 
     layers: int
     heads: int
@@ -44,7 +44,7 @@ class Mamba:
 
 @dataclass(frozen=True)
 class DeltaNets:
-    """Gated delta nets, which replace attention in some layers. Key and value sizes are per head."""
+    """Number and sizes of gated delta nets, which replace attention in some layers. Sizes are per head."""
 
     layers: int
     key_heads: int
@@ -56,7 +56,7 @@ class DeltaNets:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The mixture of experts of a layer."""
+    """Numbers and sizes of the experts of one layer."""
 
     count: int
     top_k: int
@@ -70,7 +70,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Vision:
-    """The vision encoder of a model."""
+    """Sizes of a model's vision encoder."""
 
     depth: int
     """Number of blocks."""
@@ -78,20 +78,20 @@ class Vision:
     width: int
     """Intermediate size of a block."""
     patch_values: int
-    """Numbers per image patch."""
+    """Input values per image patch."""
     patches: int
     """Patches per token."""
     positions: int
     """Number of position embeddings."""
     out: int
-    """Width of the features of a token."""
+    """Features per image token: the decoder's hidden size."""
     outputs: int
     """Feature tensors per image: the final one, and one for each deepstack layer."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a model."""
+    """Layer counts and sizes of a model, independent of its weights."""
 
     model_type: str
     """`model_type` of config.json."""

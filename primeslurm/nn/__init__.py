@@ -18,10 +18,10 @@ from typing import Any
 
 
 class _CompatFirst(MetaPathFinder):
-    """A finder that makes torchtitan, whose top package imports nothing, import `compat` first."""
+    """Import hook that runs `compat` before torchtitan. This works because torchtitan's top package imports nothing."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """See MetaPathFinder."""
+        """Find torchtitan as usual, but let its import execute `compat` first. None for all other modules."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == "torchtitan" else None
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]

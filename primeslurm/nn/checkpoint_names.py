@@ -64,9 +64,9 @@ class DraftFormat:
     layer: str
     """Prefix of the decoder layer in checkpoints."""
     outside: Mapping[str, str]
-    """Our names of the other tensors, with their names in checkpoints."""
+    """Names of the tensors outside the decoder layer: ours to those in checkpoints."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the model, with the names under which the draft layer repeats them."""
+    """Model tensors that the checkpoint's draft layer repeats: our name to the name of the copy."""
     sees_first_embedding: bool = False
     """The layer sees an embedding at the first position of a sequence. DeepSeek's sees zeros."""
 
@@ -131,13 +131,13 @@ class TableAdapter(MoEStateDictAdapter):
 
 
 class DecoderAdapter(TableAdapter):
-    """For checkpoints with the common names."""
+    """Adapter for dense decoders whose checkpoints use the most common Hugging Face names."""
 
     names = DECODER | MOE
 
 
 class VisionAdapter(TableAdapter):
-    """A table for the decoder. The vision encoder has transformers' own names below a prefix."""
+    """Renames the decoder's tensors by a table. The vision encoder's keep transformers' names behind a prefix."""
 
     def to_hf(self, state_dict: Tensors) -> Tensors:
         vision, decoder = _split_by_prefix(state_dict, _VISION)
@@ -149,12 +149,12 @@ class VisionAdapter(TableAdapter):
 
 
 class StackedAdapter(VisionAdapter):
-    """For checkpoints that stack the experts of a layer [experts, out, in]: gate beside up, and down."""
+    """Adapter for checkpoints with two expert stacks per layer [experts, out, in]: gate joined with up, and down."""
 
     experts: ClassVar[str]
     """Name of the module that holds a layer's experts. `{}` is the layer."""
     transposed: ClassVar[bool] = False
-    """Whether stacks are [experts, in, out] instead."""
+    """Whether checkpoints store stacks as [experts, in, out] instead."""
 
     def to_hf(self, state_dict: Tensors) -> Tensors:
         stacks = {name: tensor for name, tensor in state_dict.items() if ".inner_experts." in name}
@@ -186,12 +186,12 @@ class StackedAdapter(VisionAdapter):
 
 
 def stacked_adapter(adapter: Any) -> type[StackedAdapter] | None:
-    """Return the class for stacked experts of an adapter's family, or None if its experts are never stacked."""
+    """Return the StackedAdapter class of an adapter's family, or None if its checkpoints never stack experts."""
     return type(adapter) if isinstance(adapter, StackedAdapter) else getattr(adapter, "stacked", None)
 
 
 def adapter_for_checkpoint(adapter: Any, names: Iterable[str]) -> Any:
-    """Return the adapter for a checkpoint with these tensor names: the given one, or its family's for stacks."""
+    """Return the adapter for a checkpoint with these tensor names: `adapter`, or its family's StackedAdapter."""
     if hasattr(adapter, "for_checkpoint"):
         return adapter.for_checkpoint(names)
     stacked = stacked_adapter(adapter)

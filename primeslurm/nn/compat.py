@@ -104,7 +104,7 @@ def _waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense(mask_mod: Callable[..., torch.Tensor], rows: int, queries: int, keys: int, on: torch.device) -> torch.Tensor:
-    """Return the keys that each query sees [rows, 1, queries, keys], the same for all heads."""
+    """Evaluate `mask_mod` for all pairs: a bool mask [rows, 1, queries, keys] of visible keys, alike for all heads."""
     # One call with broadcast indices. torch's `create_mask` uses vmap, which takes ten times as long on a CPU, a
     # seventh of the step of a small model.
     row, query, key = (torch.arange(size, device=on) for size in (rows, queries, keys))
@@ -114,11 +114,11 @@ def dense(mask_mod: Callable[..., torch.Tensor], rows: int, queries: int, keys: 
 
 # Without CUDA, flex attention has no backward pass, and varlen attention has no kernel.
 class DenseAttention(titan_attention.FlexAttention):
-    """FlexAttention by a dense mask and SDPA. It runs anywhere, with quadratic memory."""
+    """Computes FlexAttention with a dense mask and SDPA, for devices without CUDA. Needs quadratic memory."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan_attention.FlexAttention.Config):
-        """Config of FlexAttention."""
+        """torchtitan's config, unchanged. It builds a DenseAttention."""
 
     def forward(
         self,
@@ -155,7 +155,7 @@ class AnyDtypeExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """Config of GroupedExperts."""
+        """torchtitan's config, unchanged. It builds AnyDtypeExperts."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Apply the experts' SwiGLU to tokens sorted by expert [rows, dim]."""
@@ -233,7 +233,7 @@ def forget_deepep_handles() -> None:
 
 
 def replace_modules(model_config: Any) -> None:
-    """Replace modules of a model config by those of this file, where this machine needs them."""
+    """Make a model config build AnyDtypeExperts and, on CPUs, DenseAttention instead of torchtitan's modules."""
     swap(model_config, GroupedExperts, AnyDtypeExperts)
     if ON_CPU:
         swap(model_config, titan_attention.FlexAttention, DenseAttention)
@@ -251,7 +251,7 @@ def _sum_gradients(model: torch.nn.Module) -> None:
 def _expert_range(
     self: MoEStateDictAdapter, dim: int, dim_size: int, dtensor_placements: tuple[Any, ...], device_mesh: Any
 ) -> tuple[int, int]:
-    """Apply the adapter's own rule without replicated mesh dimensions, which do not split experts."""
+    """Return the experts on this rank by torchtitan's rule, without replicated mesh dimensions, which split nothing."""
     pairs = zip(device_mesh.mesh_dim_names, dtensor_placements, strict=True)
     sharded = [(name, placement) for name, placement in pairs if not isinstance(placement, Replicate)]
     if not sharded:

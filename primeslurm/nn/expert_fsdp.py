@@ -19,7 +19,7 @@ from primeslurm.nn.expert_splits import split_dimension
 
 
 def fully_shard(module: Any, *, mesh: Any, **options: Any) -> Any:
-    """Shard a module with FSDP, but experts by our rule. Raises ValueError if the ranks cannot share them evenly."""
+    """Shard a module with FSDP, experts by `expert_splits`. Raises ValueError if the ranks cannot share them evenly."""
     if getattr(module, "moe_enabled", False):
         titan_placement = options.pop("shard_placement_fn", None)
         experts = module.moe.routed_experts.inner_experts

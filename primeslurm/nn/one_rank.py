@@ -37,7 +37,7 @@ def _distributed(parameter: nn.Parameter, mesh: Any) -> nn.Parameter:
 
 
 class _Copies:
-    """The copies of a model's weights. Modules find them first, because attributes precede parameters."""
+    """Copies of a model's weights in the compute dtype, set as module attributes, which precede parameters."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -46,7 +46,7 @@ class _Copies:
 
     @torch.no_grad()
     def refresh(self, model: nn.Module, _: Any) -> None:
-        """Copy the weights for the next forward and backward pass."""
+        """Copy the current weights to the copies, before the next forward and backward pass."""
         if not self._weights:
             self._allocate(model)
         # A second forward pass before the backward pass of the first copies the same values.

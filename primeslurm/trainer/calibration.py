@@ -38,7 +38,7 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Amounts of work that keep a device busy for milliseconds."""
+    """Sizes of the measured operations. Each keeps a device busy for milliseconds."""
 
     products: tuple[tuple[int, int, int], ...]  # rows, inputs and outputs of matrix products, the largest last
     copied: int  # bytes of a copy in memory
@@ -53,7 +53,7 @@ SIZES = {
 
 
 def measure(world: World, directory: Path, local_ranks: int, sizes: Sizes) -> tuple[Samples, Samples]:
-    """Return this rank's rates by field of `MeasuredRates`, and those of products by size. A collective."""
+    """Return this rank's samples by field of `MeasuredRates`, and those of matrix products by size. A collective."""
     products = {"x".join(map(str, size)): _product(world, *size) for size in sizes.products}
     rates = {"products_tflops": list(products.values())[-1]}
     source = torch.zeros(sizes.copied, dtype=torch.uint8, device=world.device)
@@ -92,9 +92,9 @@ def _seconds(world: World, work: Callable[[], object]) -> list[float]:
 
 
 def _collectives(world: World, groups: list[list[int]], size: int) -> list[float]:
-    """Return the bytes per second that this rank sends to the others of its group, by the slower collective.
+    """Return samples of the bytes per second that this rank sends to its group, in the slower of two collectives.
 
-    All groups are busy at the same time. The list is empty if groups have one rank.
+    `groups` are lists of ranks, all busy at once. `size` is in bytes. Empty if groups have one rank.
     """
     ranks = len(groups[0])
     if ranks == 1:
@@ -144,7 +144,7 @@ def _files(world: World, directory: Path, local_ranks: int, size: int) -> Sample
 
 
 def summarize(by_rank: Iterable[Samples]) -> dict[str, MeasuredRate]:
-    """Return each rate over all ranks that measured it."""
+    """Combine the samples of all ranks into one measured rate per field."""
     values: Samples = {}
     for name, rates in (item for samples in by_rank for item in samples.items() if item[1]):
         values.setdefault(name, []).extend(rates)

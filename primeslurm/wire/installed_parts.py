@@ -6,7 +6,7 @@ import msgspec
 
 
 class InstalledParts(msgspec.Struct, frozen=True):
-    """One line of JSON in the output of a node."""
+    """Versions of the software on one node, which the node prints as a line of JSON."""
 
     node: str
     parts: dict[str, str | None]  # version of each part by name; None: not installed

@@ -19,7 +19,7 @@ UNKNOWN = "no such environment"  # why an environment does not load that is neit
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """Environments and model to probe, as sections of a recipe."""
+    """Asks a probe to load environments and select the model's renderer, given those sections of a recipe."""
 
     environments: list[dict[str, object]]
     model: dict[str, object]
@@ -62,7 +62,7 @@ class ProbeResults(msgspec.Struct, frozen=True):
 
 
 class DataRequest(msgspec.Struct, frozen=True):
-    """SFT data to render as the trainer does."""
+    """Asks a probe to render SFT data as the trainer does."""
 
     path: str  # JSONL file
     model: str  # directory of the tokenizer
@@ -80,7 +80,7 @@ class DataAnswer(msgspec.Struct, frozen=True):
 
 
 def encoded(message: msgspec.Struct) -> str:
-    """Encode a message. Error texts may contain surrogates, which msgspec's own JSON refuses."""
+    """Return a message as JSON. Its texts may contain surrogates, which msgspec's own encoder refuses."""
     return json.dumps(msgspec.to_builtins(message))
 
 

@@ -16,7 +16,7 @@ class RouterOrder(msgspec.Struct, frozen=True):
     """Settings that the supervisor sends to its router, as JSON."""
 
     argv: list[str]  # Options of vllm-router
-    token_url: str  # URL of token checks
+    token_url: str  # URL at which the router checks clients' tokens
     token: str  # Token that the router sends to prefill and decode engines
 
 

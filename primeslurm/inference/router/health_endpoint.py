@@ -41,7 +41,7 @@ class RouterHealthEndpoint:
         return await asyncio.start_server(self._connected, host, port, limit=MAX_HEAD_BYTES)
 
     async def status(self, path: str, token: bytes) -> int | None:
-        """Return the HTTP status for a request; None to close the connection without a response."""
+        """Return the HTTP status for a request of `path` with bearer `token`; None: close without a response."""
         if hmac.compare_digest(path.encode(), self.token_path.encode()):
             return self._judge(token)
         if path not in ("/liveness", "/health"):

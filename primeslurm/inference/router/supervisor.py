@@ -91,7 +91,7 @@ def listed_urls(body: bytes) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Address:
-    """A host and a port to listen on."""
+    """Host and port on which the router or the health endpoint listens."""
 
     host: str
     port: int
@@ -99,7 +99,7 @@ class Address:
 
 @dataclass
 class RouterSupervisor:
-    """Supervises one router process."""
+    """Runs one vllm-router process, restarts it if necessary, and keeps its list of workers equal to the plan's."""
 
     # The journal gets an event when the router restarts, and when its workers differ from the plan or match it again.
 
@@ -154,7 +154,7 @@ class RouterSupervisor:
         return ""
 
     async def _round(self, endpoint: RouterHealthEndpoint) -> str:
-        """Correct the router's workers once. Return why the router must be restarted; empty if it need not be."""
+        """Make the router's list of workers match the plan's. Return why the router must be restarted; empty if not."""
         now = time.monotonic()
         if endpoint.refused_bytes > self.refused_bytes_limit and now > self._token_restart + RESTART_S:
             self._token_restart = now
@@ -212,7 +212,7 @@ class RouterSupervisor:
         return None if answer is None else answer[0]
 
     async def _ask(self, method: str, path: str) -> tuple[int, bytes] | None:
-        """Return status and body of the router's response; None if it does not answer."""
+        """Send a request to the router. Return status and body of the response; None if it does not answer."""
         return await asyncio.to_thread(self._exchange, method, path)
 
     def _exchange(self, method: str, path: str) -> tuple[int, bytes] | None:

@@ -29,7 +29,7 @@ _NUMBER = 1
 
 
 class AdapterTransferEngine(WeightTransferEngine):
-    """Replaces the adapter in place. Version 0 is the model without an adapter."""
+    """vLLM weight-transfer backend that replaces the LoRA adapter. Version 0 is the model without an adapter."""
 
     init_info_cls = FilesystemInit
     update_info_cls = PolicyDirectory
@@ -62,7 +62,7 @@ class AdapterTransferEngine(WeightTransferEngine):
             raise PolicyError(f"{directory}: {error}") from error
 
     def finish_weight_update(self) -> None:
-        """Activate the adapter that was read."""
+        """Make vLLM generate with the adapter that `receive_weights` has read."""
         if self._read is None:
             raise PolicyError("no adapter was read")
         manager, adapter, self._read = self.model.lora_manager, self._read, None
@@ -86,7 +86,7 @@ def check_layers(manager: Any, adapter: LoRAModel) -> None:
 
 
 def use() -> None:
-    """Let requests name the adapter, and let it outlive weight updates."""
+    """Patch vLLM: requests can name the adapter, and it stays loaded after weight updates."""
     init = expect(OpenAIServingModels, "__init__", ("self",))
     reset = expect(LoRAModelRunnerMixin, "reset_lora_state", ("self",))
 

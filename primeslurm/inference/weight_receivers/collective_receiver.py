@@ -15,11 +15,11 @@ from primeslurm.wire.weight_transfer.messages import SessionPlace, TransferSessi
 
 @dataclass
 class CollectiveInit(WeightTransferInitInfo):
-    """Empty, because the first update connects."""
+    """vLLM's set-up message of this backend. Empty, because the first update connects."""
 
 
 class CollectiveTransferEngine(LayerwiseTransferEngine):
-    """Loads tensors as they arrive. A worker receives only its own experts."""
+    """vLLM weight-transfer backend that loads tensors as they arrive over NCCL. A worker gets only its own experts."""
 
     init_info_cls = CollectiveInit
     update_info_cls = SessionPlace
@@ -51,5 +51,5 @@ class CollectiveTransferEngine(LayerwiseTransferEngine):
         self._kept = channel.close()
 
     def shutdown(self) -> None:
-        """Abort the kept process group."""
+        """Abort the process group that was kept for the next update."""
         self._kept = None

@@ -14,7 +14,7 @@ from primeslurm.wire.weight_transfer.catalogue import Experts, Named
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """The experts of a worker."""
+    """Which experts a worker holds, and in which order."""
 
     wanted: Experts  # Experts to request from the trainer; None for all, also if experts move between workers
     order: tuple[int, ...] | None  # Expert of each row of vLLM's parameters; None if stacks cannot be loaded
@@ -64,12 +64,12 @@ def _by_slot(layer: RoutedExperts) -> tuple[int, ...]:
 
 
 def _shared_beside(layer: RoutedExperts) -> bool:
-    """Return whether the parameters also have rows for shared experts."""
+    """Return whether vLLM's parameters of a layer also have rows for shared experts."""
     return layer.expert_map_manager.num_fused_shared_experts > 0
 
 
 def _is_padded(layer: RoutedExperts) -> bool:
-    """Return whether the parameters are larger than the tensors that are loaded into them."""
+    """Return whether vLLM's parameters of a layer are larger than the tensors that are loaded into them."""
     config = layer.moe_config
     return (
         config.tp_shard_with_padding

@@ -32,11 +32,11 @@ class UnseenError(PolicyError):
 
 @dataclass
 class FilesystemInit(WeightTransferInitInfo):
-    """Empty, because the file system needs no set-up."""
+    """vLLM's set-up message of this backend. Empty, because the file system needs no set-up."""
 
 
 class FilesystemTransferEngine(LayerwiseTransferEngine):
-    """Reads a published policy; each worker loads the shards that it needs."""
+    """vLLM weight-transfer backend that reads a published policy. Each worker loads the shards that it needs."""
 
     init_info_cls = FilesystemInit
     update_info_cls = PolicyDirectory
@@ -158,5 +158,5 @@ def _read(places: dict[str, tuple[Path, Any]], name: str) -> torch.Tensor:
 
 
 def _by_layer(name: str) -> str:
-    """Return a key that sorts numbers in names by value."""
+    """Return a sort key for tensor names, by which layer 2 precedes layer 10."""
     return re.sub(r"\d+", lambda number: number[0].zfill(6), name)

@@ -88,12 +88,12 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         self._loaded |= self.model.load_weights(self._without_draft_layers(tensors))
 
     def draft_names(self) -> re.Pattern[str]:
-        """Return a pattern of the names of tensors of draft layers."""
+        """Return a pattern that matches the tensor names of draft layers (MTP)."""
         config = self.model_config.hf_text_config
         return layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
 
     def _without_draft_layers(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the model, and set those of draft layers aside until the model is complete."""
+        """Yield the model's tensors. Collect those of draft layers, and load them once the model is complete."""
         names = self.draft_names() if self.draft_layers is not None else None
         for name, tensor in tensors:
             if names is None or not names.fullmatch(name):
@@ -152,7 +152,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
 
 
 class _Modules(torch.nn.Module):
-    """Some modules of a model, for vLLM's functions that reload all modules of a model."""
+    """Wraps a few modules as a model, for vLLM's functions that reload every module of a model."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype)
 
 
 def _unscaled(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a matrix [rows, columns], or a stack of matrices, by its block scales."""
+    """Multiply an FP8 matrix [rows, columns], or a stack of matrices, by its block scales. Returns `dtype`."""
     rows, columns = weight.shape[-2:]
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     at_once = max(1, _ELEMENTS_AT_ONCE // (rows * columns))

@@ -111,7 +111,7 @@ def _read(root: Path, name: str, directory: Path) -> dict[str, bytes]:
 
 
 class NamedAdapters(dict[str, Any]):
-    """vLLM's requests for adapters by name, of the adapters that have a copy.
+    """Maps adapter names to vLLM's LoRARequest, for the adapters whose files this engine has copied.
 
     Args:
         root: Directory of all adapters.
@@ -153,7 +153,7 @@ class NamedAdapters(dict[str, Any]):
 
     @contextlib.contextmanager
     def using(self, name: str) -> Any:
-        """Keep an adapter's copy in this context."""
+        """Keep the copied files of an adapter while a request in this context uses it."""
         self._users[name] += 1
         try:
             yield
@@ -191,14 +191,14 @@ class NamedAdapters(dict[str, Any]):
 
 
 def load_error(name: str, error: Exception) -> AdapterError:
-    """Return why an engine has not loaded an adapter, given vLLM's error."""
+    """Convert vLLM's `error` to the AdapterError that says why adapter `name` was not loaded."""
     kind = AdapterError if _UNUSABLE in str(error) else AdapterLoadError
     return kind(f"model = {name}: {error}")
 
 
 @contextlib.contextmanager
 def unusable() -> Iterator[None]:
-    """Mark a ValueError, by which vLLM's and our checks refuse an adapter: its rank, features or layers."""
+    """Mark a ValueError from the body (wrong rank, features or layers): the engine can never use the adapter."""
     try:
         yield
     except ValueError as error:
@@ -206,7 +206,7 @@ def unusable() -> Iterator[None]:
 
 
 def use(root: Path) -> None:
-    """Let requests name any adapter below `root`."""
+    """Patch vLLM, so that requests can name any adapter below the directory `root`."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.exceptions import GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
     from vllm.lora import model_manager

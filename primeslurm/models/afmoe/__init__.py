@@ -1,1 +1,1 @@
-"""AFMoE (Arcee Trinity)."""
+"""Model family: AFMoE (Arcee Trinity)."""

@@ -1,4 +1,4 @@
-"""AFMoE (Arcee Trinity)."""
+"""torchtitan model of AFMoE (Arcee Trinity)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primeslurm.nn.layers.rotary import rotary
 
 
 class AfmoeAdapter(TableAdapter):
-    """Names of AFMoE checkpoints."""
+    """State dict adapter between this model and AFMoE checkpoints."""
 
     names = renamed(
         DECODER | MOE,
@@ -34,7 +34,7 @@ class AfmoeAdapter(TableAdapter):
 
 
 class ScaledEmbedding(Embedding):
-    """An embedding times a constant (muP)."""
+    """A token embedding that multiplies its output by a constant (muP)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):

@@ -1,4 +1,4 @@
-"""AFMoE (Arcee Trinity)."""
+"""Family record of AFMoE (Arcee Trinity)."""
 
 from dataclasses import replace
 

@@ -1,1 +1,1 @@
-"""DeepSeek-V3 and R1."""
+"""Model family: DeepSeek-V3 and R1."""

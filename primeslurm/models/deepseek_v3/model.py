@@ -31,7 +31,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
 
 
 def layers(hf: Any, seq_len: int, attention: str) -> list[Any]:
-    """Return the decoder layers of a config with latent attention."""
+    """Return the configs of the decoder layers of a transformers config `hf` with latent attention."""
     refuse_other_activations(hf)
     refuse(
         hf,

@@ -43,7 +43,7 @@ FOOTER = (
 
 
 class DeepSeekV31Config(BaseRendererConfig):
-    """Supports the template's option `thinking`, and `thinking_retention`."""
+    """Recipe options of this renderer: `thinking` (does the model think), and `thinking_retention`."""
 
     name: Literal["custom"] = "custom"
     thinking: bool = False
@@ -52,7 +52,7 @@ class DeepSeekV31Config(BaseRendererConfig):
 
 
 class DeepSeekV31Renderer(ExtendingMixin, DeepSeekV3Renderer):
-    """See the module."""
+    """Renders conversations and parses answers of DeepSeek-V3.1."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = DeepSeekV31Config
 

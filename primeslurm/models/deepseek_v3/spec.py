@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1."""
+"""Family record of DeepSeek-V3 and R1."""
 
 from dataclasses import replace
 

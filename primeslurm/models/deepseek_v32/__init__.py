@@ -1,1 +1,1 @@
-"""DeepSeek-V3.2."""
+"""Model family: DeepSeek-V3.2."""

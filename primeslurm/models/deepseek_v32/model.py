@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention. Every layer has its own indexer."""
+"""torchtitan model of DeepSeek-V3.2: DeepSeek-V3 with sparse attention. Every layer has its own indexer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention."""
+"""Family record of DeepSeek-V3.2: DeepSeek-V3 with sparse attention."""
 
 from dataclasses import replace
 

@@ -20,7 +20,7 @@ _HF, _OURS = "model.layers.{}.", "layers.{}."
 
 
 class Glm4Adapter(TableAdapter):
-    """Names of GLM-4-0414 checkpoints."""
+    """State dict adapter between this model and GLM-4-0414 checkpoints."""
 
     names = {name: ours for name, ours in DECODER.items() if ".mlp." not in name} | {
         _HF + "post_self_attn_layernorm.weight": _OURS + "post_attention_norm.weight",
@@ -36,7 +36,7 @@ class FusedFeedForward(Module):
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         w13: Linear.Config
-        """Gate above up."""
+        """One matrix: rows of the gate projection, then rows of the up projection."""
         w2: Linear.Config
 
     def __init__(self, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""GLM-4-9B-0414, GLM-4-32B-0414 and GLM-Z1."""
+"""Family record of GLM-4-9B-0414, GLM-4-32B-0414 and GLM-Z1."""
 
 from dataclasses import replace
 

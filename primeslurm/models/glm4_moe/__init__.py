@@ -1,1 +1,1 @@
-"""GLM-4.5 to GLM-4.7, and INTELLECT-3."""
+"""Model family: GLM-4.5 to GLM-4.7, and INTELLECT-3."""

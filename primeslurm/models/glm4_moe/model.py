@@ -1,4 +1,4 @@
-"""GLM-4.5 to GLM-4.7, and INTELLECT-3."""
+"""torchtitan model of GLM-4.5 to GLM-4.7, and INTELLECT-3."""
 
 from __future__ import annotations
 

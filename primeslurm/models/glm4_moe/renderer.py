@@ -21,13 +21,13 @@ SYSTEM = (
 
 
 class Intellect3Config(BaseRendererConfig):
-    """The template has no options."""
+    """Config of the renderer, without options, because INTELLECT-3's chat template has none."""
 
     name: Literal["custom"] = "custom"
 
 
 class Intellect3Renderer(ExtendingMixin, PrimeQwen3Renderer):
-    """See the module."""
+    """Renders conversations of INTELLECT-3 as its chat template does."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = Intellect3Config
 
@@ -57,6 +57,6 @@ class Intellect3Renderer(ExtendingMixin, PrimeQwen3Renderer):
 
 
 def _extend(builder: Any, other: Any, begin: int, end: int) -> None:
-    """Append the tokens `begin` to `end` of another builder."""
+    """Append tokens `begin` to `end` of the token builder `other` to `builder`."""
     for name in ("token_ids", "message_indices", "sampled_mask", "is_content"):
         getattr(builder, name).extend(getattr(other, name)[begin:end])

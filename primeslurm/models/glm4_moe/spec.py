@@ -1,4 +1,4 @@
-"""GLM-4.5 to GLM-4.7, and INTELLECT-3."""
+"""Family record of GLM-4.5 to GLM-4.7, and INTELLECT-3."""
 
 from dataclasses import replace
 

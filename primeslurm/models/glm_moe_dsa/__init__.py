@@ -1,1 +1,1 @@
-"""GLM-5 and GLM-5.1."""
+"""Model family: GLM-5 and GLM-5.1."""

@@ -68,7 +68,7 @@ def _indexer(hf: Any, interleaved: bool) -> Indexer.Config:
 
 
 class SparseModel(DeepSeekV3Model):
-    """DeepSeek-V3's decoder, with the context of sparse attention in place of attention masks."""
+    """DeepSeek-V3's decoder that passes layers a `sparse_attention.Context` in place of attention masks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DeepSeekV3Model.Config):
@@ -84,7 +84,7 @@ class SparseModel(DeepSeekV3Model):
 
 
 class SparseStateDictAdapter(DeepSeekV3StateDictAdapter):
-    """DeepSeek-V3's names, and the names of indexers."""
+    """State dict adapter: DeepSeek-V3's checkpoint names, and those of indexers."""
 
     def __init__(self, model_config: SparseModel.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)

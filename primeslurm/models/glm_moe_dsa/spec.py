@@ -1,4 +1,4 @@
-"""GLM-5 and GLM-5.1: latent attention that is sparse."""
+"""Family record of GLM-5 and GLM-5.1: latent attention that is sparse."""
 
 from dataclasses import replace
 

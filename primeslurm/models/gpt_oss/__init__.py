@@ -1,1 +1,1 @@
-"""gpt-oss."""
+"""Model family: gpt-oss."""

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, sliding windows in every other layer, YaRN, and experts with biases."""
+"""torchtitan model of gpt-oss: attention sinks, sliding windows in every other layer, YaRN, and experts with biases."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GptOssExperts(GroupedExperts):
         self.down_bias_ED = nn.Parameter(torch.empty(e, d))
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Compute tokens [rows, dim] that are sorted by expert."""
+        """Return the experts' outputs for tokens [rows, dim], which are sorted by expert."""
         gate_up, gate_up_bias, down, down_bias = (local(getattr(self, name), x_RD.dtype) for name in EXPERT_PARAMETERS)
         offsets = host_value_cache.ends(num_tokens_per_expert_E)
 
@@ -87,7 +87,7 @@ class GptOssExperts(GroupedExperts):
 
 
 class GptOssDecoder(GptOssModel):
-    """torchtitan's model, with our experts."""
+    """torchtitan's gpt-oss decoder, with `GptOssExperts` in its layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssModel.Config):

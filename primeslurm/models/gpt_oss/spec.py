@@ -1,4 +1,4 @@
-"""gpt-oss."""
+"""Family record of gpt-oss."""
 
 from dataclasses import replace
 

@@ -1,1 +1,1 @@
-"""Kimi-K2."""
+"""Model family: Kimi-K2."""

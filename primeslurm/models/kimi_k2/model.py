@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek-V3 under a model type that transformers does not know."""
+"""torchtitan model of Kimi-K2: DeepSeek-V3 under a model type that transformers does not know."""
 
 from __future__ import annotations
 

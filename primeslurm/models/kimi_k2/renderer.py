@@ -35,7 +35,7 @@ class KimiK2ThinkingConfig(BaseRendererConfig):
 
 
 class KimiK2ThinkingRenderer(ExtendingMixin, KimiK25Renderer):
-    """See the module."""
+    """Renders conversations of Kimi-K2-Thinking as its chat template does."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = KimiK2ThinkingConfig
 

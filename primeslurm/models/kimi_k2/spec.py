@@ -1,4 +1,4 @@
-"""Kimi-K2: the architecture of DeepSeek-V3."""
+"""Family record of Kimi-K2: the architecture of DeepSeek-V3."""
 
 from dataclasses import replace
 

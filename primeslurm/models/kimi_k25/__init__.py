@@ -1,1 +1,1 @@
-"""Kimi-K2.5 to K2.7."""
+"""Model family: Kimi-K2.5 to K2.7."""

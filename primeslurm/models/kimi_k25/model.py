@@ -20,10 +20,10 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
 
 
 class KimiStateDictAdapter(DeepSeekV3StateDictAdapter):
-    """DeepSeek-V3's names with a prefix."""
+    """State dict adapter: DeepSeek-V3's checkpoint names, behind the prefix of the text model."""
 
     unchanged = ("vision_tower.", "mm_projector.")
-    """Prefixes of tensors that do not belong to the text model."""
+    """Prefixes of checkpoint tensors outside the text model, which are published as they are."""
 
     def to_hf(self, state_dict: Tensors) -> Tensors:
         return {PREFIX + name: tensor for name, tensor in super().to_hf(state_dict).items()}

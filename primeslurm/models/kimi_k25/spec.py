@@ -1,4 +1,4 @@
-"""Kimi-K2.5 to K2.7: Kimi-K2 with a vision encoder, which is not trained."""
+"""Family record of Kimi-K2.5 to K2.7: Kimi-K2 with a vision encoder, which is not trained."""
 
 from dataclasses import replace
 

@@ -1,1 +1,1 @@
-"""Laguna."""
+"""Model family: Laguna."""

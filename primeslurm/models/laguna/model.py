@@ -1,4 +1,4 @@
-"""Laguna."""
+"""torchtitan model of Laguna."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from primeslurm.nn.layers.rotary import rotary
 
 
 class LagunaAdapter(TableAdapter):
-    """Names of Laguna checkpoints."""
+    """State dict adapter between this model and Laguna checkpoints."""
 
     names = renamed(
         DECODER | MOE,

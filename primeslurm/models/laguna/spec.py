@@ -1,4 +1,4 @@
-"""Laguna."""
+"""Family record of Laguna."""
 
 from dataclasses import replace
 

@@ -1,1 +1,1 @@
-"""Llama 2 and 3, and models with their architecture."""
+"""Model family: Llama 2 and 3, and models with their architecture."""

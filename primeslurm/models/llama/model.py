@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models with their architecture."""
+"""torchtitan model of Llama 2 and 3, and models with their architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models with their architecture."""
+"""Family record of Llama 2 and 3, and models with their architecture."""
 
 from dataclasses import replace
 

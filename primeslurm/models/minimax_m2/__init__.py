@@ -1,1 +1,1 @@
-"""MiniMax-M2."""
+"""Model family: MiniMax-M2."""

@@ -1,4 +1,4 @@
-"""MiniMax-M2."""
+"""torchtitan model of MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from primeslurm.nn.layers.rotary import rotary
 
 
 class MiniMaxM2Adapter(TableAdapter):
-    """Names of MiniMax-M2 checkpoints."""
+    """State dict adapter between this model and MiniMax-M2 checkpoints."""
 
     names = DECODER | renamed(
         MOE,

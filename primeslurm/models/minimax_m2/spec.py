@@ -1,4 +1,4 @@
-"""MiniMax-M2."""
+"""Family record of MiniMax-M2."""
 
 from dataclasses import replace
 

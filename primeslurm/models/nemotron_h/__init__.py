@@ -1,1 +1,1 @@
-"""Nemotron-H and Nemotron 3."""
+"""Model family: Nemotron-H and Nemotron 3."""

@@ -1,4 +1,4 @@
-"""The Mamba-2 layer."""
+"""The Mamba-2 layer of Nemotron-H."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primeslurm.nn.layers.scan import NO_BIASES, HeadScan, Tensors, gated, norme
 
 
 class MambaScan(HeadScan):
-    """Short convolutions and the selective state space. Per group of heads, `c` are its queries and `b` its keys."""
+    """The core of Mamba-2: short convolutions and state space. `c` acts as queries, `b` as keys of a head group."""
 
     def __init__(self, heads: int, chunk: int, min_step: float) -> None:
         super().__init__(heads, chunk)
@@ -36,7 +36,7 @@ class MambaScan(HeadScan):
 
 
 class Mamba2(Module):
-    """Projection, short convolution, selective state space, gated norm, projection."""
+    """A Mamba-2 layer: input projection, `MambaScan`, gated norm, output projection."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

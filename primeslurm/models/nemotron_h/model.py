@@ -24,7 +24,7 @@ from primeslurm.nn.layers.parallelize import parallelize
 
 
 class NemotronHAdapter(TableAdapter):
-    """Names of Nemotron-H checkpoints."""
+    """State dict adapter between this model and Nemotron-H checkpoints."""
 
     names = {
         "backbone.embeddings.weight": "tok_embeddings.weight",
@@ -62,7 +62,7 @@ class NemotronHAdapter(TableAdapter):
 
 
 class NoPositions(Module):
-    """Replaces rotary embeddings in attention without them."""
+    """Stands in for rotary embeddings: returns queries and keys unchanged, because attention has no positions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -78,7 +78,7 @@ class NoPositions(Module):
 
 
 class NemotronHBlock(Module):
-    """A norm, and exactly one of the other four parts."""
+    """A layer: a norm, then Mamba-2, attention, a feed-forward network or experts. The other three are None."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -105,7 +105,7 @@ class NemotronHBlock(Module):
 
 
 class NemotronHDecoder(Decoder):
-    """A decoder of these blocks."""
+    """A decoder of Nemotron-H blocks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):

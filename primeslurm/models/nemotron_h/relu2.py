@@ -19,7 +19,7 @@ EXPERT_PARAMETERS = ("w1_EFD", "w2_EDF")
 
 
 class Relu2FeedForward(Module):
-    """w2(relu(w1(x))^2)."""
+    """Feed-forward network w2(relu(w1(x))^2)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -35,7 +35,7 @@ class Relu2FeedForward(Module):
 
 
 class Relu2Experts(GroupedExperts):
-    """Experts with the same computation as `Relu2FeedForward`."""
+    """Experts that each compute w2(relu(w1(x))^2)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -48,7 +48,7 @@ class Relu2Experts(GroupedExperts):
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Compute tokens [rows, dim] that are sorted by expert."""
+        """Return the experts' outputs for tokens [rows, dim], which are sorted by expert."""
         w1, w2 = (local(getattr(self, name), x_RD.dtype).transpose(-2, -1) for name in EXPERT_PARAMETERS)
         offsets = host_value_cache.ends(num_tokens_per_expert_E)
         hidden = F.relu(self._grouped_mm(A=x_RD, B_t=w1, offs=offsets)).square()

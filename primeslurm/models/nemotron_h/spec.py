@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: separate layers of Mamba-2, attention and experts."""
+"""Family record of Nemotron-H and Nemotron 3: separate layers of Mamba-2, attention and experts."""
 
 from dataclasses import replace
 

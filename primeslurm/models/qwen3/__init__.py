@@ -1,1 +1,1 @@
-"""Qwen3 and Qwen3-MoE."""
+"""Model family: Qwen3 and Qwen3-MoE."""

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE."""
+"""torchtitan model of Qwen3 and Qwen3-MoE."""
 
 from __future__ import annotations
 

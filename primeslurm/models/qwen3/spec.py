@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE."""
+"""Family record of Qwen3 and Qwen3-MoE."""
 
 from dataclasses import replace
 

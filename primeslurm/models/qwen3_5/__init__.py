@@ -1,1 +1,1 @@
-"""Qwen3.5 and later."""
+"""Model family: Qwen3.5 and later."""

@@ -18,7 +18,7 @@ from primeslurm.nn.layers.scan import NO_BIASES, HeadScan, Tensors, gated, norme
 
 
 class DeltaScan(HeadScan):
-    """Short convolutions and the gated delta rule."""
+    """The core of a gated delta net: short convolutions, then the gated delta rule."""
 
     def recur(
         self, mixed: Tensors, rest: Tensors, parameters: Tensors, positions: torch.Tensor, state: torch.Tensor
@@ -34,7 +34,7 @@ class DeltaScan(HeadScan):
 
 
 class DeltaNet(Module):
-    """Projections, short convolution, gated delta rule, gated norm, projection."""
+    """A gated delta net layer: input projections, `DeltaScan`, gated norm, output projection."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

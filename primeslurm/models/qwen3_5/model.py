@@ -59,7 +59,7 @@ class GatedAttention(BaseAttention):
     class Config(BaseAttention.Config):
         head_dim: int
         wq: Linear.Config
-        """Each head's query, followed by its gate."""
+        """Projection to the query of each head, followed by the gate of that head."""
         wk: Linear.Config
         wv: Linear.Config
         wo: Linear.Config
@@ -114,7 +114,7 @@ class Qwen35Block(Module):
 
 
 class Qwen35Decoder(vision.Decoder):
-    """A decoder of these blocks."""
+    """A decoder of Qwen3.5 blocks, with or without a vision encoder."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):

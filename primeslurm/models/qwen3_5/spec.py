@@ -1,4 +1,4 @@
-"""Qwen3.5 and later: dense or with experts, with a vision encoder or without."""
+"""Family record of Qwen3.5 and later: dense or with experts, with a vision encoder or without."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Names of Qwen3.5 checkpoints."""
+"""State dict adapters between the Qwen3.5 model and its three kinds of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from primeslurm.nn.checkpoint_names import DraftFormat, StackedAdapter, TableAda
 
 
 class Qwen35Adapter(TableAdapter):
-    """Names of text-only checkpoints."""
+    """State dict adapter for text-only checkpoints."""
 
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -66,7 +66,7 @@ _DRAFT_WITH_VISION = replace(Qwen35Adapter.draft_format, decoder_layer="model.la
 
 
 class StackedVisionAdapter(StackedAdapter):
-    """Names of released bfloat16 checkpoints with experts and a vision encoder."""
+    """State dict adapter for released bfloat16 checkpoints with stacked experts and a vision encoder."""
 
     names = {hf: ours for hf, ours in _WITH_VISION.items() if ".experts." not in hf}
     experts = "model.language_model.layers.{}.mlp.experts"
@@ -74,7 +74,7 @@ class StackedVisionAdapter(StackedAdapter):
 
 
 class Qwen35VisionAdapter(VisionAdapter):
-    """Names of checkpoints with a vision encoder, and experts one by one."""
+    """State dict adapter for checkpoints with a vision encoder, and experts one by one."""
 
     names = _WITH_VISION
     draft_format = _DRAFT_WITH_VISION

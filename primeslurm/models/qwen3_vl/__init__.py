@@ -1,1 +1,1 @@
-"""Qwen3-VL and Qwen3-VL-MoE."""
+"""Model family: Qwen3-VL and Qwen3-VL-MoE."""

@@ -1,4 +1,4 @@
-"""Qwen3-VL and Qwen3-VL-MoE: Qwen3 with a vision encoder."""
+"""torchtitan model of Qwen3-VL and Qwen3-VL-MoE: Qwen3 with a vision encoder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
 
 
 class Qwen3VLAdapter(VisionAdapter):
-    """Names of Qwen3-VL checkpoints."""
+    """State dict adapter between this model and Qwen3-VL checkpoints."""
 
     names = renamed(DECODER, _PREFIX)
 
 
 class MoeAdapter(StackedAdapter):
-    """Names of Qwen3-VL-MoE checkpoints."""
+    """State dict adapter between this model and Qwen3-VL-MoE checkpoints."""
 
     names = renamed(DECODER | {hf: ours for hf, ours in MOE.items() if ".experts." not in hf}, _PREFIX)
     experts = "model.language_model.layers.{}.mlp.experts"

@@ -1,4 +1,4 @@
-"""Qwen3-VL and Qwen3-VL-MoE: Qwen3 with a vision encoder."""
+"""Family record of Qwen3-VL and Qwen3-VL-MoE: Qwen3 with a vision encoder."""
 
 from dataclasses import replace
 

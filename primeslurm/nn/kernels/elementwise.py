@@ -12,7 +12,7 @@ Inputs = ParamSpec("Inputs")
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Return whether to fuse chains over tensors like this one. Layers that are compiled whole fuse them anyway."""
+    """Return whether to fuse chains over tensors like x. False within compiled layers, which fuse them anyway."""
     return x.is_cuda and x.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
 
 

@@ -34,7 +34,7 @@ def best(wanted: Callable[[], str | None], register: Callable[[str], Any]) -> st
     try:
         _kernels()
     except ImportError as error:
-        log.info("attention by FlashAttention 2: %s", error)
+        log.info("attention uses FlashAttention 2: %s", error)
         return None
     register_flash_attention_impl("FA4", register_fn=lambda: register(__name__))
     return "FA4"

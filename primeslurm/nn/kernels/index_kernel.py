@@ -39,7 +39,7 @@ def index_scores(
 
 
 def _whole(scores: torch.Tensor) -> torch.Tensor:
-    """Restore the padding columns that DeepGEMM cuts off, as -inf."""
+    """Return scores with the padding columns that DeepGEMM has cut off, filled with -inf."""
     # torch's top-k would copy a tensor that is not contiguous.
     queries, keys = scores.shape
     whole = scores.as_strided((queries, scores.stride(0)), (scores.stride(0), 1))
@@ -50,7 +50,7 @@ def _whole(scores: torch.Tensor) -> torch.Tensor:
 def triton_scores(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """Return the same as `index_scores`, from rounded queries and keys."""
+    """Return `index_scores` by the Triton kernel, from queries and keys that are already rounded."""
     queries, heads, size = query.shape
     scores = torch.empty(queries, len(keys), dtype=torch.float32, device=keys.device)
     _scores_kernel[(triton.cdiv(queries, QUERIES), triton.cdiv(len(keys), KEYS))](

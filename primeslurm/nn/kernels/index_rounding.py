@@ -17,6 +17,6 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:
-    """Round rows through FP8 and back. The result is exact in bfloat16."""
+    """Round rows [..., size] to FP8 and convert them back. bfloat16 holds the result exactly."""
     data, scales = quantize(rows)
     return (data.float() * scales.unsqueeze(-1)).to(rows.dtype)

@@ -31,9 +31,9 @@ def _fits(kinds: tuple[tuple[torch.dtype, int], ...]) -> bool:
     # Cached, so that each kind of layer is logged only once.
     reason = _unfit(kinds)
     if reason:
-        log.info("recurrent layers in plain PyTorch: %s", reason)
+        log.info("recurrent layers run in plain PyTorch: %s", reason)
     else:
-        log.info("recurrent layers by flash-linear-attention, heads of %s", [size for _, size in kinds])
+        log.info("recurrent layers use flash-linear-attention, head sizes %s", [size for _, size in kinds])
     return reason is None
 
 
@@ -55,7 +55,7 @@ def state_space(
     positions: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrence.state_space`. Inputs are rounded to the dtype of x. States between chunks are float32."""
+    """Compute Mamba-2 as `recurrence.state_space`. Rounds inputs to the dtype of x; chunk states are float32."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     sharing = x.shape[2] // b.shape[2]
@@ -80,7 +80,7 @@ def gated_delta_rule(
     positions: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrence.gated_delta_rule`. Consecutive heads of v may share a head of q and k."""
+    """Compute the rule as `recurrence.gated_delta_rule`. Consecutive heads of v may share a head of q and k."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     out, state = chunk_gated_delta_rule(

@@ -1,4 +1,4 @@
-"""Copy rows to the places of their experts, and sum the results per row.
+"""Copy each token row once per expert, sorted by expert, and later sum the experts' results per row.
 
 Each of m rows has a fixed number of slots for copies. `where` [m, slots] is the index of each copy among the n spread
 rows, -1 for none. `owner` [n] is the inverse: the flat slot (row * slots + slot) of each spread row, -1 for a padding

@@ -170,7 +170,7 @@ def _add_up(shares: torch.Tensor, where: torch.Tensor, grad_keys: torch.Tensor, 
 
 @triton.jit
 def _find(keys, where, slot, selected, size):
-    """Return pointers to the keys in some slots of a query's selection, and which slots hold a key."""
+    """Return pointers to the keys in slots `slot` of a query's selection `where`, and which slots hold a key."""
     index = tl.load(where + slot, mask=slot < selected, other=-1)
     valid = index >= 0
     return keys + tl.where(valid, index, 0).to(tl.int64) * size, valid

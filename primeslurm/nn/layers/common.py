@@ -33,7 +33,7 @@ def ffn(hf: Any, width: int) -> FeedForward.Config:
 
 
 def build_parts(module: nn.Module, config: Any, *names: str) -> None:
-    """Build fields of a config as submodules of the same names. A field that is None gives a submodule that is None."""
+    """Build the config's fields `names` as submodules of `module`. A field that is None gives a None submodule."""
     for name in names:
         part = getattr(config, name)
         setattr(module, name, None if part is None else part.build())
@@ -69,7 +69,7 @@ def model_spec(
 
 
 def refuse(hf: Any, **features: object) -> None:
-    """Raise ValueError for the first feature, by name, whose value is truthy: it is not implemented."""
+    """Raise ValueError that the first of `features` (name to config value) with a true value is not implemented."""
     for name, value in features.items():
         if value:
             raise ValueError(f"{name} {value} is not supported for {hf.model_type}")

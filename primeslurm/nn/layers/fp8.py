@@ -193,7 +193,7 @@ class FP8Linear(Linear):
 
 
 class FP8Experts:
-    """Mixin for classes of grouped experts that computes their products in block-scaled FP8."""
+    """Mixin for a class of grouped experts, which then multiplies in block-scaled FP8."""
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return grouped_product(A, B_t.transpose(-2, -1), offs)

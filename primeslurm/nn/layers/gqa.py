@@ -87,12 +87,12 @@ def _normalized(rms_norm: Any, heads: torch.Tensor) -> torch.Tensor:
 
 
 class GqaBlock(TransformerBlock):
-    """Attention, then a feed-forward network or experts."""
+    """A decoder layer: grouped-query attention, then a feed-forward network or experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
         post_attention_norm: RMSNorm.Config | None = None  # norm of attention's output
-        post_ffn_norm: RMSNorm.Config | None = None  # norm of the second half's output
+        post_ffn_norm: RMSNorm.Config | None = None  # norm of the output of the feed-forward network or experts
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class GqaBlock(TransformerBlock):
 
 
 class GqaDecoder(vision.Decoder):
-    """Embedding, blocks, norm and head. It does not support tensor parallelism."""
+    """A decoder of GqaBlocks between embedding, final norm and head. It does not support tensor parallelism."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):
@@ -182,7 +182,7 @@ def attention(
 
 
 def block(hf: Any, attention: Attention.Config, **fields: Any) -> GqaBlock.Config:
-    """Return the config of a block with norms before both halves; `fields` are the second half, and further norms."""
+    """Return a block config with norms before both halves. `fields`: feed-forward or experts, and further norms."""
     before = {name: norm(hf, hf.hidden_size) for name in ("attention_norm", "ffn_norm")}
     return GqaBlock.Config(**before, attention=attention, **fields)
 

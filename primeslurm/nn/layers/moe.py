@@ -102,7 +102,7 @@ def routed(experts: Any, top_k: int, kind: type[RoutedExperts] = RoutedExperts, 
 
 
 def shard_experts(moe: Any, *parameters: str) -> None:
-    """Let expert parallelism split these parameters of the experts, [experts, ...], by their first dimension."""
+    """Let expert parallelism split `parameters` [experts, ...] of a layer `moe` by their first dimension."""
     layout = dict.fromkeys(parameters, expert_param_placement_sparse())
     moe.routed_experts.inner_experts.sharding_config = ShardingConfig(state_shardings=layout)
 

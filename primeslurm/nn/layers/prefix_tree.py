@@ -16,7 +16,7 @@ from torchtitan.models.common.attention import VarlenMetadata
 
 
 class BranchKeys(NamedTuple):
-    """The keys of every branch, for varlen attention."""
+    """The keys of every branch, for varlen attention, which needs them to be contiguous."""
 
     key_index: torch.Tensor  # [keys]: token of each key, row after row. A prefix is repeated for each of its branches.
     metadata: VarlenMetadata  # The queries of a branch are the last tokens of its keys.
@@ -54,7 +54,7 @@ def branch_keys(positions: torch.Tensor, branches: torch.Tensor) -> BranchKeys:
 
 
 def branch_mask(positions: torch.Tensor, branches: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
-    """Return the same for flex attention: which query sees which key. `window` None: no sliding window."""
+    """Return flex attention's mask function, by which queries see prefix and branch. `window` None: no window."""
     document = (positions == 0).cumsum(1)
 
     def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

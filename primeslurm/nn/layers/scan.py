@@ -1,4 +1,4 @@
-"""Recurrent layers between their projections, computed per head in segments of rows.
+"""The core of recurrent layers, without their projections, computed per head in segments of rows.
 
 Only the state at the start of each segment is kept; the backward pass recomputes the segment. Memory inside a segment
 therefore does not grow with the rows.
@@ -109,7 +109,7 @@ def in_segments(
 
 
 def gated(gating: Gating, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply norm and gate (`normed_before` or `normed_after`) between a recurrence and the projection after it.
+    """Apply norm and gate, in the order of `gating` (`normed_before`, `normed_after`), to a recurrence's output.
 
     x (float32) and gate are [rows, length, groups, size], and the norm's weight is [size] or [groups, size]. Each group
     is normalized by itself. The result has the gate's dtype.
@@ -124,12 +124,12 @@ def gated(gating: Gating, x: torch.Tensor, gate: torch.Tensor, weight: torch.Ten
 
 
 def normed_before(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize, then gate (gated delta nets)."""
+    """Normalize x, then multiply by the gate's SiLU, as gated delta nets do."""
     return (weight.float() * _normed(x, eps) * F.silu(gate.float())).to(gate.dtype)
 
 
 def normed_after(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Gate, then normalize (Mamba-2)."""
+    """Multiply x by the gate's SiLU, then normalize, as Mamba-2 does."""
     return (weight.float() * _normed(x * F.silu(gate.float()), eps)).to(gate.dtype)
 
 

@@ -61,7 +61,7 @@ class Indexer(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Config of the indexer. Rotary embedding applies to the first `rope_dim` values of each head."""
+        """Sizes of the indexer. Rotary embedding applies to the first `rope_dim` values of each head."""
 
         heads: int
         head_dim: int
@@ -161,7 +161,7 @@ def _best(
     offset: int,
     top_k: int,
 ) -> torch.Tensor:
-    """Select keys for consecutive queries, the first of which is token `offset` of its row."""
+    """Do `select` for consecutive queries of one rank. The first query is token `offset` of its row."""
     rows, length, heads, width = query.shape
     whole = keys.shape[1]
     on_gpu = query.is_cuda and query.dtype == torch.bfloat16 and width & (width - 1) == 0
@@ -206,7 +206,7 @@ class SparseMla(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Config of the core."""
+        """Which of two ways to compute attention to the selected keys."""
 
         dense: bool  # whether to compute all scores at once, for rows not longer than the selection
 
@@ -241,7 +241,7 @@ class SparseAttention(Attention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Attention.Config):
-        """Config of the attention. `inner_attention` is a `SparseMla.Config`."""
+        """Latent attention's config with an indexer. `inner_attention` is a `SparseMla.Config`."""
 
         indexer: Indexer.Config | None  # Indexer. None: the layer uses the selection of layer `selected_by`.
         selected_by: int

@@ -24,7 +24,7 @@ from primeslurm.nn import compat, one_rank
 
 @dataclass(frozen=True)
 class VisionInput:
-    """The images of some packed rows, and their place in the rows."""
+    """Image patches of packed rows, and which tokens of the rows stand for them."""
 
     pixels: torch.Tensor  # [patches, values], all images one after the other
     grids: torch.Tensor  # [images, 3]: patches of each image in time, height and width
@@ -38,7 +38,7 @@ class VisionInput:
 
 
 class VisionEncoder(Module):
-    """The vision encoder of transformers."""
+    """The vision encoder of a model, in transformers' implementation."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -71,7 +71,7 @@ class VisionEncoder(Module):
 
 
 class Decoder(titan.Decoder):
-    """A decoder that may have a vision encoder."""
+    """torchtitan's decoder, which may have a vision encoder in front."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Decoder.Config):

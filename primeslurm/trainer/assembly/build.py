@@ -129,7 +129,7 @@ def _draft_layer(
 
 
 def _allocated(draft: ModelDraft, dims: Dims, world: World, *, is_loaded: bool) -> Any:
-    """Shard a converted model and allocate it. If it `is_loaded` afterwards, its weights are not initialized."""
+    """Shard a converted model and allocate it. `is_loaded`: the caller loads weights, so they are not initialized."""
     trainer = draft.recipe.trainer
     model = _shard(draft, dims)
     if is_loaded:
@@ -146,7 +146,7 @@ def _settings(recipe: Recipe) -> SimpleNamespace:
 
 
 def _parallelism(recipe: Recipe) -> ParallelismConfig:
-    """Return torchtitan's parallelism config. Context parallelism is ours: torchtitan sees each shard as a row."""
+    """Return torchtitan's parallelism config. It omits context parallelism, which `context_parallel` adds."""
     layout = recipe.trainer.parallelism
     return ParallelismConfig(
         data_parallel_replicate_degree=layout.dp_replicate,
@@ -252,7 +252,7 @@ def _loaded_together(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> l
 
 
 def _trained_names(hf_config: Any, files: TensorFiles) -> tuple[set[str], set[str]]:
-    """Return the names of stored tensors, of the policy and of draft layers, without derived tensors and scales."""
+    """Return the names of the policy's and of the draft layers' stored tensors, without derived tensors and scales."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, draft_layer.number_of_layers(hf_config))
     endings = _DERIVED + ((FP8_SCALE,) if model_directory.is_quantized(hf_config) else ())

@@ -31,7 +31,7 @@ def freeze_vision_encoder(draft: ModelDraft) -> None:
 
 
 def fit(draft: ModelDraft) -> None:
-    """Add the parallelism and training settings to the config, as torchtitan's own trainer does."""
+    """Apply the recipe's parallelism and training settings to the model's config, as torchtitan's trainer does."""
     draft.config.update_from_config(config=draft.settings)
 
 

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, with its own code, sharded by FSDP. Masks are dense (quadratic memory)."""
+"""Train any causal language model with transformers' own code, sharded by FSDP. Masks are dense (quadratic memory)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class GenericModel(Scorable, nn.Module):
-    """A model of transformers with the interface of our models: packed rows, and masks made from positions.
+    """A transformers model with the interface of `primeslurm.models`: packed rows, and masks made from positions.
 
     Without `vlm`, only text is trained. Raises ValueError if the model is not supported.
     """
@@ -66,7 +66,7 @@ class GenericModel(Scorable, nn.Module):
     def forward(
         self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any, images: VisionInput | None = None
     ) -> Any:
-        """Logits [rows, length, vocab] of tokens [rows, length]; within `scoring`, scores [trained tokens]."""
+        """Return logits [rows, length, vocab]; within `scoring`, log-probabilities and entropies [trained tokens]."""
         inputs = {"input_ids": tokens, "position_ids": positions}
         if images is not None and self.vision is not None:
             inputs = self.vision.embedded(tokens, positions, images)
@@ -141,7 +141,7 @@ class GenericAdapter:
         }
 
     def from_hf(self, hf_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the state dict of the last `to_hf`: the checkpoint was read into its memory."""
+        """Return the model tensors of the last `to_hf`. Loading has filled them, because both dicts share memory."""
         return self._last
 
     def _has_experts(self, name: str) -> bool:
@@ -223,7 +223,7 @@ LANGUAGE_MODELS = ("language_model", "text_model")
 
 @dataclass(frozen=True)
 class VisionParts:
-    """Vision encoder and language model of a model of transformers."""
+    """The vision encoder and the language model within a transformers model."""
 
     inner: Any  # the whole model
     encoder: nn.Module
@@ -231,7 +231,7 @@ class VisionParts:
 
     @classmethod
     def of(cls, inner: Any, settings: Vlm) -> VisionParts:
-        """Find the parts by the names in the recipe, or by usual names. Raises ValueError if that is not possible."""
+        """Find both by the attribute names in `model.vlm`, or by usual names. Raises ValueError if one is missing."""
         encoder = _part(inner, "vision_encoder", settings.vision_encoder, ENCODERS)
         language_model = _part(inner, "language_model", settings.language_model, LANGUAGE_MODELS)
         if {id(module) for module in encoder.modules()} & {id(module) for module in language_model.modules()}:
@@ -239,7 +239,7 @@ class VisionParts:
         return cls(inner, encoder, language_model)
 
     def freeze(self, encoder: bool, others: bool) -> None:
-        """Freeze the encoder, and everything else but the language model and its head (for example a projector)."""
+        """Freeze the encoder if `encoder`, and modules outside encoder and language model (a projector) if `others`."""
         head = self.inner.get_output_embeddings()
         parts = {id(p) for part in (self.encoder, self.language_model, head) for p in part.parameters()}
         for parameter in self.inner.parameters():

@@ -25,7 +25,7 @@ class Interrupt:
         threading.Thread(target=self._wait, name="interrupt", daemon=True).start()
 
     def share(self, store: Any) -> None:
-        """Share interrupts with the other ranks through a TCPStore client that nothing else uses."""
+        """Exchange interrupts with the other ranks through a TCPStore client, which nothing else may use."""
         self._store = store
         if self._event.is_set():
             store.set(_KEY, "1")

@@ -10,7 +10,7 @@ from primeslurm.recipe import Recipe
 
 @dataclass
 class ModelDraft:
-    """State of a model during its conversion."""
+    """A model's torchtitan config and, once it is built, its modules. Converters change both."""
 
     recipe: Recipe
     spec: Any

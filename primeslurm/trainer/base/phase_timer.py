@@ -42,7 +42,7 @@ class PhaseTimer:
             self._seconds[name] += self._last[name]
 
     def took(self, name: str, seconds: float) -> None:
-        """Set the duration of the last `name`, if it ran in the background of other phases."""
+        """Set the seconds of phase `name`, which ran in the background of other phases, to those of its last run."""
         self._last[name] = seconds
 
     def seconds(self, name: str) -> float:
@@ -50,7 +50,7 @@ class PhaseTimer:
         return self._seconds[name]
 
     def take(self, gpus: int) -> dict[str, float]:
-        """End a step: return metrics of the time since the last call, and begin again."""
+        """End a step: return metrics of the time per phase since the last call, for `gpus` GPUs, and begin again."""
         self.steps_done += 1
         now = time.monotonic()
         elapsed_s, self._taken_at = now - self._taken_at, now

@@ -1,4 +1,4 @@
-"""Checkpoints in DCP format, loadable by any number of ranks and committed together with the orchestrator."""
+"""The trainer's checkpoints in torch's DCP format. Trainer and orchestrator commit them together."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Checkpoints:
         self._stager: DefaultStager | None = None
         self.damaged: list[CheckpointSetAside] = []  # checkpoints that `restore` set aside, on rank 0
         self._asynchronous = config.asynchronous if pinned else bool(config.asynchronous)
-        """None until the first save has compared the state with the free host memory."""
+        """Whether a thread writes checkpoints. None: the first save decides, by the free host memory."""
         self._copies: LocalCopies | None = None
         if config.local and (directory := os.environ.get(LOCAL_CHECKPOINTS)):
             self._copies = LocalCopies(Path(directory), world, _BACKSTOP)
@@ -119,7 +119,7 @@ class Checkpoints:
             self._save(step, train_step, timer)
 
     def finish(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
-        """Save `step` unless it is saved, and return when everything is committed. The last call. Raises as `after`."""
+        """Save `step` unless it is saved, and wait until it is committed. No call may follow. Raises as `after`."""
         if self._copies is not None:
             self._copies.close()  # the run does not restart from its last checkpoint
             self._copies = None
@@ -155,7 +155,7 @@ class Checkpoints:
         return 0
 
     def _newest_undamaged(self) -> int:
-        """Set checkpoints aside whose damage is visible without reading shards. Return the newest other step."""
+        """Rename checkpoints that are damaged even without reading shards. Return the newest other step, or 0."""
         steps: list[int] = []
 
         def look() -> None:
@@ -190,7 +190,7 @@ class Checkpoints:
             return sorted(set(damage))
         if self._copies is not None:
             percent = 100 * reader.bytes_from_copies / max(1, counter.bytes)
-            log.info("step %d: %.1f %% of %.3f GB read from copies on this node", step, percent, counter.bytes / 1e9)
+            log.info("step %d: read %.1f %% of %.3f GB from local copies", step, percent, counter.bytes / 1e9)
         return []
 
     def _save(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
@@ -260,7 +260,7 @@ class Checkpoints:
                 full or (is_unreachable(self._world, error) and self._lost_in_a_row < MAX_ATTEMPTS)
             ):
                 raise
-            log.warning("step %d is not saved: %s", pending.step, error)
+            log.warning("the checkpoint of step %d was not saved: %s", pending.step, error)
             if self._world.is_main:
                 files.remove_tree(checkpoints.step_dir(self._run_dir, pending.step), ignore_errors=True)
             return False

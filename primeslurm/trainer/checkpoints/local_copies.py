@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 
 class LocalCopies:
-    """Local copies of this rank's shards, and of the shards of a rank on another node. All methods are collectives.
+    """On this node's disk: copies of this rank's shards and of those of a rank elsewhere. Methods are collectives.
 
     `directory` is the same for all ranks of a node. `timeout` limits the wait for one chunk from another rank.
     """
@@ -68,20 +68,20 @@ class LocalCopies:
         self._replication = self._thread.submit(self._replicate, step)
 
     def wait(self) -> None:
-        """Wait for a running replication. Raises RankError if a rank could not be reached."""
+        """Wait until the transfer that `replicate` started ends. Raises RankError if a rank could not be reached."""
         if self._replication is not None:
             replication, self._replication = self._replication, None
             self._finish(replication, "copying a checkpoint to another node")
 
     def recover(self, step: int, shards: Sizes) -> dict[str, Path]:
-        """Return the local copies of `shards` by file name, after fetching lost ones. Raises RankError."""
+        """Fetch lost copies of `shards` from other nodes. Return all local copies by file name. Raises RankError."""
         held = self._world.collect(_sizes(self._step_directory(step)))
         if transfers := missing(self._nodes, held, shards):
             self._finish(self._thread.submit(self._move, step, transfers), "getting copies from other nodes")
         return {path.name: path for path in self._directory.glob(f"rank-*/{self._step_directory(step).name}/*")}
 
     def close(self) -> None:
-        """Delete this rank's copies. The last call."""
+        """Delete this rank's copies. No call may follow."""
         self.wait()
         self._thread.shutdown()
         shutil.rmtree(self._rank_directory, ignore_errors=True)
@@ -165,7 +165,7 @@ def replica_ranks(nodes: Sequence[str]) -> list[int | None]:
 
 
 def missing(nodes: Sequence[str], held: Sequence[Sizes], shards: Sizes) -> list[Transfer]:
-    """List transfers of shards that their writer's node has lost and another node still has, in the same size."""
+    """List transfers of shards whose copies the writer's node lost and another node holds. `held`: copies by rank."""
     transfers = []
     for name, size in sorted(shards.items()):
         writer = _writer(name)

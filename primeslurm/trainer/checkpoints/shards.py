@@ -49,7 +49,7 @@ class DamagedShardError(Exception):
 
 @dataclass
 class ByteCounter:
-    """Bytes that this rank's threads have read or written so far, as a sign of their progress."""
+    """Counts the bytes that this rank's threads have read or written, so that heartbeats can show progress."""
 
     bytes: int = 0
 
@@ -86,7 +86,7 @@ class CopyFile:
             self._give_up(error)
 
     def _give_up(self, error: BaseException | None) -> None:
-        log.warning("no copy on this node: %s: %s", self._path, error)
+        log.warning("cannot write a local checkpoint copy: %s: %s", self._path, error)
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -329,7 +329,7 @@ def _balanced(items: Sequence[Any], count: int) -> list[list[Any]]:
 
 
 def _by_thread(pieces: Sequence[_StoredPiece], threads: int) -> list[list[_StoredPiece]]:
-    """Give each thread neighbouring pieces of about the same total size."""
+    """Divide the pieces into one list of neighbours per thread, of about the same total size."""
     bytes_per_thread = sum(piece.length for piece in pieces) / max(1, threads)
     assigned: dict[int, list[_StoredPiece]] = defaultdict(list)
     offset = 0

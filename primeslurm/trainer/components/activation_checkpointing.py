@@ -1,4 +1,4 @@
-"""Activation checkpointing: the tensors that layers save for the backward pass; they recompute the others."""
+"""Activation checkpointing: which tensors layers save for the backward pass. They recompute all others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from primeslurm.nn.layers import sparse_attention
 
 
 class MatrixProductsAC(SelectiveAC):
-    """torchtitan's selective checkpointing, except that results of `bmm` are recomputed and selected keys are saved."""
+    """torchtitan's selective checkpointing, but it recomputes `bmm` and saves the selection of sparse attention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """Config of SelectiveAC."""
+        """torchtitan's config, unchanged. It builds this class."""
 
     def get_save_ops(self) -> set[Any]:
         # Our models use bmm inside the chunks of recurrent layers, which are recomputed anyway, and for absorbed
@@ -29,7 +29,7 @@ class ChosenExpertsAC(SelectiveAC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """Config of SelectiveAC."""
+        """torchtitan's config, unchanged. It builds this class."""
 
     def get_save_ops(self) -> set[Any]:
         # A compiled layer rounds differently in the forward pass and in the recomputation, so the router could choose

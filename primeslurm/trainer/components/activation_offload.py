@@ -1,4 +1,4 @@
-"""Offload of the activations that checkpointing saves to host memory, until the backward pass."""
+"""Move the activations that checkpointing saves to host memory, until the backward pass needs them."""
 
 from __future__ import annotations
 

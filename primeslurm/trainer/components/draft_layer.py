@@ -45,7 +45,7 @@ _FORMAT = DraftFormat(
 
 
 class JoinedInput(Module):
-    """The input of a draft layer, in the place of a decoder's embedding."""
+    """Projects a draft layer's joined input to the model dimension, in the place of a decoder's embedding."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -58,13 +58,13 @@ class JoinedInput(Module):
         build_parts(self, config, "enorm", "hnorm", "eh_proj")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Join embeddings of next tokens and hidden states [rows, length, 2 * dim]."""
+        """Project [rows, length, 2 * dim], embeddings of next tokens beside hidden states, to [rows, length, dim]."""
         embeddings, hidden = inputs.chunk(2, dim=-1)
         return self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1))
 
 
 class NoHead(Module):
-    """The head of a decoder that returns its normalized hidden states."""
+    """A head that returns hidden states as they are, because the policy's head computes the logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -78,7 +78,7 @@ class NoHead(Module):
 
 
 class DraftLayerAdapter:
-    """Names the tensors of draft layer `number` as checkpoints do. `decoder` is the adapter of the family's decoder."""
+    """Maps tensors of draft layer `number` to checkpoint names, by the state dict adapter `decoder` of its family."""
 
     def __init__(self, decoder: Any, number: int) -> None:
         self.format = _format_of(decoder)
@@ -96,7 +96,7 @@ class DraftLayerAdapter:
         return outside | loaded
 
     def for_checkpoint(self, names: Iterable[str]) -> DraftLayerAdapter:
-        """Return the adapter for a checkpoint with these names: this one, or that for stacks of experts."""
+        """Return the adapter for a checkpoint with these tensor names: this one, or another if it stacks experts."""
         decoder = adapter_for_checkpoint(self._decoder, names)
         return self if decoder is self._decoder else DraftLayerAdapter(decoder, self._number)
 

@@ -24,7 +24,7 @@ from primeslurm.trainer.components import lora
 
 
 class _Stack:
-    """A sharded stack of expert matrices [experts, n, k]. FSDP calls its `_before` and `_after` as extension hooks."""
+    """A sharded stack of expert matrices [experts, n, k]. FSDP calls `_before` and `_after` around its all-gather."""
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
@@ -71,7 +71,7 @@ class _Stack:
 
 
 class FP8Gather:
-    """All FP8 expert stacks of a model. Scales of stacks with the same ranks are contiguous, for one all-reduce."""
+    """All FP8 expert stacks of a model. Stacks on the same ranks share a scale buffer, so one all-reduce is enough."""
 
     def __init__(self, stacks: list[_Stack]) -> None:
         by_group = {stack.group: [each for each in stacks if each.group is stack.group] for stack in stacks}
@@ -115,7 +115,7 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def _fits(parameter: Any) -> bool:
-    """Return whether a parameter is used by FP8 products only, and all of its shards consist of whole blocks."""
+    """Return whether only FP8 products use a parameter, and no FP8 block is split between ranks."""
     # Experts hold most of a large model's weights. Shards of other weights often split blocks.
     info, size = parameter._module_info, parameter._orig_size
     multiplies = isinstance(info.module, FP8Experts) and type(info.module)._grouped_mm is FP8Experts._grouped_mm

@@ -28,7 +28,7 @@ def token_logprobs(
     """Return log-probabilities and entropies (without gradient) of the trained tokens, float32 [trained tokens].
 
     `hidden` [rows, len, dim] is the input of the head and `weight` [vocab, dim] its weight. `labels` and `temperatures`
-    are [trained tokens], and `places` the flat positions (of rows * len) that predict them. The logits of `chunk`
+    are [trained tokens], and `places` the positions (indices into rows * len) that predict them. The logits of `chunk`
     tokens exist at once, and are recomputed in the backward pass. None: all are saved. `dtype` is that of logits. None:
     the dtype of `hidden`.
     """
@@ -40,7 +40,7 @@ def token_logprobs(
 
 
 def logit_scores(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
-    """Return the same as `token_logprobs`, from logits [tokens, vocab]."""
+    """Return log-probabilities and entropies as `token_logprobs` does, from logits [tokens, vocab]."""
     scores: Scores = _OfLogits.apply(logits, labels, temperatures)
     return scores
 
@@ -65,7 +65,7 @@ def next_token_loss(
 
 
 class _OfLogits(torch.autograd.Function):
-    """Log-probabilities and entropies with few passes over the logits."""
+    """Autograd function from logits to log-probabilities and entropies, with few passes over the logits."""
 
     # With a vocabulary of 150,000, these passes take time comparable to the matrix product. Plain autograd takes more
     # than twice as long and saves several float32 tensors of the size of the logits instead of one.
@@ -97,7 +97,7 @@ def _slope(p: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor, dtype: tor
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return logits of `dtype`, which are rounded only to it. Does not record gradients on a GPU."""
+    """Return logits in `dtype`, not rounded to a narrower one first. Does not record gradients on a GPU."""
     if dtype in (None, hidden.dtype):
         return F.linear(hidden, weight)
     if hidden.is_cuda:  # without a float32 copy of the weight
@@ -184,7 +184,7 @@ class Scorable:
 
     @contextmanager
     def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
-        """Make the model return `token_logprobs` instead of logits within the body. Arguments are those of it."""
+        """Within the `with` body, the model returns `token_logprobs` of these arguments instead of logits."""
         # Scores are computed in the head's forward pass, because FSDP has gathered the weight only there. The labels
         # are set beforehand, because the decoder passes only hidden states to its head.
         self._targets = labels, temperatures, places
@@ -195,11 +195,11 @@ class Scorable:
 
 
 class ScoringHead(Scorable, Linear):
-    """A language model head that scores."""
+    """A language model head that can return log-probabilities and entropies instead of logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """Config of Linear, plus the chunk size and the dtype of logits."""
+        """torchtitan's Linear config, plus the chunk size [tokens] and the dtype of logits."""
 
         chunk: int | None = None  # as in `token_logprobs`
         dtype: torch.dtype | None = None  # as in `token_logprobs`

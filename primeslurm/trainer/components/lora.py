@@ -38,7 +38,7 @@ _NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weig
 
 @dataclass
 class RowOwners:
-    """The adapter of each row of a batch."""
+    """Which LoRA adapter each row of a batch uses."""
 
     index: torch.Tensor | None = None
     """Index of each row's adapter [rows], ascending. None: there is only one adapter."""
@@ -78,7 +78,7 @@ class RowAdapters:
 
 
 class _RowDispatcher:
-    """A dispatcher whose tokens, in their order by expert, are also sorted by adapter."""
+    """Wraps a token dispatcher, so that the tokens of each expert are also sorted by LoRA adapter."""
 
     def __init__(self, dispatcher: Any, experts: Any, owners: RowOwners) -> None:
         self._dispatcher, self._experts, self._owners = dispatcher, experts, owners
@@ -107,7 +107,7 @@ class _RowDispatcher:
 
 
 def adapt_rows(model: Any, owners: RowOwners) -> None:
-    """Let each module compute with its `row_adapters`, by weight, instead of its own adapters."""
+    """Make each module of a LoRA model add its `row_adapters` (by weight name) instead of its own adapters."""
     for module in model.modules():
         if hasattr(module, "row_adapters"):
             module.row_adapters = {}
@@ -137,7 +137,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_experts(name: str) -> bool:
-    """Return whether an adapter's parameter has a pair for each expert."""
+    """Return whether the adapter parameter `name` belongs to experts, and so stacks one matrix per expert."""
     return name.endswith(tuple(weight + suffix for weight in EXPERT_WEIGHTS for suffix in (A, B)))
 
 
@@ -245,7 +245,7 @@ def _grouped(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.T
 
 
 def draw(parameter: torch.Tensor, seed: str) -> None:
-    """Initialize uniformly within 1/sqrt(in). The values do not depend on the number of ranks."""
+    """Initialize an adapter's A uniformly within 1/sqrt(in). Values depend on `seed` only, not on the sharding."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     bound = parameter.shape[-2] ** -0.5
     values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)

@@ -57,7 +57,7 @@ MAX_TEACHER_DIFFERENCE = 15.0
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets of a micro batch: tensors [rows, len] of all positions, or [trained tokens] for losses."""
+    """What a micro batch trains: tensors [rows, len] of all positions, or [trained tokens] once selected for a loss."""
 
     labels: torch.Tensor  # token that the position predicts
     logprobs: torch.Tensor  # the engine's log-probability of the token
@@ -65,7 +65,7 @@ class Targets:
     temperatures: torch.Tensor  # sampling temperature of the token
     on_policy: torch.Tensor  # whether the current policy sampled the whole rollout
     ref_logprobs: torch.Tensor  # The teacher's log-probability of a sampled token. 0 without a teacher.
-    documents: Documents  # assignment of tokens to sequences
+    documents: Documents  # the packed sequence of each token
     echo_weights: torch.Tensor | None = None
     """Cross-entropy weight of observed tokens; 0 for sampled tokens. None: all tokens were sampled."""
 
@@ -246,7 +246,7 @@ def importance(
 
 
 def at_most(values: torch.Tensor, bound: float) -> torch.Tensor:
-    """Limit values to `bound` but keep their gradient. Smaller values do not change by a bit."""
+    """Limit values to `bound` but pass gradients through. Values below `bound` stay bit-identical."""
     return values - (values.detach() - bound).clamp(min=0)
 
 

@@ -1,4 +1,4 @@
-"""How linear layers and experts multiply: in block-scaled FP8, or expert by expert."""
+"""Replace the matrix products of linear layers and experts: block-scaled FP8, or one product per expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primeslurm.wire.weight_transfer.tensor_names import in_fp8
 
 
 def convert(draft: ModelDraft) -> None:
-    """Set the products of a built model as the recipe says."""
+    """Replace the matrix products of a built model if the recipe asks for FP8 or for one product per expert."""
     trainer = draft.recipe.trainer
     # A reference for debugging, if the grouped kernels are suspected of wrong results.
     for module in () if trainer.grouped_mm else draft.model.modules():
@@ -28,9 +28,9 @@ def convert(draft: ModelDraft) -> None:
 
 
 def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> None:
-    """Convert the projections and experts of a model to FP8 products, before FSDP shards it.
+    """Make the projections and experts of a model multiply in FP8. Call it before FSDP shards the model.
 
-    If the model's checkpoint stores weights in FP8 (`stored`), other projections are not converted.
+    If the checkpoint stores weights in FP8 (names in `stored`), only those projections change, and all experts.
     """
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):

@@ -21,9 +21,9 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
-        """Config of TokenChoiceTopKRouter, plus the layer."""
+        """torchtitan's router config, plus the layer's index."""
 
-        layer: int = -1  # index of the layer in the model
+        layer: int = -1  # index of the layer in the model, which selects the experts to replay
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -27,7 +27,7 @@ class VarlenAttention(titan.VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.VarlenAttention.Config):
-        """Config of torchtitan's varlen attention."""
+        """torchtitan's config, unchanged. It builds this class."""
 
     def forward(
         self,
@@ -140,7 +140,7 @@ def visible(documents: VarlenMetadata, window: tuple[int, int]) -> torch.Tensor:
 
 
 def _positions(boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's document and its position relative to the end of the document (negative)."""
+    """Return the document of each token, and its (negative) distance from the end of that document."""
     lengths = boundaries.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=boundaries.device), lengths)
     index = torch.arange(int(boundaries[-1]), device=boundaries.device)

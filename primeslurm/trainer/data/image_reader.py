@@ -99,7 +99,7 @@ def _formats() -> list[str]:
 
 
 def _decoded(data: bytes) -> Image.Image:
-    """Decode an image as engines do: in RGB, rotated by its EXIF tag, on white."""
+    """Decode an image as engines do: RGB, rotated by its EXIF tag, with transparency on white."""
     with Image.open(io.BytesIO(data), formats=_formats()) as opened:
         image = ImageOps.exif_transpose(opened)
     if image.mode == "RGB" or not image.has_transparency_data:
@@ -112,7 +112,7 @@ def _decoded(data: bytes) -> Image.Image:
 
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Add the image's source to errors."""
+    """Convert errors of the `with` body to a ValueError that names the image's source."""
     try:
         yield
     except FileNotFoundError:

@@ -38,7 +38,7 @@ class Example:
 
 
 class ExampleList(Protocol):
-    """All examples of a run, in file order."""
+    """A sequence of all tokenized examples of a run, in the order of the data file."""
 
     def __len__(self) -> int: ...
 
@@ -65,7 +65,7 @@ class Conversations:
         return TrainingText(self.tokenizer, self.every)
 
     def read(self, part: int = 0, parts: int = 1) -> Iterator[Example | None]:
-        """Yield the examples of the lines that begin in one of `parts` parts of the file; None for a too long one.
+        """Yield the examples in byte range `part` of `parts` equal ranges of the file; None for a too long one.
 
         Raises OSError, and ValueError with file and line if a line cannot be used.
         """
@@ -81,7 +81,7 @@ class Conversations:
             yield _fitting(example, self.seq_len)
 
     def check_count(self, usable: int, too_long: int) -> None:
-        """Log the number of dropped examples. Raise ValueError if none is left."""
+        """Log how many examples were dropped as `too_long`. Raise ValueError if none is `usable`."""
         if too_long:
             log.warning("%s: dropped %d examples of more than %d tokens", self.path, too_long, self.seq_len)
         if not usable:
@@ -100,7 +100,7 @@ def batch(
 ) -> Batch:
     """Return one rank's rows for `step` (from 1). Every rank gets the same number of rows.
 
-    Rows have `seq_len` tokens. If up to `joined` of them become one row, it is a micro batch, without their padding.
+    Rows have `seq_len` tokens. If `joined` > 1, up to so many rows become one longer row without padding between them.
     """
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
     rows = _pack(chosen, seq_len)

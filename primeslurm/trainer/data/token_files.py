@@ -38,7 +38,7 @@ _TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Sizes of one part."""
+    """Amount of data in the files of one part, which one rank tokenized."""
 
     examples: int
     tokens: int
@@ -54,7 +54,7 @@ class TokensRecord(msgspec.Struct, frozen=True):
 
 
 class TokenFiles:
-    """Memory-mapped examples. Only those of the current batch are read."""
+    """All tokenized examples of a run, memory-mapped from `<run>/tokens`. Only accessed examples are read."""
 
     def __init__(self, directory: Path, parts: tuple[Part, ...]) -> None:
         named = [(part, partial(_file, directory, i)) for i, part in enumerate(parts)]
@@ -79,7 +79,7 @@ class TokenFiles:
 
 
 def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: World) -> ExampleList:
-    """Return the tokenized examples of a run, after tokenizing them if necessary. A collective.
+    """Return the examples of a run, and tokenize them first unless an earlier attempt did. A collective.
 
     Raises RankError if a rank cannot read its part, a line is invalid, or no example is short enough.
     """
@@ -136,7 +136,7 @@ def _complete(directory: Path, conversations: Conversations, record: TokensRecor
 
 
 def _read(directory: Path, made_of: str) -> TokensRecord | None:
-    """Read the record. Return None if the files are incomplete or were made from other inputs."""
+    """Read record.json. Return None if the files are incomplete or their input digest is not `made_of`."""
     try:
         record = decode_json(files.read_bytes(directory / "record.json"), TokensRecord)
         complete = all(_is_whole(directory, i, part) for i, part in enumerate(record.parts))

@@ -62,7 +62,7 @@ class LocalDocuments:
 
 @runtime_checkable
 class Shardable(Protocol):
-    """Masks of an attention layer that gathers other ranks' tokens itself, in both styles."""
+    """Attention masks that can be cut to one rank's shard, for layers that gather other ranks' tokens themselves."""
 
     def shard(self, group: ProcessGroup) -> Any:
         """Return the masks of this rank's shard of each row."""
@@ -81,7 +81,7 @@ class ContextParallel:
         return tensor.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 
     def masks(self, masks: Any, seq_len: int) -> Any:
-        """Convert the masks of whole rows to this rank's. A mapping has one mask per kind of layer."""
+        """Convert attention masks of whole rows to those of this rank. A mapping has one mask per kind of layer."""
         if isinstance(masks, Shardable):
             return masks.shard(self.group)
         if self.style == "ulysses":

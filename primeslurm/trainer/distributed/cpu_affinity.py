@@ -19,7 +19,7 @@ _ADDRESS_BYTES = 32
 
 @dataclass(frozen=True)
 class CpuAffinity:
-    """Cores and threads of a rank."""
+    """The GPU of a rank, the cores that the rank runs on, and its number of threads."""
 
     gpu: str  # PCI address of its GPU
     cores: frozenset[int]

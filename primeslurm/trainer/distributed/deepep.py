@@ -16,11 +16,11 @@ from primeslurm.trainer.base.model_draft import ModelDraft
 
 
 class DeepEPDispatcher(DeepEPTokenDispatcher):
-    """torchtitan's DeepEP dispatcher, fixed for new groups, rows of different lengths, and recomputed layers."""
+    """torchtitan's DeepEP dispatcher, with fixes for new process groups, rows of unequal length and recomputation."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DeepEPTokenDispatcher.Config):
-        """Config of DeepEPTokenDispatcher, plus the chunk size."""
+        """torchtitan's DeepEP config, plus the chunk size [tokens]."""
 
         chunk: int | None = None  # Maximum number of a rank's tokens per dispatch. None: all of them.
 
@@ -78,7 +78,7 @@ def convert(draft: ModelDraft) -> None:
 
 
 def split_into_chunks(draft: ModelDraft) -> None:
-    """Dispatch tokens in chunks if the recipe sets a chunk size. Needs the built model."""
+    """Make the built model dispatch tokens in chunks, if the recipe sets a chunk size."""
     if draft.recipe.trainer.parallelism.deepep_token_chunk is None:
         return
     for module in draft.model.modules():

@@ -35,7 +35,7 @@ def is_unreachable(world: World, error: RankError) -> bool:
 def retry_while_full(
     world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = RETRY_S
 ) -> T:
-    """Call `write` until it succeeds. A full disk is waited for without limit, an unreachable one for MAX_ATTEMPTS.
+    """Call `write` until it succeeds. Retries a full disk forever, an unreachable one MAX_ATTEMPTS times.
 
     A collective. Directories `partial` are deleted after a failed attempt, to free their space. Raises RankError if the
     write failed for another reason, or too often.

@@ -25,20 +25,20 @@ from primeslurm.trainer.distributed.world import HostCopy
 
 @dataclass(frozen=True)
 class Copies:
-    """Assignment of n copies to m rows: `where` [m, slots] and `owner` [n], as in `nn.kernels.rows`."""
+    """Which of m rows each of n row copies belongs to. `nn.kernels.rows` explains `where` [m, slots], `owner` [n]."""
 
     where: torch.Tensor
     owner: torch.Tensor
 
     def first(self, count: int) -> Copies:
-        """Return the first `count` copies. The others must not belong to any row."""
+        """Drop all copies after the first `count`. The dropped ones must not belong to any row."""
         return Copies(self.where, self.owner[:count])
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
         return rows.spread(tensor, self.where, self.owner)
 
     def gathered(self, tensor: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum rows [n, dim], times weights [m, slots], to [m, dim]."""
+        """Sum the copies [n, dim] of each row, times weights [m, slots]. Returns [m, dim]."""
         return rows.gathered(tensor, self.where, self.owner, weights)
 
 
@@ -67,11 +67,11 @@ class Metadata(LocalDispatchMetadata):
 
 
 class OrderedDispatcher(AllToAllTokenDispatcher):
-    """The replacement for torchtitan's all-to-all dispatcher."""
+    """Token dispatcher that replaces torchtitan's all-to-all: it sends a token once per rank, not per expert."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
-        """Config of AllToAllTokenDispatcher, plus the row alignment."""
+        """torchtitan's all-to-all config, plus the alignment of each expert's rows."""
 
         alignment: int = 1  # Each expert's rows are padded with zeros to a multiple of this. FP8 kernels need 128.
 
@@ -167,7 +167,7 @@ class _Numbers:
         self._copied = None if torch.compiler.is_compiling() else HostCopy(torch.cat([*of_ranks, counts]))
 
     def read(self) -> tuple[list[list[int]], int]:
-        """Return the rows to and from each rank, and the total rows of the local experts. Cache the latter's counts."""
+        """Wait for the counts. Return the rows to and from each rank, and the total rows of this rank's experts."""
         if self._copied is None:
             *of_ranks, (pairs,) = (part.to("cpu").tolist() for part in (*self._of_ranks, self._counts.sum()[None]))
             return of_ranks, pairs
@@ -186,7 +186,7 @@ def _by_expert(ids: torch.Tensor, experts: int) -> Copies:
 
 
 def _by_padded_expert(ids: torch.Tensor, actual: torch.Tensor, counts: torch.Tensor, padding: int) -> Copies:
-    """As `_by_expert`, but each expert's `actual` copies are padded to `counts`, with at most `padding` more."""
+    """Do `_by_expert`, but pad each expert's `actual` copies to `counts`, by at most `padding` copies each."""
     chosen, owner = ids.flatten().short().sort(stable=True)  # unowned copies sort last
     # The padding of earlier experts moves the copies of an expert to later places.
     moved = F.pad((counts.cumsum(0) - counts) - (actual.cumsum(0) - actual), (0, 1))
@@ -212,7 +212,7 @@ def _by_rank(needed: torch.Tensor) -> Copies:
 
 
 def convert(draft: ModelDraft) -> None:
-    """Use this dispatcher in all MoE layers that would use torchtitan's all-to-all."""
+    """Use OrderedDispatcher in all MoE layers that would use torchtitan's all-to-all dispatcher."""
     # On CPUs, torch 2.13 fails to compile expert parallelism with this dispatcher: a device mesh ends up among the
     # tensors that are saved for the backward pass.
     if not draft.recipe.trainer.compile or not compat.ON_CPU:

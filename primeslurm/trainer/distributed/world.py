@@ -40,7 +40,7 @@ class RankError(Exception):
 
 @dataclass(frozen=True)
 class World:
-    """This rank, and the collectives over host memory that it shares with the others.
+    """This trainer rank, and collectives of all ranks over host memory.
 
     `control` is a gloo group with a long timeout, for all that waits for rank 0's disk or for the orchestrator.
     """
@@ -109,7 +109,7 @@ class World:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def forget_peak_memory(self) -> None:
-        """Measure the peak memory of a GPU from now on."""
+        """Reset the peak memory of a GPU, so that `peak_memory_bytes` counts from now on."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
@@ -118,7 +118,7 @@ class World:
         return int(torch.cuda.memory_stats()["num_alloc_retries"]) if self.device.type == "cuda" else 0
 
     def tighten(self, timeout_s: float, dims: ParallelDims) -> None:
-        """Set the timeout of the training step's collectives. A collective."""
+        """Set the timeout of the training step's collectives to `timeout_s`. A collective."""
         self.barrier()  # a slow rank may still be in a collective that needs the old timeout
         meshes = dims.get_all_one_dimensional_meshes().values()
         for group in [None, *(mesh.get_group() for mesh in meshes)]:
@@ -191,7 +191,7 @@ def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> 
 
 
 def alone() -> World:
-    """Make this process the only rank, without an address or a port for others."""
+    """Make this process the only rank of a World, without a TCPStore that others could join."""
     device = torch.device("cpu") if compat.ON_CPU else torch.device("cuda", 0)
     store = dist.HashStore()
     dist.init_process_group("gloo" if compat.ON_CPU else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)

@@ -37,7 +37,7 @@ _HEARTBEAT_S = 1.0
 
 
 class _Fetch:
-    """A batch that is being fetched."""
+    """A request for one step's batch, which a thread waits for."""
 
     def __init__(self, link: TrainerLink, step: int, shard: RankShard, timeout_s: float) -> None:
         self.step = step
@@ -52,7 +52,7 @@ class _Fetch:
         self._thread.start()
 
     def end(self) -> None:
-        """Cancel the request. If its answer is already arriving, wait for all of it."""
+        """Cancel the request for the batch. If the batch is already arriving, wait for all of it."""
         self.cancel()
         while self._link.receiving and self._thread.is_alive():
             liveness().heartbeat()
@@ -76,7 +76,7 @@ class _Fetch:
 
 
 class Prefetch:
-    """Prefetches at most one batch of this rank's shard, within `timeout_s` [s], on another connection like `link`."""
+    """Prefetches this rank's shard of one batch at a time, within `timeout_s` [s], on a connection beside `link`."""
 
     def __init__(self, link: TrainerLink, shard: RankShard, timeout_s: float) -> None:
         self._link = link
@@ -126,7 +126,7 @@ class WeightTransfer(Protocol):
     publisher: Publisher
 
     def resume(self, version: int) -> None:
-        """Announce the version of the loaded checkpoint. Version 0 is the model that engines start with."""
+        """Offer engines the version of the loaded checkpoint. Version 0 is the model that they start with."""
 
     def transfer(self, version: int, published: Callable[[WeightsPublished], None]) -> None:
         """Update the engines to the version that was just trained, and call `published` with the event to record.
@@ -202,7 +202,7 @@ class RlTask:
         return step
 
     def _warm_up(self, step: int) -> None:
-        """Compile for the first step while engines start, and before this rank waits for them."""
+        """Compile for the first step, `step`, while engines start and before this rank waits for them."""
         if not self.train_step.compiles or step >= self.recipe.max_steps:
             return
         if self.world.decide(int(self.world.interrupt.requested())):
@@ -212,7 +212,7 @@ class RlTask:
         self.journal.write(WarmedUp(round(self._timer.seconds("warm_up"), 1)))
 
     def _next(self, step: int) -> tuple[Choice, Batch | None]:
-        """Get this rank's rows of the next batch. Rank 0 asks first, and the others follow its decision."""
+        """Get this rank's rows of the batch. Rank 0 asks the orchestrator first; the others follow its choice."""
         choice, batch, failure = Choice.TRAIN, None, None
         if self.world.is_main:
             try:

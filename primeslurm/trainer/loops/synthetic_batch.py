@@ -13,13 +13,13 @@ from primeslurm.trainer.weights import model_directory
 from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, lengths_of, positions_of
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
-DOCUMENTS = 4  # per row
+DOCUMENTS = 4  # documents per row
 # FlashAttention 4 has another kernel for more than 256 documents, and takes seconds to compile it.
 MANY_DOCUMENTS = 257
 
 
 def synthetic_batch(recipe: Recipe, policy: PolicyModel) -> Batch:
-    """Return one micro batch of whole rows for this rank, the same on every rank but for the rank's numbers.
+    """Return one micro batch of whole rows for this rank. Ranks differ only in the batch's rank numbers.
 
     If joined rows can hold many documents, there is a second micro batch with many.
     """

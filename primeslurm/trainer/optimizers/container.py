@@ -1,4 +1,4 @@
-"""A container that makes the optimizers of one model look like one."""
+"""One object that steps, saves and loads all optimizers of a model."""
 
 from __future__ import annotations
 

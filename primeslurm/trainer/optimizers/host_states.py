@@ -51,7 +51,7 @@ class _Chunk:
         self.bytes = 0  # size of its state in a device buffer
 
     def keep(self) -> None:
-        """Move new state tensors to host memory, after the first step or after a load."""
+        """Move optimizer state that the first step or a load has created on the device to host memory."""
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.ndim:

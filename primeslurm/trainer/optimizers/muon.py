@@ -85,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         return self._direction(first, shape, placements, torch.stack(momenta)).unbind()
 
     def _direction(self, like: Any, shape: torch.Size, placements: Any, local: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize a stack whose shard on this rank is `local`. Return the shard of the result."""
+        """Orthogonalize a stack of matrices of which this rank has the shard `local`. Return this rank's shard."""
         mesh, stride = like.device_mesh, torch.empty(shape, device="meta").stride()
         stack = DTensor.from_local(local.to(self._dtype), mesh, placements, shape=shape, stride=stride)
         whole = stack.redistribute(placements=_whole(placements, like.ndim))

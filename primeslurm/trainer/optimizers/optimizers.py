@@ -95,7 +95,7 @@ def _is_router(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
 def step(
     optimizer: Optimizers, model: torch.nn.Module, max_norm: float | None, ep_enabled: bool, world: World
 ) -> tuple[float, bool]:
-    """Clip the gradient, update the weights if it is finite, and remove it. A collective.
+    """Clip gradients to `max_norm`, update the weights if they are finite, and clear them. A collective.
 
     Returns the norm before clipping, and whether the weights were updated.
     """

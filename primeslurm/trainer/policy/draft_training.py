@@ -72,7 +72,7 @@ class DraftTraining:
         del self._embeddings, self._hidden, self._weight
 
     def drop(self) -> None:
-        """Drop the gradients and sums of all micro batches since the last update."""
+        """Drop the draft layer's gradients and metric sums of all micro batches since the last update."""
         self.optimizer.zero_grad()
         self._sums.zero_()
 

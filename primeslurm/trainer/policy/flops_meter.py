@@ -65,7 +65,7 @@ class FlopsMeter:
         )
 
     def add(self, rows: Sequence[Row], trained: int, images: VisionInput | None) -> None:
-        """Count a micro batch.
+        """Count the operations of one micro batch.
 
         Args:
             rows: This rank's shards of rows.
@@ -100,7 +100,7 @@ class FlopsMeter:
         return metrics
 
     def _images(self) -> Work:
-        """Return the work of this rank's images. Ranks that share rows all encode the same ones."""
+        """Return the work of encoding this rank's images. Ranks that share rows all encode the same images."""
         if not self._grids:
             return Work()
         patches = torch.cat(self._grids).prod(dim=1).double()
@@ -117,7 +117,7 @@ def peak_tflops(recipe: Recipe, device: torch.device) -> float | None:
     name = torch.cuda.get_device_name()
     peak = peak_of(name)
     if peak is None:
-        log.info("no MFU: the peak rate of %s is unknown; monitor.peak_tflops sets it", name)
+        log.info("metrics have no MFU: the peak rate of %s is unknown; set monitor.peak_tflops", name)
         return None
     return peak.fp8 if recipe.trainer.fp8 else peak.bf16
 
@@ -126,7 +126,7 @@ def _shape(config: Any) -> ModelShape | None:
     try:
         return shape_of(config.to_dict())
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        log.info("no FLOP/s: the shape of the model is unknown: %r", error)
+        log.info("metrics have no FLOP/s: the shape of the model is unknown: %r", error)
         return None
 
 
@@ -153,7 +153,7 @@ def _positions(row: Row, rank: int, ranks: int) -> np.ndarray:
 
 
 class Peak(NamedTuple):
-    """Peak rates of matrix products [TFLOP/s]."""
+    """Peak rates of a GPU's matrix products [TFLOP/s]."""
 
     bf16: float
     fp8: float | None  # None if the GPU has no FP8 products

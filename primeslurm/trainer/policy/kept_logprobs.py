@@ -1,4 +1,4 @@
-"""Writes the trainer's log-probabilities of rollouts that are in the archive of the run, for people to read.
+"""Write the trainer's log-probabilities of archived rollouts to the run directory, for people to read.
 
 Each rank writes what it has computed, in a thread, after the step. A failure is logged and changes nothing else.
 """
@@ -24,7 +24,7 @@ _RETRY_S = 5.0
 
 
 class KeptLogprobs:
-    """Collects log-probabilities during a step."""
+    """Collects the log-probabilities of archived rollouts during a step, and writes them after it."""
 
     def __init__(self, run_dir: Path, attempt: int, rank: int) -> None:
         self._run_dir, self._attempt, self._rank = run_dir, attempt, rank
@@ -71,4 +71,4 @@ class KeptLogprobs:
         except Exception as error:  # nobody looks at the thread's results
             why = f"{type(error).__name__}: {error}"
         if why:
-            log.warning("log-probabilities of kept rollouts of step %d are not written: %s", step, why)
+            log.warning("cannot write the log-probabilities of archived rollouts of step %d: %s", step, why)

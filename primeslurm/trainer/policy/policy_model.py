@@ -46,7 +46,7 @@ class PolicyModel:
     draft_layer: PolicyModel | None = None
     """The draft layer (MTP) if it is trained: a model of its own, with its own parameters and names."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the model by name, with the names under which the draft layer of the checkpoint repeats them."""
+    """Names of the model's tensors that the checkpoint's draft layer repeats, and their names there."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         return lora.base_weights(self.model)
@@ -58,7 +58,7 @@ class PolicyModel:
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's shard of the batch. Context-parallel ranks have the same one."""
+        """Index of this rank's shard of the batch. Ranks of one context-parallel group share it."""
         mesh = self.dims.get_optional_mesh("batch")
         return 0 if mesh is None else int(mesh.get_local_rank())
 

@@ -33,7 +33,7 @@ WARM_UP_STEPS = 3
 
 
 class CompilationMetrics:
-    """Counts the compilations per step of all ranks, which wait while one of them compiles."""
+    """Counts torch.compile's compilations per step over all ranks. While one rank compiles, all others wait."""
 
     def __init__(self, compiled: bool, world: World) -> None:
         self._compiled = compiled
@@ -42,7 +42,7 @@ class CompilationMetrics:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the compilations so far."""
+        """Drop torch's records of compilations, so that `take` counts only later ones."""
         utils.clear_compilation_metrics()
 
     def take(self) -> dict[str, float]:
@@ -64,7 +64,7 @@ class CompilationMetrics:
 
 
 class TrainStep:
-    """The policy with the recipe's loss, optimizer and schedule. Without a `reader`, training is on text only.
+    """The policy with the recipe's loss, optimizer and schedule. Without an image `reader`, it trains on text only.
 
     `kept` writes log-probabilities of rollouts in the archive. Without a `meter`, steps have no metrics of operations.
     """

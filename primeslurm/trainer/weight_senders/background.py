@@ -1,4 +1,4 @@
-"""Publishing beside the next step: a copy of the policy, and a thread with its own process group."""
+"""Helpers to publish weights while the next step trains: a copy of the policy, and a thread with its own group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.distributed.world import World
 
 HEARTBEAT_S = 1.0  # between two heartbeats of a training loop that waits for a thread
-ALIGNMENT = 16  # of tensors in a copy of the policy [bytes]
+ALIGNMENT = 16  # alignment of tensors in a copy of the policy [bytes]
 Tensors = dict[str, torch.Tensor]
 
 
 def beside(world: World) -> World:
-    """Return the ranks with another control group, for a thread. A collective."""
+    """Return a copy of `world` with a new control group, for a background thread. A collective."""
     # Collectives of a thread must not mix with those of the training loop.
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
     return replace(world, control=group)
@@ -39,7 +39,7 @@ class PolicyCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Iterable[Tensors]) -> None:
-        """Begin to copy tensors. Later work on the current stream may overwrite them."""
+        """Start to copy the tensors of each layer. Later work on the current stream may overwrite the originals."""
         self._tensors, end = [], 0
         for exported in tensors:
             copies = {}
@@ -52,14 +52,14 @@ class PolicyCopy:
             self._copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[Tensors]:
-        """Wait for the copy and return it, divided as `take` got it."""
+        """Wait for the copy, and return its tensors in the same layers as `take` got them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._tensors
 
 
 class Background:
-    """At most one action that runs beside training."""
+    """Runs at most one action at a time in a thread, while training continues."""
 
     def __init__(self) -> None:
         self._running: Future[None] | None = None

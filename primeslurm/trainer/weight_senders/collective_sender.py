@@ -45,7 +45,7 @@ COPY_BYTES = 2 * 2**30
 
 
 class Sender:
-    """Sends a policy to engines. All methods are collectives.
+    """Sends policies to the engines over NCCL. All methods are collectives of the trainer ranks.
 
     `timeout_s` limits each wait within a session, and the time during which new sessions start.
     """
@@ -150,7 +150,7 @@ class Sender:
         self.seconds, self.connect_seconds = time.monotonic() - start, connecting
         if self._world.is_main:
             workers, took = session.size - session.senders, (self.seconds, connecting)
-            log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
+            log.info("sent policy v%d to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
         return True
 
     def _layers(self) -> Iterator[Tensors]:
@@ -183,12 +183,12 @@ class Sender:
     def _all_succeeded(self, version: int, failure: TransferError | None) -> bool:
         failed = [text for text in self._world.collect(str(failure) if failure else "") if text]
         if failed and self._world.is_main:
-            log.warning("v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
+            log.warning("policy v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
         return not failed
 
 
 class _Outbox:
-    """One rank's messages in a session. It sends nothing more after a failure."""
+    """Sends one rank's messages of one weight update to engines. It sends nothing more after a failure."""
 
     def __init__(self, channel: Channel, catalogue: Catalogue, rank: int, device: torch.device) -> None:
         self.failure: TransferError | None = None
@@ -212,7 +212,7 @@ class _Outbox:
         self._attempt(lambda: self._channel.send(messages))
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all messages of this update are sent."""
         if self.failure is None:
             self._attempt(self._channel.finish)
 

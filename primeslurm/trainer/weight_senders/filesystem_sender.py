@@ -44,7 +44,7 @@ FILE_BYTES = 2 * 2**30
 
 
 class Publisher:
-    """Writes versions to `<run>/weights`. Keeps the newest `keep`, and those of checkpoints. All are collectives.
+    """Writes policy versions to `<run>/weights`, in collectives. Keeps the newest `keep`, and those of checkpoints.
 
     Args:
         only_adapter: Versions are LoRA adapters instead of whole models.
@@ -128,7 +128,7 @@ class Publisher:
         return final
 
     def _on_main(self, action: Callable[[], object], version: int, world: World) -> None:
-        """Do `action` on rank 0. Every rank raises its error as RankError."""
+        """Do `action`, part of publishing `version`, on rank 0. If it fails, every rank raises RankError."""
         world.agree(_attempt(action) if world.is_main else None, f"publishing v{version}")
 
     def _write_adapter(self, directory: Path, version: int) -> None:
@@ -188,7 +188,7 @@ class Publisher:
         return world.collect(_Written(writer.index, writer.records, writer.size))
 
     def _open_base(self, base: int | None) -> contextlib.AbstractContextManager[OpenFiles | None]:
-        """Open the files that this rank wrote for the base, if there is one. A collective."""
+        """Open the files that this rank wrote for version `base`, to compute a delta. None: no base. A collective."""
         if base is None:
             return contextlib.nullcontext()
         directory, names = self._base
@@ -272,7 +272,7 @@ class FilesystemTransfer:
         self._background.finish()
 
     def repeat(self, version: int) -> None:
-        """Wait for the files. Engines read them without the trainer."""
+        """Wait until the last version's files are complete. Engines read files without the trainer's help."""
         self.finish()
 
     def flush(self, version: int) -> None:
@@ -285,7 +285,7 @@ class FilesystemTransfer:
 
 @dataclass(frozen=True)
 class _Written:
-    """Result of one rank: tensor name to file name, its files, and the bytes of its tensors."""
+    """What one rank wrote of a version: the file of each tensor, all files, and the bytes of the tensors."""
 
     index: dict[str, str]
     records: list[FileRecord]
@@ -358,7 +358,7 @@ def _prefix(rank: int) -> str:
 
 
 def _flush(directory: Path, rank: int) -> None:
-    """Flush a rank's own files. Rank 0 flushes all others and the directories."""
+    """Flush this rank's weight files to disk. Rank 0 flushes the whole directory."""
     if rank:
         for path in files.listing(directory, f"{_prefix(rank)}*"):
             durable.sync(path)

@@ -86,13 +86,13 @@ class _Turns:
         self._turns: Counter[tuple[int, ...]] = Counter()
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether this rank exports a tensor that is its own or sharded."""
+        """Return whether this rank exports `tensor`, which is a local expert or a sharded tensor."""
         if not isinstance(tensor, DTensor):
             return self._first_replica  # an expert of this rank: other replicas have the same
         return self._next(tuple(tensor.device_mesh.mesh.flatten().tolist()))
 
     def takes(self) -> bool:
-        """Return whether this rank exports a tensor that every rank has."""
+        """Return whether this rank exports the next tensor of those that every rank has whole."""
         return self._next(tuple(range(self._world.size)))
 
     def _next(self, ranks: tuple[int, ...]) -> bool:
@@ -131,7 +131,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Format of exported tensors."""
+    """Dtype of exported tensors, and which of them are quantized to FP8."""
 
     dtype: torch.dtype  # dtype of all tensors that are not in FP8
     fp8: bool = False  # whether projections and experts are exported in FP8

@@ -50,7 +50,7 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardRead:
-    """The region of a stored tensor that a rank needs."""
+    """A read of the region of a stored tensor that this rank needs, and its destination."""
 
     name: str
     place: TensorLocation

@@ -26,7 +26,7 @@ _PARALLEL_HEADERS = 8
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Locations of the weights of a model directory."""
+    """Where each weight of a model directory is stored, and in which format."""
 
     directory: Path
     places: dict[str, TensorLocation]

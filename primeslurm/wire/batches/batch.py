@@ -94,7 +94,7 @@ class RankShard(msgspec.Struct, frozen=True):
 class KeptDocument(msgspec.Struct, frozen=True):
     """A document whose trainer log-probabilities are written down, because its rollout is in the archive."""
 
-    number: Count  # of the document in the whole batch
+    number: Count  # number of the document in the whole batch
     row: Count  # index of the row among the rank's rows
     start: Count  # position of its first token in the whole row, after a shared prefix
     length: Count
@@ -102,7 +102,7 @@ class KeptDocument(msgspec.Struct, frozen=True):
 
 
 class BatchInfo(msgspec.Struct, frozen=True):
-    """Everything about one rank's batch but its rows."""
+    """Step, sizes and settings of one rank's batch: all data except its rows."""
 
     step: int
     dp_rank: int
@@ -113,7 +113,7 @@ class BatchInfo(msgspec.Struct, frozen=True):
     cp_rank: int = 0  # index of these shards of the rows, of `cp_world`
     cp_world: int = 1
     rows_at_once: int = 0  # Rows of a micro batch. 0: as many as fit, and all rows have the same length.
-    kept: tuple[KeptDocument, ...] = ()  # some of the documents in these rows
+    kept: tuple[KeptDocument, ...] = ()  # documents in these rows whose trainer log-probabilities are archived
 
     @property
     def shard(self) -> RankShard:
@@ -121,14 +121,14 @@ class BatchInfo(msgspec.Struct, frozen=True):
 
 
 class _RowHeader(msgspec.Struct, frozen=True):
-    """A row on the wire, without arrays."""
+    """Metadata of a row on the wire. Its arrays follow as buffers."""
 
     documents: list[Count]  # lengths of the documents, from which positions are computed
     images: tuple[ImageSpan, ...] = ()
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """A batch on the wire, without arrays."""
+    """Metadata of a batch on the wire. Its arrays follow as buffers."""
 
     info: BatchInfo
     rows: list[_RowHeader]

@@ -31,7 +31,7 @@ LARGEST_HEADER = 1 << 30  # maximum size of a message's header [bytes], which ma
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """Everything that a reader must know before it reads the rest."""
+    """Sizes and digest of a batch file, at its start, so that a reader can allocate memory and verify the rest."""
 
     header: Size  # size of the message's header [bytes]
     arrays: Size  # size of all arrays [bytes]
@@ -102,7 +102,7 @@ def is_there(path: Path, *, whole: bool) -> bool:
 
 
 def _head(file: Any) -> tuple[_Head, int]:
-    """Read the head of an open file. Return it and the number of bytes that follow."""
+    """Read the head of an open batch file. Return the head, and the number of bytes that follow it."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):

@@ -1,4 +1,4 @@
-"""Parts of a batch that are on disk. They are read when they are sent, so no process holds all of them."""
+"""Parts of a batch on disk, which are read only when they are sent, so that no process holds a whole batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FrameSource = Frame | FileRange
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array in a file, one row after another."""
+    """Rows of an array that are stored in a file, one after another."""
 
     content: FileRange
     dtype: np.dtype[Any]
@@ -73,7 +73,7 @@ class StoredArray:
 
 
 def loaded(sources: Iterable[FrameSource]) -> Iterator[Frame]:
-    """Yield the bytes of all sources; those on disk are read in blocks. Raise DamagedError."""
+    """Yield the bytes of all sources. Read sources on disk in blocks. Raise DamagedError if that fails."""
     for source in sources:
         if isinstance(source, FileRange):
             for start in range(0, len(source), READ_BYTES):

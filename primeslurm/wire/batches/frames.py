@@ -49,7 +49,7 @@ class ArraySpec(msgspec.Struct, frozen=True):
 
 
 class ArraysHeader(msgspec.Struct, frozen=True):
-    """The first frame of a message with arrays: its other data, and the shapes of the arrays in the next frames."""
+    """First frame of a message: its metadata, and name, dtype and shape of the arrays in the frames after it."""
 
     meta: msgspec.Raw
     arrays: tuple[ArraySpec, ...]
@@ -143,7 +143,7 @@ class IncomingArrays:
 
 
 def assembled(frames: Sequence[Any]) -> list[Any]:
-    """Return a message whose buffers were split into frames of other sizes as one buffer per array."""
+    """Join the frames of a message, whose division is arbitrary, to its header and one buffer per array."""
     incoming = IncomingArrays(frames[0], lambda size: np.empty(size, np.uint8), sum(len(frame) for frame in frames[1:]))
     incoming.take(frames[1:])
     return incoming.frames()

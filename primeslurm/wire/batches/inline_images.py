@@ -26,7 +26,7 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
 
 def whole(images: Sequence[ImageSpan], length: int) -> tuple[int, tuple[ImageSpan, ...]]:
-    """Return the largest end of a sequence up to `length` [tokens] that splits no image, and the images before it."""
+    """Return the largest cut up to `length` [tokens] that splits no image, and the images before the cut."""
     for image in images:
         if image.start < length < image.end:
             length = image.start

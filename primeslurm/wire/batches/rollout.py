@@ -38,7 +38,7 @@ class TeacherPrompt(msgspec.Struct, frozen=True):
 
 
 class RolloutInfo(msgspec.Struct, frozen=True):
-    """Everything about a rollout but its tokens."""
+    """Origin, reward, metrics and outcome of a rollout: all data except its arrays."""
 
     id: str
     group: str
@@ -52,7 +52,7 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     error: str | None = None  # Why the rollout failed. A failed rollout is never trained.
     images: tuple[ImageSpan, ...] = ()  # images in the order of their tokens
     agent: str = ""  # name of the environment's agent that acted; empty if it has only one
-    trace: Count = 0  # Index of the trace in its rollout. With several agents, each acting of an agent is a trace.
+    trace: Count = 0  # index of the trace in its rollout; with several agents, each run of an agent is a trace
     length_penalty: float = 0.0  # subtracted from the reward before advantages are computed
     teacher_prompt: TeacherPrompt | None = None  # None: the teacher gets the policy's own prompt
     repeated_experts: Count = 0  # tokens whose routed experts are unknown because the engine returned repeated ones

@@ -31,21 +31,21 @@ class GetBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """Step `step` was trained."""
+    """The trainer reports that `step` is trained, with its metrics."""
 
     step: int
     metrics: dict[str, float]
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write the orchestrator's part of the checkpoint of `step` into `directory`."""
+    """The trainer asks the orchestrator to write its part of the checkpoint of `step` into `directory`."""
 
     step: int
     directory: str
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoint of `step` is committed."""
+    """The trainer reports that the checkpoint of `step` is committed."""
 
     step: int
 

@@ -1,4 +1,4 @@
-"""The orchestrator's end of the link."""
+"""The orchestrator's end of the link: answers the trainer's ZMQ requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READ_THREADS = 4  # Threads that read chunks from disk. A single reader does not
 
 
 class OrchestratorLink:
-    """Answers requests concurrently.
+    """Serves the requests of all trainer ranks concurrently.
 
     Args:
         handler: Returns an Answer, or the frames of a batch; an exception becomes an error answer. If a batch takes
@@ -50,7 +50,7 @@ class OrchestratorLink:
             while True:
                 frames = await self._socket.recv_multipart()
                 if len(frames) != 3:  # identity, empty, request
-                    log.warning("ignored a message of %d frames, which is no request", len(frames))
+                    log.warning("ignored a message of %d frames, because requests have 3", len(frames))
                     continue
                 identity, _, raw = frames
                 # A rank that repeats its request has reconnected and no longer listens on the old connection. The

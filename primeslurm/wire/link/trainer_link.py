@@ -1,4 +1,4 @@
-"""The trainer's end of the link."""
+"""The trainer's end of the link: sends ZMQ requests to the orchestrator, and repeats them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TrainerLink:
         self.receiving = False  # whether a batch is being received: it is formed, and its first bytes have arrived
 
     def beside(self) -> TrainerLink:
-        """Return another link to the same orchestrator for another thread. Its waits do not count towards liveness."""
+        """Return a new link to the same orchestrator, for another thread. It does not call `on_wait` for heartbeats."""
         return TrainerLink(self._address, self._timeout_s, self._retry_s, empty=self._empty)
 
     def get_batch(

@@ -40,7 +40,7 @@ class NotVisibleError(OSError):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """The content of COMMITTED."""
+    """The content of COMMITTED: the step of a checkpoint, and a record of every file in it."""
 
     step: int
     attempt: int
@@ -129,7 +129,7 @@ def set_aside(run_dir: Path, step: int, attempt: int, why: Sequence[str]) -> Pat
     """
     if not why:
         raise ValueError(f"nothing proves that the checkpoint of step {step} is damaged")
-    log.error("checkpoint of step %d is damaged, trying the one before: %s", step, "; ".join(why))
+    log.error("the checkpoint of step %d is damaged; falling back to the one before: %s", step, "; ".join(why))
     directory = step_dir(run_dir, step)
     target = directory.with_name(f"{directory.name}.damaged-{attempt}")
     durable.write(target.with_name(f"{target.name}.txt"), "".join(f"{line}\n" for line in why))
@@ -207,7 +207,7 @@ def _proven_damage(directory: Path) -> list[str] | None:
 
 
 def _look(directory: Path) -> tuple[list[str], list[str]]:
-    """Return the texts of differences from the record, and the names of parts that this node does not see."""
+    """Compare a checkpoint with its record. Return texts of differences, and names of files this node cannot see."""
     try:
         record = manifest.parsed(directory / COMMITTED, Commit)
     except DamagedError as error:
@@ -240,7 +240,7 @@ def _newest_named(run_dir: Path) -> int | None:
 
 
 def _forget_newest(run_dir: Path, step: int) -> None:
-    """If NEWEST names `step`, whose checkpoint is about to go, let it name the one before."""
+    """If the file NEWEST names `step`, whose checkpoint will be deleted, make it name the checkpoint before."""
     if _newest_named(run_dir) != step:
         return
     older = [each for each in committed(run_dir) if each < step]
@@ -288,7 +288,7 @@ def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     ]
     # A directory without COMMITTED may be a checkpoint whose COMMITTED this node has not seen or read yet.
     if any(step not in steps and files.exists(path / COMMITTED) for step, path in obsolete):
-        log.warning("no checkpoint is deleted now: COMMITTED of one that seemed to be a leftover is there")
+        log.warning("deleted no checkpoints: one that seemed to be uncommitted has been committed")
         return []
     for _, path in obsolete:
         durable.remove(path / COMMITTED)

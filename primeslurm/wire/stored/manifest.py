@@ -75,7 +75,7 @@ def write(path: Path, value: object) -> None:
 
 
 def read(path: Path, kind: type[T]) -> T | None:
-    """Read a manifest. Return None if it does not exist or is damaged."""
+    """Read a manifest of type `kind`. Return None if it does not exist or is damaged."""
     try:
         return parsed(path, kind)
     except DamagedError:
@@ -83,7 +83,7 @@ def read(path: Path, kind: type[T]) -> T | None:
 
 
 def parsed(path: Path, kind: type[T]) -> T | None:
-    """Read a manifest. Return None if it does not exist.
+    """Read a manifest of type `kind`. Return None if it does not exist.
 
     Raise DamagedError if the file exists, but is no valid manifest, and OSError if the file cannot be read.
     """

@@ -29,7 +29,7 @@ _MAX_LISTED = 3  # names that `first_names` lists
 
 @dataclass(frozen=True)
 class TaskImage:
-    """Image and working directory of a task's programs."""
+    """The container image in which a Harbor task's programs run, and their working directory."""
 
     image: str | None  # Path of a SIF file, or a tag. None: the runtime's default image.
     workdir: str | None  # Directory where programs start. None: the image does not set one.

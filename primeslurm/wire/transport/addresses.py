@@ -19,7 +19,7 @@ FILE = "addresses.json"  # name of the file in the attempt directory
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """The content of `addresses.json`."""
+    """The content of `addresses.json`: host and ports of each process of the attempt."""
 
     hosts: dict[str, str]  # address of the node of each process
     ports: dict[str, dict[str, int]]  # port numbers of each process, by name of the port
@@ -38,7 +38,7 @@ PERIOD_S = 1.0  # minimum interval between two checks of the file
 
 
 class AddressBook:
-    """The `addresses.json` of an attempt, at most a second old."""
+    """Looks up addresses in an attempt's `addresses.json`, which it reads again after a second."""
 
     def __init__(self, attempt_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = attempt_dir / FILE

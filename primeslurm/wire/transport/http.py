@@ -100,7 +100,7 @@ def error_text(content: bytes) -> str:
 
 
 class _BoundedBody(httpx.AsyncByteStream):
-    """The body of an answer, up to a maximum size."""
+    """An HTTP response's body that raises httpx.ReadError beyond a maximum size."""
 
     def __init__(self, stream: httpx.AsyncByteStream, largest: int) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Owner of a connection to 127.0.0.1, according to the kernel. Any user of the node can make one."""
+"""Find out which user owns a connection to 127.0.0.1, because any user of the node can connect to it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _NO_INODE = "0"  # Inode of a socket that its process has closed. The kernel the
 
 
 class FarSocket(NamedTuple):
-    """The other end of a connection."""
+    """The peer's socket of a connection within this node, as the kernel lists it in /proc/net/tcp."""
 
-    uid: int  # user who owns it
+    uid: int  # user who owns the socket
     inode: str
 
 

@@ -50,7 +50,7 @@ class RendezvousError(RuntimeError):
 
 
 def proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
-    """Return the proof of one end of a connection. It contains `who`, so that it is not valid for the other end."""
+    """Return the HMAC of nonces by which one end, `who`, proves that it knows `key`. Not valid for the other end."""
     return hmac.new(key, who + b"".join(nonces), hashlib.sha256).digest()
 
 
@@ -101,7 +101,7 @@ def _key() -> bytes:
 
 
 def _run(made: Awaitable[int]) -> int:
-    """Run a coroutine on the thread that all gates and tunnels of this process share."""
+    """Run a coroutine on the event loop thread of this process's gates and tunnels. Return its result."""
     global _loop
     if _loop is None:
         _loop = asyncio.new_event_loop()
@@ -124,7 +124,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class _Tunnel:
-    """This process's way to a gate."""
+    """Listens on 127.0.0.1 and forwards this process's connections to a gate, after proving the secret."""
 
     def __init__(self, host: str, port: int, patience_s: float, key: bytes) -> None:
         self._host, self._port, self._patience_s, self._key = host, port, patience_s, key
@@ -162,7 +162,7 @@ class _Tunnel:
 
 
 class _Gate:
-    """The listener at the rendezvous port."""
+    """Listens at the rendezvous port and forwards peers that know the secret to torch's store."""
 
     def __init__(self, store_port: int, signature: bytes, key: bytes) -> None:
         self._store_port, self._signature, self._key = store_port, signature, key

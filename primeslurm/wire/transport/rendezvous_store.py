@@ -1,4 +1,4 @@
-"""torch's store, where ranks meet, behind a gate that admits only processes with the run's secret (`rendezvous`)."""
+"""Serve torch's TCPStore, where ranks meet, behind a gate that requires the run's secret (`rendezvous`)."""
 
 from __future__ import annotations
 

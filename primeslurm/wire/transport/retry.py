@@ -55,14 +55,14 @@ def retry_with_backoff(
 
 
 def retry_times(on: Errors, tries: int, pause_s: float) -> AsyncRetrying:
-    """Try up to `tries` times with equal pauses, then raise the last error."""
+    """Return a tenacity loop that makes up to `tries` attempts with equal pauses, then raises the last error."""
     return AsyncRetrying(
         retry=retry_if_exception_type(on), stop=stop_after_attempt(tries), wait=wait_fixed(pause_s), reraise=True
     )
 
 
 def retry_in_thread(on: Errors, within_s: float, pause_s: float) -> Retrying:
-    """Retry a blocking call with equal pauses, and raise the last error after `within_s`."""
+    """Return a tenacity loop for blocking calls: equal pauses, and the last error is raised after `within_s`."""
     return Retrying(
         retry=retry_if_exception_type(on), stop=stop_before_delay(within_s), wait=wait_fixed(pause_s), reraise=True
     )

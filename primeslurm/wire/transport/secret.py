@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # small processes, of which there may be hundreds, import non
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
-# Placeholder in plans, and a variable for processes that are started by hand. Agents do not set it.
+# Placeholder in plans, and an environment variable for processes started by hand. Node agents do not set it.
 VARIABLE = "PRIMESLURM_SECRET"
-# Variable with descriptor and inode of the socket from which a process reads the secret.
+# Environment variable with descriptor and inode of the socket from which a process reads the secret
 HANDED_OVER = "PRIMESLURM_SECRET_FD"
 FILE = "secret"
 HANDSHAKE_S = 10.0  # a peer that has not authenticated by then is disconnected
@@ -87,7 +87,7 @@ def handing_over(value: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def take() -> None:
-    """Read the secret that was handed to this process, unless that is done. Call before other processes are started."""
+    """Read the secret that the parent handed to this process, once. Call it before starting other processes."""
     global _secret
     handed_over = os.environ.pop(HANDED_OVER, "")
     if handed_over:
@@ -116,7 +116,7 @@ def _is_open(descriptor: int, inode: int) -> bool:
 
 
 def keep() -> None:
-    """Remove the secret from the environment, so that programs started by this process do not inherit it."""
+    """Remember the secret and remove it from the environment, so that child programs do not inherit it."""
     import ctypes
 
     global _secret
@@ -135,7 +135,7 @@ def key_for(use: bytes, run_secret: str = "") -> bytes:
 
 
 def generate_token(secret: str) -> str:
-    """Derive a token that admits to generation only.
+    """Derive a bearer token with which engines accept generation requests only.
 
     A router adds its own token to all requests that it relays, to control routes too, so it must not have the secret.
     """

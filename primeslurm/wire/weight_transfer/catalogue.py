@@ -80,14 +80,14 @@ Message = tuple[TensorSlice, ...]
 
 
 class Named(NamedTuple):
-    """A tensor or a stack of experts, named as in TensorInfo."""
+    """A received or outgoing tensor, or a stack of experts, with its name as in TensorInfo."""
 
     name: str
     tensor: torch.Tensor
     experts: tuple[int, ...] = ()
 
     def each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over the tensors, those of experts one by one under their own names."""
+        """Yield names and tensors. A stack yields each expert's matrix under that expert's name."""
         if not self.experts:
             return iter([(self.name, self.tensor)])
         names = (self.name.format(expert) for expert in self.experts)

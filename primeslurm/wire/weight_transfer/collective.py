@@ -105,7 +105,7 @@ class Group:
 
 
 class Channel:
-    """This process's end of a session.
+    """One sender's or receiver's end of a session. It sends or receives messages, and notices failures.
 
     Args:
         lost: For senders: returns why the session is lost, or "". Called about once per second of waiting.
@@ -196,7 +196,7 @@ class Channel:
         return Group(session.id, rank, session.size, group)
 
     def _meet(self, name: str, rank: int, size: int, message: bytes) -> None:
-        """Publish this rank's message and wait for those of all ranks."""
+        """Write this rank's message under `name` in the store, and wait until all `size` ranks have written theirs."""
         self._store.set(f"{name}/{rank}", message)  # type: ignore[arg-type]  # torch's stub knows str alone
         keys = [f"{name}/{other}" for other in range(size)]
         deadline = time.monotonic() + self._arrive_s
@@ -219,7 +219,7 @@ class Channel:
     def _begun(
         self, messages: Sequence[tuple[int, torch.Tensor]], start: Callable[[Any, int, torch.Tensor], Any]
     ) -> str:
-        """Begin to send or receive tensors. Return the error; empty if there is none."""
+        """Begin to send or receive tensors, by `start`. Return the text of the error; empty if there is none."""
         try:
             for rank, data in messages:
                 self._moving.append((start(self._group.process_group, rank, data), data))
@@ -228,7 +228,7 @@ class Channel:
         return ""
 
     def _finished(self) -> str:
-        """Wait for the works. Return the error; empty if there is none."""
+        """Wait until all begun sends or receives are done. Return the text of the error; empty if there is none."""
         moving, self._moving = self._moving, []
         try:
             if self._device.type != "cpu":
@@ -286,7 +286,7 @@ def receive(
 
 
 def _freed(messages: list[tuple[Message, torch.Tensor]]) -> Iterator[Named]:
-    """Yield the tensors of messages, and let go of both."""
+    """Unpack messages, and yield their tensors. Drop messages and tensors as early as possible to free memory."""
     tensors = unpack(messages)
     messages.clear()  # joined experts are copies, so their messages can be freed
     yield from tensors
@@ -304,7 +304,7 @@ def _process_group(store: Any, rank: int, size: int, device: torch.device, timeo
 
 @contextlib.contextmanager
 def _waiting_for(what: str) -> Iterator[None]:
-    """Turn torch's errors in the body into a TransferError that names the awaited object."""
+    """Convert torch's errors in the body to a TransferError that says what (`what`) was awaited."""
     try:
         yield
     except RuntimeError as error:

@@ -44,7 +44,7 @@ def complete(
     layout: str = "hf",
     base: int | None = None,
 ) -> WeightManifest:
-    """Write the manifest of a directory, which makes the version valid. Files in `described` are not read."""
+    """Write the manifest of a policy directory, which makes it valid. Files in `described` are not read again."""
     recorded = {MANIFEST, *(record.name for record in described)}
     others = [path for path in files.listing(directory) if path.name not in recorded and not path.name.startswith(".")]
     more = manifest.describe(directory, [path for path in others if files.is_file(path)])

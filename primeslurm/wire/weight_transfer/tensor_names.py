@@ -1,4 +1,4 @@
-"""Names of tensors in Hugging Face format, as trainer and engines must agree on them."""
+"""Rules about Hugging Face tensor names on which trainer and engines must agree: FP8, draft layers, stacks."""
 
 from __future__ import annotations
 

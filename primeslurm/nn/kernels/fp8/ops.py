@@ -27,13 +27,13 @@ _Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `layers.fp8.linear_product`. k and n are multiples of BLOCK."""
+    """Multiply rows [..., k] by weight [n, k] in FP8. k and n are multiples of BLOCK. Returns [..., n]."""
     result: torch.Tensor = _linear(rows.flatten(0, -2), weight)
     return result.view(*rows.shape[:-1], -1)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Compute `layers.fp8.grouped_product`. k and n are multiples of BLOCK."""
+    """Multiply rows [rows, k] by their group's weight [groups, n, k] in FP8. k and n are multiples of BLOCK."""
     result: torch.Tensor = _grouped(rows, weight, *_layout(offsets, rows.shape[0]))
     return result
 

@@ -19,7 +19,7 @@ _contents: dict[int, tuple[StorageWeakRef, Any]] = {}
 
 
 def create(contents: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a contiguous placeholder for `contents`."""
+    """Create a contiguous placeholder tensor, for which `lookup` returns `contents`."""
     for address in [address for address, (storage, _) in _contents.items() if storage.expired()]:
         del _contents[address]
     size = math.prod(shape) * dtype.itemsize
