@@ -30,6 +30,8 @@ class Gpu:
     nic_gbps: float  # network bandwidth per GPU of a typical 8-GPU node [Gbit/s]
     update_bytes_s: float = 4e12  # rate of AdamW in its memory, measured on an H200
     link_bytes_s: float = math.inf  # measured rate between the GPUs of a node; inf: not measured
+    host_bytes_s: float = 4.7e10  # rate each way of a GPU and its host with traffic both ways, measured on an H200
+    fp8_speedup: float = 1.95  # of products with weights, fitted
 
 
 # From the vendor's data sheets. Memory is what nvidia-smi shows, slightly less than on the sheet.

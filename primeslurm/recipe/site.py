@@ -83,8 +83,13 @@ class MeasuredRates(Section):
     """Processes per node that measured at the same time, one per GPU."""
     products_tflops: float = Field(gt=0, le=1e5)
     """Matrix products of a GPU in bfloat16, or of a process on CPUs in float32 [TFLOPS]."""
+    fp8_tflops: float | None = Field(None, gt=0, le=1e5)
+    """Matrix products of a GPU in FP8 [TFLOPS]. Default: not measured."""
     memory_gbytes_per_s: float = Field(gt=0, le=1e6)
     """Bytes read and written by a copy in the device's memory [GB/s]."""
+    host_gbytes_per_s: float | None = Field(None, gt=0, le=1e5)
+    """Bytes that a GPU copies to pinned host memory, and as many from there at the same time [GB/s]. Default: not
+    measured."""
     node_gbytes_per_s: float | None = Field(None, gt=0, le=1e5)
     """Bytes that a GPU sends to the others of its node by a collective [GB/s]. Default: not measured."""
     network_gbps_per_gpu: float | None = Field(None, gt=0, le=1e5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import statistics
 import sys
@@ -60,6 +61,8 @@ def measure(world: World, directory: Path, local_ranks: int, sizes: Sizes) -> tu
     target = torch.empty_like(source)
     times = _seconds(world, lambda: target.copy_(source))
     rates["memory_gbytes_per_s"] = [2 * sizes.copied / seconds / 1e9 for seconds in times]  # read and written
+    if world.device.type == "cuda":
+        rates |= _cuda_rates(world, sizes)
     ranks = [list(range(first, first + local_ranks)) for first in range(0, world.size, local_ranks)]
     rates["node_gbytes_per_s"] = [rate / 1e9 for rate in _collectives(world, ranks, sizes.sent)]
     across = [list(each) for each in zip(*ranks, strict=True)]
@@ -75,6 +78,55 @@ def _product(world: World, rows: int, inputs: int, outputs: int) -> list[float]:
     left, right, result = (torch.randn(shape, dtype=element, device=world.device) for shape in shapes)
     times = _seconds(world, lambda: torch.mm(left, right, out=result))
     return [2.0 * rows * inputs * outputs / seconds / 1e12 for seconds in times]
+
+
+def _cuda_rates(world: World, sizes: Sizes) -> Samples:
+    """Return the rates of FP8 products and of copies to and from pinned host memory. A rate that fails is left out."""
+    size = sizes.products[-1]
+    fp8 = _seconds_if_possible(world, "FP8 products", lambda: _fp8_product(world.device, *size))
+    copies = _seconds_if_possible(world, "copies to the host", lambda: _host_copies(world.device, sizes.sent))
+    return {
+        "fp8_tflops": [2.0 * math.prod(size) / seconds / 1e12 for seconds in fp8],
+        "host_gbytes_per_s": [sizes.sent / seconds / 1e9 for seconds in copies],
+    }
+
+
+def _fp8_product(device: torch.device, rows: int, inputs: int, outputs: int) -> Callable[[], object]:
+    """Return a product in FP8 with one scale for each matrix."""
+    left, right = (torch.randn(size, inputs, device=device).to(torch.float8_e4m3fn) for size in (rows, outputs))
+    one = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def _host_copies(device: torch.device, size: int) -> Callable[[], object]:
+    """Return copies of `size` bytes to pinned host memory, and of as many from there, at the same time."""
+    hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    side = torch.cuda.Stream(device)
+
+    def copy() -> None:
+        buffers[0].copy_(hosts[0], non_blocking=True)
+        with torch.cuda.stream(side):
+            hosts[1].copy_(buffers[1], non_blocking=True)
+
+    return copy
+
+
+def _seconds_if_possible(world: World, name: str, prepare: Callable[[], Callable[[], object]]) -> list[float]:
+    """Return the times of prepared work [s]; none if it fails on a rank, for example because a GPU cannot do it."""
+    problem = ""
+    try:
+        work = prepare()
+        work()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    # All ranks measure, or none, because they wait for each other.
+    if problems := [each for each in world.collect(problem) if each]:
+        log.warning("%s are not measured: %s", name, problems[0])
+        return []
+    return _seconds(world, work)
 
 
 def _seconds(world: World, work: Callable[[], object]) -> list[float]:

@@ -50,8 +50,8 @@ class CallbackPool(WorkerPool, JobKeeper):
         finally:
             self.close()
 
-    async def _receive(self, identity: bytes, head: Frame, frames: Sequence[Frame]) -> None:
-        await super()._receive(identity, head, frames)
+    async def _receive(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        await super()._receive(identity, frames)
         self._take_events()
 
     def _take_events(self) -> list[WorkerEvent]:

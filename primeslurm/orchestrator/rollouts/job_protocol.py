@@ -6,11 +6,11 @@ that the orchestrator does not know was sent by an earlier orchestrator, which w
 (Describe), and adopts or cancels it.
 
 A finished job is announced (ResultReady). The orchestrator requests results (SendResults) as its receive window allows,
-because hundreds of rollouts may end at once. Small results are sent without a request. A worker holds a sent result
-until it is cancelled, because a group is on disk only when all of its rollouts have arrived. So either side may be
-killed and restarted at any time.
+because hundreds of rollouts may end at once. Small results are sent without a request, and those that end together
+share a message. A worker holds a sent result until it is cancelled, because a group is on disk only when all of its
+rollouts have arrived. So either side may be killed and restarted at any time.
 
-worker -> orchestrator      Status | ResultReady | Result (its frames follow) | JobDescriptions | Unusable
+worker -> orchestrator      Status | ResultReady | Results (frames follow each) | JobDescriptions | Unusable
 orchestrator -> worker      Job | Cancel | Describe | SendResults
 
 The tags on the wire are older than the names of some classes.

@@ -248,7 +248,7 @@ class WorkerPool:
                 frames = join_frames(frames)
             if not frames:
                 raise DamagedError("it has no frames")
-            await self._receive(identity, frames[0], frames[1:])
+            await self._receive(identity, frames)
         except DamagedError as error:
             log.warning("ignored a damaged message from a worker: %s", error)
         return self._take_events()
@@ -376,8 +376,17 @@ class WorkerPool:
         has_others = any(worker.environment in node.listening for node in self._nodes.values())
         return reassign_s if has_others else max(reassign_s, GIVE_UP_S)
 
-    async def _receive(self, identity: bytes, head: Frame, frames: Sequence[Frame]) -> None:
-        message: ToOrchestrator = decode_msgpack(head, ToOrchestrator)  # type: ignore[arg-type]  # a union is no type
+    async def _receive(self, identity: bytes, frames: Sequence[Frame]) -> None:
+        while frames:
+            message: ToOrchestrator = decode_msgpack(frames[0], ToOrchestrator)  # type: ignore[arg-type]  # a union
+            end = 1 + (sum(message.frames) if isinstance(message, Result) else 0)
+            await self._handle(identity, message, frames[1:end])
+            frames = frames[end:]  # the next result
+        await self._request_results()
+        if self._waiting or self._has_isolated:
+            await self._send_suspects()
+
+    async def _handle(self, identity: bytes, message: ToOrchestrator, frames: Sequence[Frame]) -> None:
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
@@ -393,9 +402,6 @@ class WorkerPool:
             self._forget(message.job)
             worker.heard = self._clock()  # its heartbeats wait behind its results, which may take a while
             self._events.append(RolloutEnded(message.job, _outcome(message, frames)))
-        await self._request_results()
-        if self._waiting or self._has_isolated:
-            await self._send_suspects()
 
     def _resolve_unresponsive(self, status: Status) -> None:
         """Learn from a status whether an unresponsive worker responds again, or hung and was restarted."""

@@ -238,7 +238,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     shared = f"each of the {train.gpus} ranks of a node uses the cores nearest to its GPU, with one thread per core"
     quantities = [*saved, Quantity(name="cores", value=cores, unit="per trainer rank", how=shared)]
     if recipe.trainer.memory.optimizer_state_offload:
-        quantities.append(_moved_state(recipe, train, trained))
+        quantities.append(_moved_state(recipe, train, trained, gpu.host_bytes_s))
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
     nic = line_rate(site, train.kind) or (1.0 if train.nodes == 1 else None)  # one node sends nothing to others
     if nic is None:
@@ -252,11 +252,11 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, sh
     return [*quantities, *(_step(time, how) for time, how in zip(times, (LONGEST_STEP, TYPICAL_STEP), strict=True))]
 
 
-def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Quantity:
+def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int, link_bytes_s: float) -> Quantity:
     """Return the optimizer state that a step moves between a GPU and host memory."""
     parameters = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
     moved = parameters * STATE_BYTES[recipe.trainer.optimizer.type]
-    seconds = moving_state(moved, train.gpus)
+    seconds = moving_state(moved, train.gpus, link_bytes_s)
     how = f"to each GPU and back during the optimizer update, {units.duration(seconds)} at the end of a step"
     return Quantity(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
 

@@ -29,6 +29,7 @@ def rated_gpu(site: Site, kind: NodeKind) -> Gpu | None:
         return gpu
     gpu = gpu or Gpu("CPU" if site.device == "cpu" else "GPU", 0.0, 0, 0.0, 0.0, 0.0)
     network, link = rates.network_gbps_per_gpu, rates.node_gbytes_per_s
+    fp8, host = rates.fp8_tflops, rates.host_gbytes_per_s
     return replace(
         gpu,
         bf16_tflops=rates.products_tflops / PRODUCT_SHARE,
@@ -36,6 +37,8 @@ def rated_gpu(site: Site, kind: NodeKind) -> Gpu | None:
         update_bytes_s=1e9 * rates.memory_gbytes_per_s,
         nic_gbps=network / NETWORK_SHARE if network else gpu.nic_gbps,
         link_bytes_s=1e9 * link if link else gpu.link_bytes_s,
+        host_bytes_s=1e9 * host if host else gpu.host_bytes_s,
+        fp8_speedup=fp8 / rates.products_tflops if fp8 else gpu.fp8_speedup,
     )
 
 
@@ -83,6 +86,8 @@ def rate_sources(site: Site, kind: NodeKind) -> list[Quantity]:
             1e3 * gpu.memory_tb_s if gpu else 0.0,
             sheet.format(MEMORY_SHARE),
         ),
+        ("fp8_tflops", "matrix products in FP8", "TFLOPS", 0.0, ""),
+        ("host_gbytes_per_s", "links to host memory", "GB/s each way", 0.0, ""),
         ("node_gbytes_per_s", "links of a node", "GB/s", 0.0, ""),
         ("network_gbps_per_gpu", "links between nodes", "Gbit/s per GPU", line, of_line),
         ("storage_write_gbytes_per_s", "written files", files, network.storage_gbytes_per_s, from_site),

@@ -19,9 +19,9 @@ from primeslurm.recipe.sections.trainer import Parallelism
 
 # Largest relative error of a predicted step on one node
 SPREAD = 0.12
-# Share of the peak that products with weights reach (set: the fit gives more than GPUs reach), their speed-up in FP8,
-# and the relative time of products and elementwise work with LoRA adapters, which add small ones (both fitted)
-PRODUCTS, IN_FP8, LORA = 0.9, 1.95, 1.28
+# Share of the peak that products with weights reach (set: the fit gives more than GPUs reach), and the relative time of
+# products and elementwise work with LoRA adapters, which add small ones (fitted)
+PRODUCTS, LORA = 0.9, 1.28
 # Reads and writes per value, forward pass, and layer of what products leave to other operations: hidden states and
 # queries, the inside of feed-forward networks, tokens on their way to experts. Fitted.
 HIDDEN, INSIDE, ROUTED = 1.8, 39.3, 10.8
@@ -53,9 +53,8 @@ NETWORK_SHARE = 0.8
 UPDATED_BYTES = 12
 # Bytes read and written per parameter to add one gradient to another in float32
 ADDED_BYTES = 12
-# An H200's link to the host with traffic both ways, and the 16 cores of one GPU under AdamW (both measured); a node's
-# host memory (assumed)
-LINK_BYTES_S, CORES_BYTES_S, HOST_BYTES_S = 4.7e10, 3.65e10, 2e11
+# The 16 cores of one GPU of an H200 node under AdamW (measured); a node's host memory (assumed)
+CORES_BYTES_S, HOST_BYTES_S = 3.65e10, 2e11
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def step_time(
     tokens /= layout.cp
     peak = gpu.bf16_tflops * 1e12
     operations = OPERATIONS[layout.activation_checkpointing]
-    rate = PRODUCTS * (IN_FP8 if trainer.fp8 else 1) * peak
+    rate = PRODUCTS * (gpu.fp8_speedup if trainer.fp8 else 1) * peak
     slower = LORA if trainer.lora else 1
     p = count(shape)
     sent = (3 if full else 2) * 2 * tokens  # bytes, of two each, in the forward passes and the backward pass
@@ -127,8 +126,8 @@ def step_time(
         dispatch=_sending(sent * routed, layout.ep, gpus, min(DISPATCH[layout.ep_backend], gpu.link_bytes_s), line),
         exchange=_sending(sent * _exchanged(shape, layout), layout.cp, gpus, min(EXCHANGE, gpu.link_bytes_s), line),
         weights=passes * _weight_bytes(recipe, shape, nodes * gpus) / (gpu.memory_tb_s * 1e12 * WEIGHTS_SHARE),
-        offload=_offloaded(recipe, shape) * tokens / LINK_BYTES_S,
-        optimizer=_optimizer(recipe, nodes, gpus, shape, passes, gpu.update_bytes_s),
+        offload=_offloaded(recipe, shape) * tokens / gpu.host_bytes_s,
+        optimizer=_optimizer(recipe, nodes, gpus, shape, passes, gpu),
         network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * line),
     )
 
@@ -217,27 +216,28 @@ def _recurrences(shape: ModelShape, full: bool) -> float:
     return again * (spaces + nets)
 
 
-def moving_state(size: float, gpus: int) -> float:
+def moving_state(size: float, gpus: int, link_bytes_s: float) -> float:
     """Predict the seconds to move optimizer state, `size` bytes per GPU, from a node's memory to its GPUs and back."""
-    return max(size / LINK_BYTES_S, 2 * gpus * size / HOST_BYTES_S)
+    return max(size / link_bytes_s, 2 * gpus * size / HOST_BYTES_S)
 
 
-def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int, gpu_bytes_s: float) -> float:
+def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int, gpu: Gpu) -> float:
     copies, state = recipe.trainer.parallelism.dp_replicate, STATE_BYTES[recipe.trainer.optimizer.type]
     parameters = 0.0 if recipe.trainer.lora else copies * count(shape).total / (nodes * gpus)
     size = parameters * (UPDATED_BYTES + 2 * state)
     if recipe.trainer.memory.optimizer_state_offload:
-        return max(size / gpu_bytes_s, moving_state(parameters * state, gpus))
+        return max(size / gpu.update_bytes_s, moving_state(parameters * state, gpus, gpu.host_bytes_s))
     if not recipe.trainer.memory.optimizer_offload:
-        return size / gpu_bytes_s
-    return max(size / CORES_BYTES_S, gpus * size / HOST_BYTES_S) + _gradients_on_host(parameters, gpus, passes)
+        return size / gpu.update_bytes_s
+    computed = max(size / CORES_BYTES_S, gpus * size / HOST_BYTES_S)
+    return computed + _gradients_on_host(parameters, gpus, passes, gpu.host_bytes_s)
 
 
-def _gradients_on_host(parameters: float, gpus: int, passes: int) -> float:
+def _gradients_on_host(parameters: float, gpus: int, passes: int, link_bytes_s: float) -> float:
     """Predict the seconds to copy gradients to host memory and add them, while the GPUs wait."""
     # FSDP copies a gradient synchronously if it adds it to another one, so nothing overlaps (torch 2.13,
     # `foreach_reduce`).
-    arriving = max(4 * parameters / LINK_BYTES_S, 4 * gpus * parameters / HOST_BYTES_S)
+    arriving = max(4 * parameters / link_bytes_s, 4 * gpus * parameters / HOST_BYTES_S)
     return passes * arriving + (passes - 1) * gpus * parameters * ADDED_BYTES / HOST_BYTES_S
 
 

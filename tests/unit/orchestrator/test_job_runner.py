@@ -169,7 +169,7 @@ async def test_result_is_held_until_it_is_cancelled(
         await asyncio.wait(list(worker._running.values()), timeout=600)
     assert list(worker._unsent) == list(worker._jobs) == ["a", "b", "c"], "a failure is not kept"
     for name in ("a", "b", "c", "bad"):
-        await worker._send_result(name)
+        await worker._send_results([name])
     assert not worker._unsent
     assert list(worker._held) == list(worker._jobs) == ["b", "c"], "the oldest is given up"
     worker.handle(Cancel(["b"]))
@@ -190,6 +190,32 @@ async def test_result_is_held_until_it_is_cancelled(
     worker.handle(Job("s", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._running.values()), timeout=600)
     assert [result.job for result in said] == list(worker._held) == list(worker._jobs) == ["s"]
+
+
+async def test_results_that_end_together_share_a_message(make_worker: Callable[[Rollouts], JobRunner]) -> None:
+    made = group([3], [0.5]).rollouts[0]
+    end = asyncio.Event()
+
+    async def finished(job: Job) -> tuple[Rollout, ...]:
+        await end.wait()
+        if job.id == "a":
+            worker.handle(Cancel(["c"]))
+        return made
+
+    messages: list[Any] = []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    worker = make_worker(finished)
+    worker._send = send  # type: ignore[method-assign]
+    for name in ("a", "b", "c"):
+        worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
+    tasks = list(worker._running.values())
+    end.set()
+    await asyncio.wait(tasks, timeout=600)
+    assert messages == [[*encode_result("a", made), *encode_result("b", made)]], "all but the cancelled one"
+    assert list(worker._held) == list(worker._jobs) == ["a", "b"]
 
 
 async def test_closed_worker_does_not_block_other_sockets() -> None:

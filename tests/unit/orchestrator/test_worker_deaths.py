@@ -120,7 +120,7 @@ class Simulation:
             worker.back_at = self.now + (HANG_S if self.hangs else 4)
 
     async def _say(self, worker: SimulatedWorker, message: ToOrchestrator) -> None:
-        await self.pool._receive(worker.identity, msgspec.msgpack.encode(message), [])
+        await self.pool._receive(worker.identity, [msgspec.msgpack.encode(message)])
 
     _jobs: dict[str, Job] = {}
 

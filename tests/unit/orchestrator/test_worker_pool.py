@@ -66,8 +66,8 @@ class Pool:
 
     async def tell(self, socket: zmq.asyncio.Socket, message: ToOrchestrator, *frames: bytes) -> None:
         await socket.send_multipart([msgspec.msgpack.encode(message), *frames])
-        identity, head, *rest = await self.pool._socket.recv_multipart()
-        await self.pool._receive(identity, head, rest)
+        identity, *received = await self.pool._socket.recv_multipart()
+        await self.pool._receive(identity, received)
 
     async def given(self, worker: int, keep_number: bool = False) -> ToWorker:
         found: ToWorker = msgspec.msgpack.decode(await asyncio.wait_for(self.sockets[worker].recv(), 60), type=ToWorker)
@@ -356,6 +356,17 @@ async def test_worker_keeps_its_jobs_after_a_reconnect(pool: Pool) -> None:
     assert pool.results == [("a", JobFailure("e"))] and pool.lost == []
 
 
+async def test_message_with_several_results_ends_their_jobs(pool: Pool) -> None:
+    await pool.hear(0)
+    for name in ("a", "b", "c"):
+        await pool.pool.send(job(name))
+    others = map(msgspec.msgpack.encode, (Result("unknown", [1]), b"of a cancelled job", Result("b", error="e")))
+    await pool.tell(pool.sockets[0], Result("a", [1]), b"damaged", *others)
+    damaged, failed = pool.results
+    assert damaged[0] == "a" and "damaged result" in str(damaged[1])
+    assert failed == ("b", JobFailure("e")) and list(pool.pool._owners) == ["c"]
+
+
 def of_killed(name: str) -> Job:
     """Return a job that a killed orchestrator has sent."""
     return msgspec.structs.replace(job(name), sender="killed", number=7)
@@ -372,7 +383,7 @@ async def test_jobs_of_a_killed_orchestrator_are_adopted_once(address: str) -> N
     socket = pool.sockets[0] = pool.connect()
     runs, ended = map(of_killed, ("runs", "ended"))
     status = Status("e", 0, "x", ["runs"], held={"ended": 9}, seen=7)
-    await pool.tell(socket, Result("ended"), b"from before the restart")
+    await pool.tell(socket, Result("ended", [1]), b"from before the restart")
     await pool.tell(socket, status)
     assert await pool.given(0) == Describe(["ended", "runs"]) and pool.results == []
     assert pool.pool.count_settled({"e"}) == 0

@@ -146,8 +146,8 @@ def test_time_to_move_optimizer_state_is_estimated() -> None:
     found = amounts(**merge(train, offload))
     own = 8 * count(GLM).total / 96 / 1e9
     assert found["optimizer state moved"] == pytest.approx(own, rel=0.01)
-    assert moving_state(own * 1e9, 8) == pytest.approx(2 * 8 * own / 200), "host memory is read and written"
-    assert moving_state(own * 1e9, 1) == pytest.approx(own / 47), "the link takes longer"
+    assert moving_state(own * 1e9, 8, 47e9) == pytest.approx(2 * 8 * own / 200), "host memory is read and written"
+    assert moving_state(own * 1e9, 1, 47e9) == pytest.approx(own / 47), "the link takes longer"
     assert "optimizer state moved" not in amounts(**train)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ def measured(*, partition: str = "gpu", gres: str = "gpu:h200", **changes: Any) 
     return site(nodes={"default": {"gres": gres}}, measured={partition: RATES | changes})
 
 
-def step(where: Site, **parallelism: int) -> StepTime:
+def step(where: Site, trainer: Mapping[str, Any] = {}, **parallelism: int) -> StepTime:
     kind = where.kind("train")
     assert kind is not None
     gpu, line = rated_gpu(where, kind), line_rate(where, kind)
     assert gpu is not None and line is not None
-    recipe = Recipe.model_validate(recipe_data(trainer={"parallelism": parallelism}))
+    recipe = Recipe.model_validate(recipe_data(trainer={"parallelism": parallelism, **trainer}))
     shape = catalog()[QWEN3].shape
     return step_time(recipe, shape, gpu, nodes=2, gpus=8, gbps=line, tokens=65536, length=4096)
 
@@ -63,6 +64,11 @@ def test_parts_of_a_step_follow_the_rate_that_they_use() -> None:
     assert no_nvlink.dispatch == pytest.approx(usual.dispatch * DISPATCH["torch"] / 23e9)
     assert step(measured(node_gbytes_per_s=900.0), ep=8).dispatch == usual.dispatch, "fitted rates include copies"
     assert step(measured(network_gbps_per_gpu=160.0), ep=8).network == pytest.approx(2 * usual.network)
+    offloads = {"memory": {"optimizer_state_offload": True}}
+    slow_link = step(measured(host_gbytes_per_s=1.0), offloads, ep=8).optimizer
+    assert step(measured(host_gbytes_per_s=2.0), offloads, ep=8).optimizer == pytest.approx(slow_link / 2)
+    fp8 = step(measured(fp8_tflops=1.5 * RATES["products_tflops"]), {"fp8": True}, ep=8)
+    assert fp8.products == pytest.approx(usual.products / 1.5)
 
 
 def test_a_measured_device_of_unknown_type_has_step_times() -> None:
