@@ -22,6 +22,8 @@ from primeslurm.records.reading import find_record
 from primeslurm.run.directory import RunDirectory
 
 Wanted = Literal["running", "paused", "removed"]
+# File in a tenant's run directory: the sessions that have stored its checkpoints in the Tinker service.
+SESSIONS_FILE = "tinker_sessions.json"
 _WANTED: tuple[Wanted, ...] = get_args(Wanted)
 
 

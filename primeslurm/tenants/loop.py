@@ -27,6 +27,7 @@ from primeslurm.records.events.training import (
     TrainerStopped,
     WeightsPublished,
 )
+from primeslurm.run.tenants import SESSIONS_FILE
 from primeslurm.tenants.step import TenantStep
 from primeslurm.tenants.tinker_client import MissingError, TinkerClient
 from primeslurm.tinker.store import EXTERNAL, SCHEME
@@ -93,8 +94,10 @@ class TenantTask:
                 raise ValueError(f"model.path = {self.recipe.model.path}: {why}")
             mine, everything = str(self.run_dir), self.client.checkpoints()
             self._stored = {c["tinker_path"] for c in everything if (c["user_metadata"] or {}).get(_RUN) == mine}
-            for session in {path.removeprefix(SCHEME).partition(":")[0] for path in self._stored}:
+            sessions = {path.removeprefix(SCHEME).partition(":")[0] for path in self._stored}
+            for session in sessions:
                 self.client.finish(session)  # of a killed trainer: its adapter would stay in the service's memory
+            durable.write_json(self.run_dir / SESSIONS_FILE, sorted({*sessions, self.client.session}))
             step = self._load(model)
         self.timer.step = self._saved = step
         self._journal.write(CheckpointLoaded(step))

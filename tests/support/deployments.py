@@ -16,14 +16,14 @@ from tests.support.recipes import model_dir, site
 
 
 def make_deployment(root: Path, max_tenants: int = 2) -> Path:
-    """Make a deployment below `root`/runs whose job has ended. Tenants may have rank 16 and 128 tokens."""
+    """Make a deployment below `root`/runs whose job has ended. Tenants may have rank 16, 128 tokens and 5 GB."""
     recipe = Recipe.model_validate(
         {
             "name": "lab",
             "task": "tenants",
             "seq_len": 128,
             "model": {"path": str(model_dir(root, model_type="qwen3")), "dtype": "float32"},
-            "tenants": {"max_tenants": max_tenants, "max_rank": 16},
+            "tenants": {"max_tenants": max_tenants, "max_rank": 16, "disk_gb": 5},
         }
     )
     run = RunDirectory(root / "runs" / "lab")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import yaml
 
 from primeslurm.api.runs.run import Run, find_run
 from primeslurm.api.tenants.recipes import DeploymentUrls, deployment_recipe, limit_violations, read_tenant
+from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.paths import is_file, shipped
 from primeslurm.recipe import Recipe
@@ -104,6 +106,19 @@ class SharedDeployment:
         tenant = self.tenant(name)
         tenant.want(wanted)
         return tenant
+
+    def set_disk_quota(self, name: str, disk_gb: float) -> None:
+        """Change a tenant's disk quota. Raises UsageError if there is no such tenant, or the quota is too large."""
+        tenant, limits = self.tenant(name), self.recipe.tenants
+        assert limits is not None
+        if limits.disk_gb is not None and disk_gb > limits.disk_gb:
+            why = f"the deployment allows at most {limits.disk_gb:g}"
+            raise UsageError([Violation("--disk-gb", f"{disk_gb:g}", why, f"nearest: {limits.disk_gb:g}")])
+        recipe = yaml.safe_load(files.read_text(tenant.recipe_file))
+        recipe["tenant"] = (recipe.get("tenant") or {}) | {"disk_gb": disk_gb}
+        times = tenant.recipe_file.stat()
+        durable.write(tenant.recipe_file, yaml.safe_dump(recipe, sort_keys=False))
+        os.utime(tenant.recipe_file, ns=(times.st_atime_ns, times.st_mtime_ns))  # tenants are ordered by this time
 
     def key(self, user: str) -> tuple[str | None, str]:
         """Return the URL of the Tinker service (None if it does not run), and a user's key, which may be new.

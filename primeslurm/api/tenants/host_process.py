@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from primeslurm.api.jobs import record_interrupted_submission
+from primeslurm.api.tenants.disk_use import DiskMonitor
 from primeslurm.api.tenants.host import Action, StarterState, TenantSupervisor, View
 from primeslurm.api.tenants.recipes import UNKNOWN, DeploymentUrls, deployment_recipe
 from primeslurm.base import durable, files
@@ -86,6 +87,7 @@ class TenantHost:
         limits = deployment_recipe(run_dir).tenants
         assert limits is not None
         self._max_tenants = limits.max_tenants
+        self.disk = DiskMonitor(run_dir, limits)
         self._hosted: dict[str, HostedTenant] = {}
         self.ending = False
 
@@ -146,6 +148,7 @@ class TenantHost:
             completed=end is not None and end.outcome == Outcome.COMPLETED,
             committed=checkpoints.newest(tenant.run.path) or 0,
             reason=reason or (end.reason if end else ""),
+            disk=self.disk.uses.get(tenant.name),
         )
 
     def _act(self, hosted: HostedTenant, action: Action) -> None:
@@ -219,6 +222,7 @@ def main() -> int:
         signal.signal(number, lambda received, _: signals.append(received))
     secret.take()
     host, reporter = TenantHost(arguments.run_dir, DeploymentUrls(arguments.service, arguments.router)), liveness()
+    host.disk.start()
     reporter.enter("watch")
     while True:
         host.ending = bool(signals)

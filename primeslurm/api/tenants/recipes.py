@@ -98,9 +98,11 @@ def read_tenant(
 def limit_violations(recipe: Recipe, deployment: Recipe) -> list[Violation]:
     """Return the limits of the deployment that a tenant's recipe exceeds."""
     assert deployment.tenants is not None
-    limits = {"seq_len": (recipe.seq_len, deployment.seq_len)}
+    limits: dict[str, tuple[float, float]] = {"seq_len": (recipe.seq_len, deployment.seq_len)}
     if recipe.trainer.lora is not None:
         limits["trainer.lora.rank"] = (recipe.trainer.lora.rank, deployment.tenants.max_rank)
+    if recipe.tenant is not None and recipe.tenant.disk_gb is not None and deployment.tenants.disk_gb is not None:
+        limits["tenant.disk_gb"] = (recipe.tenant.disk_gb, deployment.tenants.disk_gb)
     return [
         Violation(field, str(value), f"the deployment allows at most {limit}", f"nearest: {limit}")
         for field, (value, limit) in limits.items()

@@ -97,13 +97,24 @@ def pause(run: RunArg, name: NameArg, runs: RunsOpt = None) -> None:
     _want(find_deployment(run, runs), name, "paused")
 
 
-def resume(run: RunArg, name: NameArg, runs: RunsOpt = None) -> None:
+def resume(
+    run: RunArg,
+    name: NameArg,
+    disk_gb: Annotated[
+        float | None, typer.Option(min=0.001, help="New disk quota of the tenant [GB].", metavar="N")
+    ] = None,
+    runs: RunsOpt = None,
+) -> None:
     """Resume a paused tenant, or start one again that waits after a failure.
 
     Examples:
         primeslurm tenant resume lab alice
+        primeslurm tenant resume lab alice --disk-gb 50
     """
-    _want(find_deployment(run, runs), name, "running")
+    deployment = find_deployment(run, runs)
+    if disk_gb is not None:
+        deployment.set_disk_quota(name, disk_gb)
+    _want(deployment, name, "running")
 
 
 def remove(run: RunArg, name: NameArg, runs: RunsOpt = None, yes: YesOpt = False) -> None:

@@ -32,6 +32,10 @@ class Tenant(Section):
     """Largest number of requests to the deployment's engines at once; further requests wait. Default: no limit."""
     tokens_per_second: PositiveFloat | None = None
     """Largest average rate of sampled tokens; requests wait while the average is above it. Default: no limit."""
+    disk_gb: PositiveFloat | None = None
+    """Disk quota: largest size of this tenant's run directory and its checkpoints in the Tinker service [GB]. A tenant
+    that uses more is paused with a checkpoint. It continues when it uses 5 % less, or its quota is raised. Default:
+    `tenants.disk_gb` of the deployment."""
     weight: float = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """Share of the Tinker service while requests of others wait, for example 2: twice the tokens of a tenant or client
     of weight 1. Clients of the Tinker API have weight 1."""

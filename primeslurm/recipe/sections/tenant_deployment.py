@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 
@@ -23,6 +23,9 @@ class Tenants(Section):
     """Largest number of tenants. Paused tenants count, removed ones do not."""
     max_rank: Annotated[int, Field(ge=1, le=LARGEST_RANK)] = 32
     """Largest LoRA rank of a tenant or client. Larger values slow down all of them."""
+    disk_gb: PositiveFloat | None = None
+    """Disk quota of a tenant that sets no `tenant.disk_gb`, and the largest one that a tenant can set [GB]. Default: no
+    quota."""
 
     @property
     def engine_adapters(self) -> int:

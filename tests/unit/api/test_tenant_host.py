@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from primeslurm.api.tenants.host import BACKOFF_S, MAX_BACKOFF_S, START_S, STOP_S, TenantSupervisor, View
+from primeslurm.api.tenants.host import BACKOFF_S, MAX_BACKOFF_S, START_S, STOP_S, DiskUse, TenantSupervisor, View
 
 
 def view(**changes: Any) -> View:
@@ -121,3 +121,33 @@ def test_the_end_of_the_deployment_stops_every_tenant() -> None:
     starting = TenantSupervisor()
     starting.decide(view(), 0)
     assert starting.decide(view(starter="running"), 1, ending=True) == "end_starter"
+
+
+def test_a_tenant_over_its_disk_quota_is_paused_until_there_is_room() -> None:
+    supervisor = running()
+    over = DiskUse(1_100_000_000, 1e9)
+    assert supervisor.decide(view(active=True, disk=DiskUse(1_000_000_000, 1e9)), 10) == "nothing"
+    assert supervisor.decide(view(active=True, disk=over), 11) == "stop", "with a checkpoint"
+    assert supervisor.decide(view(disk=over), 12) == "nothing"
+    assert (supervisor.state, supervisor.failures) == ("paused", 0)
+    assert supervisor.reason.startswith("its files use 1.1 GB of 1 GB (disk_gb); it continues below 950 MB")
+    assert supervisor.decide(view(disk=DiskUse(960_000_000, 1e9)), 13) == "nothing", "its first files would exceed it"
+    assert supervisor.decide(view(disk=DiskUse(950_000_000, 1e9)), 14) == "start"
+    assert supervisor.reason == ""
+
+
+def test_a_tenant_over_its_disk_quota_continues_when_the_quota_is_raised() -> None:
+    supervisor = TenantSupervisor()
+    assert supervisor.decide(view(disk=DiskUse(1_100_000_000, 1e9)), 0) == "nothing"
+    assert supervisor.state == "paused"
+    raised = DiskUse(1_100_000_000, 1.12e9)
+    assert supervisor.decide(view(disk=raised), 1) == "nothing"
+    assert supervisor.decide(view(disk=raised, wanted_since=2.0), 2) == "start", "after a command"
+
+
+def test_a_run_is_not_stopped_before_its_disk_use_is_measured() -> None:
+    supervisor = TenantSupervisor()
+    assert supervisor.decide(view(disk=None), 0) == "nothing"
+    assert (supervisor.state, supervisor.reason) == ("waiting", "its disk use is not measured yet")
+    assert supervisor.decide(view(disk=None, active=True), 1) == "nothing"
+    assert supervisor.state == "running"

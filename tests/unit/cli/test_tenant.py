@@ -7,8 +7,9 @@ import stat
 from pathlib import Path
 
 import pytest
+import yaml
 
-from primeslurm.run.tenants import TenantDirectory, tenants_of
+from primeslurm.run.tenants import TenantDirectory, add_tenant, tenants_of
 from tests.support.cli import Result, primeslurm
 from tests.support.deployments import make_deployment, write_tenant
 
@@ -83,6 +84,20 @@ def test_pause_and_resume_are_recorded_for_the_tenant_host(lab: Path) -> None:
     assert TenantDirectory(lab / "tenants" / "alice").wanted == "running"
     unknown = tenant(lab, "pause", "lab", "alicia")
     assert unknown.code == 2 and "lab has no such tenant (did you mean alice?)" in unknown.err
+
+
+def test_resume_changes_the_disk_quota_within_the_limit_of_the_deployment(lab: Path) -> None:
+    for name in ("alice", "bob"):
+        file = write_tenant(lab.parents[1] / f"{name}.yaml", tenant={"disk_gb": 1, "weight": 2})
+        assert add_tenant(lab, name, file.read_text())
+    assert tenant(lab, "resume", "lab", "alice", "--disk-gb", "5").code == 0
+    alice, bob = tenants_of(lab)
+    assert (alice.name, bob.name) == ("alice", "bob"), "in the order in which they were added"
+    assert yaml.safe_load(alice.recipe_file.read_text())["tenant"] == {"disk_gb": 5, "weight": 2}
+    refused = tenant(lab, "resume", "lab", "alice", "--disk-gb", "6")
+    assert refused.code == 2 and "--disk-gb = 6: the deployment allows at most 5" in refused.err
+    refused = add(lab, "carol", tenant={"disk_gb": 6})
+    assert refused.code == 2 and "tenant.disk_gb = 6.0: the deployment allows at most 5" in refused.err
 
 
 def test_key_makes_one_key_for_each_user(lab: Path) -> None:
