@@ -10,7 +10,7 @@ from pathlib import Path
 from primeslurm.base import files, logs
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.pipeline.evaluation_orchestrator import EvaluationOrchestrator
+from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.recipe import Recipe
 from primeslurm.wire.transport import secret

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, parse
+from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, parse, rounded
 from primeslurm.run.status.advice import Advice, Tunables, advise
 from primeslurm.testbed.emulated.scheduler import Request, Scheduler, exposition
 
@@ -48,7 +48,7 @@ class Loop:
             if tick % round(LOOK_S / TICK_S) == 0:
                 engines = {"prefill-r0-0": self.prefill} | {f"decode-r0-{i}": e for i, e in enumerate(self.decode)}
                 window.add(tick * TICK_S, {name: parse(exposition(engine)) for name, engine in engines.items()})
-        return advise(window.by_role(), Tunables(prefill=1, decode=3))
+        return advise(rounded(window.by_role()), Tunables(prefill=1, decode=3))
 
 
 @pytest.mark.parametrize(

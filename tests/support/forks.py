@@ -26,7 +26,7 @@ from tests.support.unmeasured import measuring
 
 ROOT = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = (
-    "primeslurm.orchestrator.pipeline.evaluation_orchestrator",
+    "primeslurm.orchestrator.evaluation.evaluation_orchestrator",
     "primeslurm.orchestrator.pipeline.orchestrator",
     "primeslurm.orchestrator.worker.main",
     "primeslurm.orchestrator.environments.reverse_text",

@@ -15,7 +15,6 @@ from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.results import Archive, EvaluationHeader, Sample, summarise
 from primeslurm.orchestrator.rollouts.cache_salt import attempt_prefix
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
@@ -81,10 +80,8 @@ class Evaluator:
         journal: Journal,
         metrics: MetricsLog,
         recorder: RolloutRecorder,
-        deaths: WorkerDeaths,
     ) -> None:
         self._recipe = recipe
-        self._deaths = deaths
         self.routers = list(arguments.routers)
         self._salt_prefix = attempt_prefix(arguments.run_id, arguments.attempt)
         self._incarnation = incarnation
@@ -122,12 +119,7 @@ class Evaluator:
         return cancelled
 
     def next_job(self, available: Collection[str], version: int) -> Job | None:
-        """Return the next job. Tasks that kill their workers are given up."""
-        while self._run and version >= 0 and (job := self._run.next_job(available, version)):
-            if job.task_key not in self._deaths.guilty:
-                return job
-            self.give_up_task(job)
-        return None
+        return self._run.next_job(available, version) if self._run and version >= 0 else None
 
     def adopt_job(self, job: Job) -> bool:
         return self._run is not None and self._run.adopt_job(job)
@@ -149,9 +141,8 @@ class Evaluator:
         assert self._run is not None
         self._run.lost(job)
 
-    def give_up_task(self, job: Job) -> list[str]:
+    def give_up_task(self, job: Job, reason: str) -> list[str]:
         """Fail the samples of a task that kills its workers. Return the jobs to cancel."""
-        reason = self._deaths.reason(job)
         if self._run is None or job.environment not in self._run.labels:
             return []
         samples, jobs = self._run.give_up(job.environment, job.example, reason)
@@ -268,7 +259,7 @@ class Evaluator:
         assert self._run is not None and self._header is not None
         if time.monotonic() < self._finish_after:  # the disk was full a moment ago
             return
-        self._recorder.flush("evaluation")
+        self._recorder.flush_evaluation(self._run.step)
         samples = list(self._run.samples.values())
         record = self._record(samples, self._header)
         try:

@@ -146,11 +146,11 @@ class Archive:
                 log.warning("evaluation of step %d: a sample on disk is damaged and runs again: %s", header.step, error)
         return header, samples
 
-    def begin(self, header: EvaluationHeader) -> None:
-        """Write the header of an evaluation. Raises OSError."""
+    def begin(self, header: EvaluationHeader, samples: Collection[Sample] = ()) -> None:
+        """Write the header of an evaluation, with samples that have already ended. Raises OSError."""
         path = self._progress(header.step)
         durable.make_directory(path.parent)
-        durable.write(path, msgspec.json.encode(header) + b"\n")
+        durable.write(path, b"".join(msgspec.json.encode(each) + b"\n" for each in (header, *samples)))
 
     def add(self, step: int, sample: Sample) -> None:
         """Append a sample. If the disk is full, only a restart would repeat it, so the evaluation goes on."""

@@ -100,7 +100,7 @@ class CollectStage(worker_pool.JobKeeper):
                 self._monitor.task_given_up(event.environment, job.example, reason, job.task, kills=True)
                 self._feedback.cancel(self._dispatcher.give_up(event.environment, job.example))
             else:
-                self._feedback.cancel(self._evaluator.give_up_task(job))
+                self._feedback.cancel(self._evaluator.give_up_task(job, reason))
         self._feedback.wake()
 
     def _is_training(self, environment: str) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry.engine_load import Sample
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.records.events.training import ReplicaLost
 from primeslurm.records.state import ReplicaLoad
 
@@ -30,7 +31,7 @@ class DispatchStage:
         self._context, self._workers = context, workers
         self._dispatcher, self._evaluator, self._feedback = context.dispatcher, context.evaluator, context.feedback
         self._is_blocked = is_blocked
-        self._awaits_reports = is_restarted
+        self._awaits_training = self._awaits_evaluation = is_restarted
         self._adoption_deadline: float | None = None
         self._concurrency: Concurrency | None = None
         if context.recipe.orchestrator.concurrency == "adaptive":
@@ -42,14 +43,9 @@ class DispatchStage:
     async def run_once(self) -> None:
         """Cancel what later stages gave up, then start as many jobs as possible."""
         await self.cancel()
-        version = self._dispatcher.version
-        await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
-        if not self._have_workers_reported():
-            return
         # Evaluation first: its bound is its own, while training takes all the slots that workers have left.
-        while job := self._evaluator.next_job(self._workers.available, version):
-            await self._workers.send(job)
-        while not self._is_blocked and (job := self._dispatcher.next_job(self._workers.available)):
+        await self._dispatch_evaluation()
+        while self._may_dispatch() and (job := self._dispatcher.next_job(self._workers.available)):
             self._context.monitor.rollout_started(job)
             await self._workers.send(job)
 
@@ -79,13 +75,27 @@ class DispatchStage:
         """Return load and limit by replica; empty unless concurrency is adaptive."""
         return self._concurrency.report if self._concurrency is not None else {}
 
-    def _have_workers_reported(self) -> bool:
-        """Tell whether all workers have reported the jobs of an earlier orchestrator, or had the time to."""
-        # Otherwise the same rollouts would start again.
-        if self._awaits_reports:
-            environments = self._context.recipe.all_environments
-            self._adoption_deadline = self._adoption_deadline or time.monotonic() + ADOPTION_S
-            workers = sum(environment.workers for environment in environments)
-            is_settled = self._workers.count_settled({environment.label for environment in environments}) >= workers
-            self._awaits_reports = not is_settled and time.monotonic() < self._adoption_deadline
-        return not self._awaits_reports
+    async def _dispatch_evaluation(self) -> None:
+        version = self._dispatcher.version
+        await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
+        evaluation = self._context.recipe.evaluation
+        if evaluation is not None and self._awaits_evaluation:
+            self._awaits_evaluation = not self._have_reported(evaluation.environments)
+        while not self._awaits_evaluation and (job := self._evaluator.next_job(self._workers.available, version)):
+            if job.task_key in self._context.deaths.guilty:
+                self._evaluator.give_up_task(job, self._context.deaths.reason(job))
+                continue
+            await self._workers.send(job)
+
+    def _may_dispatch(self) -> bool:
+        # After a restart, workers first report what they run. Otherwise the same rollouts would start again.
+        self._awaits_training = self._awaits_training and not self._have_reported(self._context.recipe.environments)
+        return not self._awaits_training and not self._is_blocked
+
+    def _have_reported(self, environments: Sequence[AnyEnvironment]) -> bool:
+        """Tell whether all workers of some environments have reported their jobs, or had the time to."""
+        if self._adoption_deadline is None:
+            self._adoption_deadline = time.monotonic() + ADOPTION_S
+        workers = sum(environment.workers for environment in environments)
+        is_settled = self._workers.count_settled({environment.label for environment in environments}) >= workers
+        return is_settled or time.monotonic() >= self._adoption_deadline

@@ -98,7 +98,7 @@ class OrchestratorPipeline:
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
         newest, incarnation = progress.newest_version, self.dispatcher.incarnation
         self._evaluator = Evaluator(
-            recipe, arguments, newest, incarnation, self._journal, self._metrics, self._recorder, deaths
+            recipe, arguments, newest, incarnation, self._journal, self._metrics, self._recorder
         )
         sessions = TransferSessions(recipe.inference.parallel.tp, recipe.weights.load_s)
         self._policy = weight_update_loop(

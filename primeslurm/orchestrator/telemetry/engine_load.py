@@ -6,13 +6,15 @@ import asyncio
 import math
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 import httpx
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from primeslurm.orchestrator.weight_updates.polling import UNRESPONSIVE_S
 from primeslurm.records.state import Load
 
 Sample = dict[str, float]  # values of one engine at one moment: gauges, and counters since the engine's start
@@ -66,6 +68,20 @@ def parse(text: str) -> Sample:
             if field and math.isfinite(value):  # Prometheus has NaN and +Inf, too
                 sample[field] = sample.get(field, 0.0) + value
     return sample
+
+
+class LastSamples:
+    """The last sample of each engine, which stays valid while the engine is briefly unresponsive."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, Sample]] = {}
+
+    def fill(self, now: float, samples: Mapping[str, Sample], unresponsive: Collection[str]) -> dict[str, Sample]:
+        """Add new samples. Return them, and the last ones of engines that are unresponsive for up to UNRESPONSIVE_S."""
+        recent = {name: self._last[name] for name in unresponsive if name in self._last}
+        recent = {name: (at, sample) for name, (at, sample) in recent.items() if now - at <= UNRESPONSIVE_S}
+        self._last = recent | {name: (now, sample) for name, sample in samples.items()}
+        return {name: sample for name, (_, sample) in self._last.items()}
 
 
 async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str], timeout_s: float = 2.0) -> EngineMetrics:
@@ -162,6 +178,14 @@ class LoadWindow:
             if match := ENGINE.match(name):
                 groups.setdefault(tuple(match[key] for key in keys), []).append(self._engines[name])
         return groups
+
+
+def rounded(loads: Mapping[str, Load]) -> dict[str, Load]:
+    return {name: msgspec.structs.replace(load, **_rounded_fields(load)) for name, load in loads.items()}
+
+
+def _rounded_fields(load: Load) -> dict[str, float]:
+    return {name: round(v, 4) for name, v in msgspec.structs.asdict(load).items() if isinstance(v, float)}
 
 
 def _sum(engines: Sequence[_Engine]) -> Load:

@@ -11,7 +11,7 @@ import msgspec
 
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.telemetry.engine_load import ENGINE, LoadWindow, Sample, scrape
+from primeslurm.orchestrator.telemetry.engine_load import ENGINE, LastSamples, LoadWindow, Sample, rounded, scrape
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported, TaskGivenUp
@@ -74,7 +74,7 @@ class ProgressMonitor:
         self._looked = looked
         self._clock = clock
         self._window = LoadWindow()
-        self._last_samples: dict[str, Sample] = {}
+        self._last_samples = LastSamples()
         self._roles: dict[str, Load] = {}
         self._replicas: dict[str, dict[str, Load]] = {}
         self._tokens = 0
@@ -108,10 +108,7 @@ class ProgressMonitor:
         if self._window.tokens > before:
             self._moved_at = self._clock()
         self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
-        # An engine that hangs is restarted. Until then it keeps its slots, because a busy one must not lose its own.
-        last = {name: self._last_samples[name] for name in silent if name in self._last_samples}
-        self._last_samples = {**last, **samples}
-        self._looked(self._last_samples)
+        self._looked(self._last_samples.fill(self._clock(), samples, silent))
 
     def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
@@ -211,8 +208,8 @@ class ProgressMonitor:
                 reward=self._last_row.get("reward/mean"),
                 staleness=self._last_row.get("staleness/max"),
                 tokens_per_s=self._tokens_per_s,
-                roles=self._roles,
-                replicas=self._replicas,
+                roles=rounded(self._roles),
+                replicas={replica: rounded(roles) for replica, roles in self._replicas.items()},
             )
         )
 

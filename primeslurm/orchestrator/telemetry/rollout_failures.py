@@ -19,6 +19,7 @@ FEW_FAILURES = 8
 FEW_TASKS = 3  # this many failures, of this many tasks, suffice if everything fails
 FEW_KILLERS = 8  # this many tasks that kill their workers suffice if no rollout has ever succeeded
 MANY_KILLERS = 24  # this many in a row without a success suffice if rollouts have succeeded before
+MANY_OVERFLOWS = 1000  # this many tasks in a row whose own prompts are too long suffice, without a success between them
 MAX_KINDS = 100  # kinds of failures of an environment that are counted separately
 FEW_STARTS = 2  # workers of an environment may fail to start this often, each at least once, while no worker serves it
 SLACK = 2.0
@@ -47,7 +48,7 @@ class _Alike:
     """Failures of one kind."""
 
     failures: int = 0
-    tasks: set[str] = field(default_factory=set)  # groups that failed before any rollout succeeded
+    tasks: set[str] = field(default_factory=set)
     longest_s: float = 0.0
     error: str = ""
 
@@ -58,12 +59,15 @@ class _Environment:
 
     first_at: float
     has_succeeded: bool = False  # whether a rollout has succeeded, in this attempt or an earlier one
-    kinds: dict[str, _Alike] = field(default_factory=dict)
+    kinds: dict[str, _Alike] = field(default_factory=dict)  # failures by kind since the last success
     streak: int = 0  # number of failures since the last success
     error: str = ""
     killers: int = 0  # tasks that killed their workers since the last success
+    overflows: int = 0  # tasks with too long prompts since the last success
     total: int = 0
     given_up: int = 0  # tasks that were given up
+    # Number of failures and the last error text of each kind.
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
     failed_starts: Counter[int] = field(default_factory=Counter)  # failed starts by number of the worker
 
 
@@ -90,7 +94,8 @@ class RolloutFailures:
     def finished(self, job: str, environment: str, now: float) -> None:
         self._running.pop(job, None)
         record = self._environment(environment, now)
-        record.has_succeeded, record.streak, record.killers = True, 0, 0
+        record.has_succeeded, record.streak, record.killers, record.overflows = True, 0, 0, 0
+        record.kinds.clear()
 
     def failed(self, job: str, error: str, now: float, cause: Cause = "environment") -> str:
         """Record a failed rollout. Return the label of its environment; empty if unknown."""
@@ -98,17 +103,18 @@ class RolloutFailures:
         label = running.environment if running else ""
         record = self._environment(label, since)
         record.error = headline(error)
-        record.total += 1
+        _count(record, record.error)
+        if cause == "prompt":
+            record.overflows += 1
+            return label
         record.streak += 1
-        kind = signature(record.error)
-        if kind not in record.kinds and len(record.kinds) >= MAX_KINDS:
-            record.kinds.pop(min(record.kinds, key=lambda each: record.kinds[each].failures))
-        alike = record.kinds.setdefault(kind, _Alike())
+        if running is None or record.has_succeeded or cause == "engine":
+            return label
+        alike = record.kinds.setdefault(signature(record.error), _Alike())
         alike.failures += 1
+        alike.tasks.add(running.group)
+        alike.longest_s = max(alike.longest_s, now - since)
         alike.error = record.error
-        if running is not None and cause == "environment" and not record.has_succeeded:
-            alike.tasks.add(running.group)
-            alike.longest_s = max(alike.longest_s, now - since)
         return label
 
     def given_up(self, environment: str, now: float, *, killer: str = "") -> None:
@@ -121,12 +127,13 @@ class RolloutFailures:
 
     @property
     def report(self) -> dict[str, FailedRollouts]:
-        report = {}
-        for label, record in self._environments.items():
-            if record.kinds or record.given_up:
-                alike = max(record.kinds.values(), key=lambda each: each.failures, default=_Alike(error=record.error))
-                report[label] = FailedRollouts(record.total, alike.failures, alike.error, record.given_up)
-        return report
+        return {
+            label: FailedRollouts(
+                record.total, *max(record.reasons.values(), default=(0, record.error)), record.given_up
+            )
+            for label, record in self._environments.items()
+            if record.reasons or record.given_up
+        }
 
     def not_started(self, environment: str, worker: int, error: str, now: float) -> None:
         record = self._environment(environment, now)
@@ -147,6 +154,8 @@ class RolloutFailures:
             if record.killers >= (MANY_KILLERS if record.has_succeeded else FEW_KILLERS):
                 text = f"{record.killers} tasks in a row killed the workers that ran them: {record.error}"
                 return Hopeless(label, text, record.killers, may_pass=record.has_succeeded)
+            if record.overflows >= MANY_OVERFLOWS:
+                return Hopeless(label, record.error, record.overflows)
             if record.has_succeeded:
                 continue
             starts, all_tried = record.failed_starts.total(), len(record.failed_starts) >= self._workers.get(label, 1)
@@ -180,6 +189,14 @@ class RolloutFailures:
         if record is None:
             record = self._environments[label] = _Environment(now, label in self._hopeful)
         return record
+
+
+def _count(record: _Environment, error: str) -> None:
+    record.total += 1
+    kind = signature(error)
+    if kind not in record.reasons and len(record.reasons) >= MAX_KINDS:
+        record.reasons.pop(min(record.reasons, key=lambda each: record.reasons[each][0]))
+    record.reasons[kind] = record.reasons.get(kind, (0, ""))[0] + 1, error
 
 
 def headline(error: str) -> str:

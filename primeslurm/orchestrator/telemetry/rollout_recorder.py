@@ -64,8 +64,8 @@ class RolloutRecorder:
         self._thread = ThreadPoolExecutor(1, "rollout-archive")
         self._waiting = 0
         self._batches: set[int] = set()
-        # Rollouts that wait for more of their kind of file.
-        self._pending: dict[str, list[_Kept]] = {"dropped": [], "evaluation": []}
+        self._dropped: list[_Kept] = []
+        self._evaluated: dict[int, list[_Kept]] = {}
         # Dropped and failed rollouts that were kept since the last batch was formed.
         self._budget_step = -1
         self._used = {"dropped": 0, "failed": 0}
@@ -95,7 +95,7 @@ class RolloutRecorder:
                 group, rollout = rollouts[index]
                 copies = [Credited(credits[i].mask.copy(), credits[i].advantages.copy(), i) for i in sequences]
                 kept.append(_Kept(_copied(rollout), self._facts(group, "trained", step), copies))
-            self.flush("dropped")
+            self._flush_dropped()
             self._submit(step, "batch", kept)
         return [number for sequences in numbers.values() for number in sequences]
 
@@ -104,13 +104,13 @@ class RolloutRecorder:
         for rollout in group.rollouts:
             if (reason := reasons.get(rollout[0].info.id)) and self._may_keep("dropped"):
                 facts = self._facts(group, "dropped", self._step()) | {"dropped": reason}
-                self._add("dropped", _Kept(_copied(rollout), facts))
+                self._add_dropped(_Kept(_copied(rollout), facts))
 
     def failed(self, id: str, error: str, **facts: Any) -> None:
         """Keep why a rollout failed. `facts`: its group, environment, example and task."""
         if self._may_keep("failed"):
             facts |= {"id": id, "state": "failed", "step": self._step(), "attempt": self._attempt}
-            self._add("dropped", _Kept((), facts | {"error": transcripts.printable(error)}))
+            self._add_dropped(_Kept((), facts | {"error": transcripts.printable(error)}))
 
     def evaluated(self, step: int, rollout: tuple[Rollout, ...], error: str, **facts: Any) -> None:
         """Keep a rollout of an evaluation. If all tries failed, it is empty, and `facts` has its id and group."""
@@ -119,14 +119,18 @@ class RolloutRecorder:
         state = "failed" if error else "evaluated"
         facts |= {"state": state, "step": step, "attempt": self._attempt, "evaluation": True}
         facts["error"] = transcripts.printable(error)
-        self._add("evaluation", _Kept(_copied(rollout), facts))
-
-    def flush(self, kind: str) -> None:
-        """Write the rollouts that wait for more: of the "evaluation", or "dropped" ones."""
         with self._lock:
-            kept, self._pending[kind] = self._pending[kind], []
-        if kept:
-            self._submit(kept[-1].facts["step"], kind, kept)
+            pending = self._evaluated.setdefault(step, [])
+            pending.append(_Kept(_copied(rollout), facts))
+            is_full = len(pending) >= PER_FILE
+        if is_full:
+            self.flush_evaluation(step)
+
+    def flush_evaluation(self, step: int) -> None:
+        """Write the rollouts of an evaluation that wait for more."""
+        with self._lock:
+            kept = self._evaluated.pop(step, [])
+        self._submit(step, "evaluation", kept)
 
     def take_metrics(self) -> Row:
         """Return the number of rollouts since the last row that were kept, and that could not be."""
@@ -136,8 +140,9 @@ class RolloutRecorder:
 
     def close(self) -> None:
         """Write what waits. The process exits once it is written, or given up."""
-        for kind in self._pending:
-            self.flush(kind)
+        self._flush_dropped()
+        for step in list(self._evaluated):
+            self.flush_evaluation(step)
         self._thread.shutdown(wait=False)
 
     def _facts(self, group: RolloutGroup, state: str, step: int) -> dict[str, Any]:
@@ -155,12 +160,18 @@ class RolloutRecorder:
             self._used[kind] += 1
             return True
 
-    def _add(self, kind: str, kept: _Kept) -> None:
+    def _add_dropped(self, kept: _Kept) -> None:
         with self._lock:
-            self._pending[kind].append(kept)
-            is_full = len(self._pending[kind]) >= (PER_FILE if kind == "evaluation" else self._options.per_step)
+            self._dropped.append(kept)
+            is_full = len(self._dropped) >= self._options.per_step
         if is_full:  # no batch may ever be formed, if everything is dropped
-            self.flush(kind)
+            self._flush_dropped()
+
+    def _flush_dropped(self) -> None:
+        with self._lock:
+            kept, self._dropped = self._dropped, []
+        if kept:
+            self._submit(kept[-1].facts["step"], "dropped", kept)
 
     def _submit(self, step: int, kind: str, kept: Sequence[_Kept]) -> None:
         if not kept:

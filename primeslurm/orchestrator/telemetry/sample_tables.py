@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 ROWS = 8
 # Longest text [characters]. The middle of longer ones is left out.
 LONGEST = 8000
+# Longest sequence that is decoded [tokens] from each end.
+END_TOKENS = 4000
 
 
 class SampleTables:
@@ -60,8 +62,16 @@ class SampleTables:
     def _text(self, rollout: Rollout) -> str:
         if self._tokenizer is None:
             return ""
-        text = str(self._tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=False))
+        ids = [int(token) for token in rollout.token_ids]
+        if len(ids) > 2 * END_TOKENS:
+            pieces = [self._decoded(ids[:END_TOKENS]), self._decoded(ids[-END_TOKENS:])]
+        else:
+            pieces = [self._decoded(ids)]
+        text = "\n[...]\n".join(pieces)
         return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}\n[...]\n{text[-LONGEST // 2 :]}"
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, Sample, parse, scrape
+from primeslurm.orchestrator.telemetry.engine_load import LoadWindow, Sample, parse, rounded, scrape
 
 TEXT = """\
 # HELP vllm:num_requests_running x
@@ -95,6 +95,7 @@ def test_rates_and_means_are_over_the_window_by_role_and_replica() -> None:
     replicas = window.by_replica()
     assert set(replicas) == {"0", "1"} and set(replicas["0"]) == {"decode", "prefill"}
     assert replicas["1"]["decode"].running == 0
+    assert rounded(roles)["decode"].waiting_mean == 0.3333
 
 
 def test_counters_continue_after_a_restart() -> None:

@@ -17,7 +17,6 @@ from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator, Schedule
 from primeslurm.orchestrator.evaluation.results import Sample
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
 from primeslurm.orchestrator.telemetry.rollout_recorder import RolloutRecorder
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
@@ -198,7 +197,7 @@ def test_rollout_timeout_covers_all_stages(runtime: dict[str, Any], stage_s: flo
     arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], [])
     journal, metrics = Journal(tmp_path, "orchestrator"), MetricsLog(tmp_path, 0, tensorboard=False)
     recorder = RolloutRecorder(tmp_path, 1, made.monitor.rollouts, lambda: 10)
-    evaluator = Evaluator(made, arguments, 10, "x", journal, metrics, recorder, WorkerDeaths())
+    evaluator = Evaluator(made, arguments, 10, "x", journal, metrics, recorder)
     evaluator.follow(10, {})
     assert evaluator._run is not None and evaluator._run.rollout_timeout_s == 4 * stage_s
 

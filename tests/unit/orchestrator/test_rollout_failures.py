@@ -12,7 +12,7 @@ import pytest
 from benchmarks.support.ports import free_port
 from primeslurm.base.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.pipeline.evaluation_orchestrator import EvaluationOrchestrator
+from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_pool import RolloutEnded, WorkerUnusable
 from primeslurm.orchestrator.telemetry.progress_monitor import UnrecoverableError
@@ -20,6 +20,7 @@ from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
     FEW_KILLERS,
     MANY_KILLERS,
+    MANY_OVERFLOWS,
     MAX_KINDS,
     Hopeless,
     RolloutFailures,
@@ -271,7 +272,18 @@ def test_number_of_counted_kinds_is_bounded() -> None:
         word = "".join(chr(ord("a") + int(digit)) for digit in str(task))
         flight.fail(flight.start(task), f"{word}Error: {word}")
     known = flight.failures._environments["a"]
-    assert len(known.kinds) <= MAX_KINDS and known.total == 3 * MAX_KINDS
+    assert len(known.reasons) <= MAX_KINDS and known.total == 3 * MAX_KINDS
+
+
+def test_only_very_many_too_long_prompts_end_the_run() -> None:
+    flight = Flight()
+    for task in range(MANY_OVERFLOWS - 1):
+        flight.fail(flight.start(task), "PromptError: the prompt has 99 tokens", "prompt")
+        flight.now += 10
+    assert flight.verdict is None and flight.failures.streak()[1] == 0
+    flight.fail(flight.start(MANY_OVERFLOWS), "PromptError: the prompt has 99 tokens", "prompt")
+    verdict = flight.verdict
+    assert verdict is not None and "the prompt has 99 tokens" in str(verdict)
 
 
 @pytest.mark.parametrize(("worked", "enough"), [(False, FEW_KILLERS), (True, MANY_KILLERS)])

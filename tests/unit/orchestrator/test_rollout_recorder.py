@@ -88,6 +88,11 @@ def test_sample_of_a_batch_has_some_rollouts_of_a_few_groups(make: Make, tmp_pat
     assert recorder.take_metrics() == {"rollouts/archive_kept": 16.0, "rollouts/archive_left_out": 0.0}
 
 
+def test_small_batch_is_kept_whole(make: Make, tmp_path: Path) -> None:
+    add_batch(make(), 1, count=1)
+    assert RolloutArchive(tmp_path).page().total == 8
+
+
 def test_packed_again_the_same_sequences_are_chosen(make: Make) -> None:
     groups = [group(number) for number in range(8)]
     recorder = make()
@@ -141,7 +146,7 @@ def test_all_rollouts_of_an_evaluation_are_kept(make: Make, tmp_path: Path) -> N
         recorder.evaluated(5, (rollout(number, 1.0, name),), "", example=number, task=number)
     lost = {"id": "evaluation-5/e-70.0", "group": "evaluation-5/e-70", "environment": "e"}
     recorder.evaluated(5, (), "TimeoutError", example=70, task=70, **lost)
-    recorder.flush("evaluation")
+    recorder.flush_evaluation(5)
     add_batch(recorder, 6)
     page = RolloutArchive(tmp_path).page(RolloutQuery(evaluation=True), limit=None)
     assert page.total == 71 and Counter(each.state for each in page.rollouts) == {"evaluated": 70, "failed": 1}
@@ -154,7 +159,7 @@ def test_nothing_is_kept_if_the_recipe_says_so(make: Make, tmp_path: Path) -> No
     recorder.dropped(group(1), {"e-00000001/0-abc0": "stale"})
     recorder.failed("x", "error", group="g", environment="e", example=0, task=None)
     recorder.evaluated(5, (rollout(1),), "")
-    recorder.flush("evaluation")
+    recorder.flush_evaluation(5)
     written(recorder)
     assert not (tmp_path / "rollouts").exists()
 
@@ -166,7 +171,7 @@ def test_archive_stays_within_its_size_and_evaluations_stay_longest(make: Make, 
     size = path.stat().st_size
     recorder = make(max_gb=3.5 * size / 1e9)
     recorder.evaluated(1, (rollout(1),), "")
-    recorder.flush("evaluation")
+    recorder.flush_evaluation(1)
     for step in range(2, 9):
         add_batch(recorder, step)
     directory = tmp_path / rollout_files.DIRECTORY

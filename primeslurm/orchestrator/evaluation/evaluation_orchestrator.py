@@ -12,7 +12,6 @@ import msgspec
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
-from primeslurm.orchestrator.pipeline.context import Feedback
 from primeslurm.orchestrator.rollouts import worker_deaths, worker_pool
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
@@ -52,12 +51,12 @@ class EvaluationOrchestrator:
         require_newest(arguments.run_dir, arguments.attempt)
         self._journal.note_storage_faults()
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
-        self._deaths = worker_deaths.load(arguments.run_dir)
         incarnation = uuid.uuid4().hex[:6]
         self._recorder = RolloutRecorder(arguments.run_dir, arguments.attempt, recipe.monitor.rollouts, lambda: VERSION)
         self._evaluator = Evaluator(
-            recipe, arguments, VERSION, incarnation, self._journal, self._metrics, self._recorder, self._deaths
+            recipe, arguments, VERSION, incarnation, self._journal, self._metrics, self._recorder
         )
+        self._deaths = worker_deaths.load(arguments.run_dir)
         self._workers = worker_pool.WorkerPool(
             arguments.env_bind, max_per_node=recipe.deployment.max_rollouts_per_node, deaths=self._deaths
         )
@@ -65,7 +64,8 @@ class EvaluationOrchestrator:
         max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
         self._failures = RolloutFailures(max_failures, workers, hopeful=self._evaluator.working)
         self._policy = weight_update_loop(recipe, arguments, self._journal)
-        self._feedback = Feedback()
+        self._cancelled: list[str] = []
+        self._wake = asyncio.Event()
 
     async def run(self) -> None:
         """Run until the results are on disk. Raise PrimeslurmError if an environment or all replicas fail."""
@@ -91,29 +91,38 @@ class EvaluationOrchestrator:
             self._handle(event)
         self._check()
         version = self._policy.current_version  # None until the engines have loaded their weights
-        await self._workers.cancel(self._feedback.take_cancelled())
+        cancelled, self._cancelled = self._cancelled, []
+        await self._workers.cancel(cancelled)
         if version is not None:
             await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
             while job := self._evaluator.next_job(self._workers.available, version):
+                # A task that has killed its workers, maybe before a restart, would kill the next worker, too.
+                if job.task_key in self._deaths.guilty:
+                    self._evaluator.give_up_task(job, self._deaths.reason(job))
+                    continue
                 self._failures.started(job, self._clock())
                 await self._workers.send(job)
         self._journal.state(self._state())
         # Addresses and timeouts change without an event, so the loop also runs once per tick.
-        await self._feedback.wait(TICK_S)
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
 
     def _check(self) -> None:
         """Raise an error if the evaluation cannot succeed. The head reads the reason from the last state."""
-        hopeless = self._failures.hopeless(self._clock(), self._evaluator.runs, self._workers.environments)
         if self._policy.useless:
             self._journal.write(Stalled("engines", self._policy.useless))
-            error: PrimeslurmError = StallError(self._policy.useless)
-        elif hopeless is not None:
-            self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
-            error = UnrecoverableError(str(hopeless))
-        else:
+            self._journal.state(msgspec.structs.replace(self._state(), failure=self._policy.useless))
+            raise StallError(self._policy.useless)
+        hopeless = self._failures.hopeless(self._clock(), self._evaluator.runs, self._workers.environments)
+        if hopeless is None:
             return
-        self._journal.state(msgspec.structs.replace(self._state(), failure=str(error)))
-        raise error
+        self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
+        self._journal.state(msgspec.structs.replace(self._state(), failure=str(hopeless)))
+        raise UnrecoverableError(str(hopeless))
 
     def _follow_addresses(self) -> None:
         """Follow the addresses of restarted engines, and drop replicas that the head has given up."""
@@ -141,13 +150,13 @@ class EvaluationOrchestrator:
                     self._failures.failed(job, outcome.error, self._clock(), outcome.cause)
                 else:
                     self._failures.finished(job, outcome[0].info.environment, self._clock())
-                self._feedback.wake()
+                self._wake.set()
             case worker_pool.JobLost(job) if self._evaluator.runs(job):
                 self._evaluator.lost(job)
             case worker_pool.WorkerUnusable(environment, worker, error):
                 self._evaluator.unusable(environment, worker, error)
                 self._failures.not_started(environment, worker, error, self._clock())
-                self._feedback.wake()
+                self._wake.set()
             case worker_pool.WorkerDied(environment, _, guilty):
                 self._give_up_tasks(environment, guilty)
             case worker_pool.EnginesAnswered(answers):
@@ -156,9 +165,10 @@ class EvaluationOrchestrator:
     def _give_up_tasks(self, environment: str, guilty: Sequence[Job]) -> None:
         worker_deaths.save_deaths(self._arguments.run_dir, self._deaths)
         for job in guilty:
-            self._failures.given_up(environment, self._clock(), killer=self._deaths.reason(job))
-            self._feedback.cancel(self._evaluator.give_up_task(job))
-        self._feedback.wake()
+            reason = self._deaths.reason(job)
+            self._failures.given_up(environment, self._clock(), killer=reason)
+            self._cancelled += self._evaluator.give_up_task(job, reason)
+        self._wake.set()
 
     def _state(self) -> OrchestratorState:
         return OrchestratorState(
