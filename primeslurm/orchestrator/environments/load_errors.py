@@ -7,17 +7,19 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
 from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils.loaders import builtin_harness_ids
 
 from primeslurm.base.errors import Violation
-from primeslurm.base.paths import is_file
 from primeslurm.recipe.rules.sandboxes import module_name
 from primeslurm.wire.probe_messages import UNKNOWN
 
@@ -25,6 +27,11 @@ _ID = "environments.id"
 HARNESS = "environments.harness.id"
 # Characters of a value or message that are shown.
 _MAX_TEXT = 300
+# Error messages about parts of `verifiers` that version 0.4 has removed.
+_REMOVED = re.compile(
+    r"module 'verifiers' has no attribute '(\w+)'|cannot import name '(\w+)' from 'verifiers' "
+    r"|No module named 'verifiers\.(?!v1\b)([\w.]+)'"
+)
 _PLUGIN = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not found")
 
 
@@ -97,9 +104,9 @@ def load_failure(error: BaseException, name: str, bundled: Sequence[str]) -> Vio
     `bundled` are the ids of the bundled environments, for suggestions.
     """
     # An old package fails in many ways, for example with an AttributeError, so look for one first.
-    if _is_old(name):
+    if reason := _requires_old_verifiers(name) or _uses_removed(error) or _has_old_entry_point(name):
         version = importlib.metadata.version("verifiers")
-        why = f"it is made for verifiers before 0.4 (it has load_environment()), and verifiers {version} runs"
+        why = f"it is made for verifiers before 0.4 ({reason}), and verifiers {version} runs"
         fix = "install a version for verifiers 0.4, or port its tasks to a taskset (docs/how-to/environments.md)"
         return Violation(_ID, name, why, fix)
     if not isinstance(error, ModuleNotFoundError):
@@ -124,11 +131,35 @@ def load_failure(error: BaseException, name: str, bundled: Sequence[str]) -> Vio
     return Violation(_ID, name, UNKNOWN, fix)
 
 
-def _is_old(name: str) -> bool:
-    """Return whether the module has the entry point that verifiers called before version 0.4."""
-    file = _file_of(module_name(name))
-    text = file.read_text(encoding="utf-8", errors="replace") if file is not None and is_file(file) else ""
-    return "load_environment" in text and "verifiers.v1" not in text
+def _requires_old_verifiers(name: str) -> str:
+    installed = Version(importlib.metadata.version("verifiers"))
+    for package in importlib.metadata.packages_distributions().get(module_name(name), ()):
+        for line in importlib.metadata.requires(package) or ():
+            try:
+                requirement = Requirement(line)
+            except InvalidRequirement:
+                continue
+            if requirement.name != "verifiers" or requirement.specifier.contains(installed, prereleases=True):
+                continue
+            upper = [each for each in requirement.specifier if each.operator in ("<", "<=", "==", "~=")]
+            if any(Version(each.version.removesuffix(".*")) <= installed for each in upper):
+                return f"{package} requires {requirement.name}{requirement.specifier}"
+    return ""
+
+
+def _uses_removed(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if match := _REMOVED.search(str(cause)):
+            return f"it uses verifiers.{next(filter(None, match.groups()))}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def _has_old_entry_point(name: str) -> str:
+    module = sys.modules.get(module_name(name))
+    is_old = module is not None and hasattr(module, "load_environment") and not hasattr(module, "__all__")
+    return "it has load_environment() and exports no taskset" if is_old else ""
 
 
 def unbound_toolsets(env: vf.Env) -> Violation | None:
@@ -155,13 +186,12 @@ def describe(error: BaseException, name: str) -> str:
 
 
 def _code_of(name: str) -> Path | None:
-    file = _file_of(f"verifiers.v1.tasksets.{module_name(name)}") or _file_of(module_name(name))
-    return file.parent if file is not None and file.name == "__init__.py" else file
-
-
-def _file_of(module: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
+    for module in (f"verifiers.v1.tasksets.{module_name(name)}", module_name(name)):
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            continue
+        if spec is not None and spec.origin is not None:
+            origin = Path(spec.origin)
+            return origin.parent if spec.submodule_search_locations else origin
+    return None
