@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from primeslurm.api.runs.run import Run, find_run
-from primeslurm.api.tenants.recipes import DeploymentUrls, deployment_recipe, limit_violations, read_tenant
+from primeslurm.api.tenants.recipes import DeploymentUrls, deployment_recipe, limit_violations, over_limit, read_tenant
 from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.paths import is_file, shipped
@@ -112,8 +112,7 @@ class SharedDeployment:
         tenant, limits = self.tenant(name), self.recipe.tenants
         assert limits is not None
         if limits.disk_gb is not None and disk_gb > limits.disk_gb:
-            why = f"the deployment allows at most {limits.disk_gb:g}"
-            raise UsageError([Violation("--disk-gb", f"{disk_gb:g}", why, f"nearest: {limits.disk_gb:g}")])
+            raise UsageError([over_limit("--disk-gb", f"{disk_gb:g}", f"{limits.disk_gb:g}")])
         recipe = yaml.safe_load(files.read_text(tenant.recipe_file))
         recipe["tenant"] = (recipe.get("tenant") or {}) | {"disk_gb": disk_gb}
         times = tenant.recipe_file.stat()

@@ -103,11 +103,12 @@ def limit_violations(recipe: Recipe, deployment: Recipe) -> list[Violation]:
         limits["trainer.lora.rank"] = (recipe.trainer.lora.rank, deployment.tenants.max_rank)
     if recipe.tenant is not None and recipe.tenant.disk_gb is not None and deployment.tenants.disk_gb is not None:
         limits["tenant.disk_gb"] = (recipe.tenant.disk_gb, deployment.tenants.disk_gb)
-    return [
-        Violation(field, str(value), f"the deployment allows at most {limit}", f"nearest: {limit}")
-        for field, (value, limit) in limits.items()
-        if value > limit
-    ]
+    return [over_limit(field, value, limit) for field, (value, limit) in limits.items() if value > limit]
+
+
+def over_limit(field: str, value: object, limit: object) -> Violation:
+    """Describe a value that is above a limit of the deployment."""
+    return Violation(field, str(value), f"the deployment allows at most {limit}", f"nearest: {limit}")
 
 
 def tenant_site(runs: Path) -> Site:

@@ -27,13 +27,13 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.synthetic_batch import synthetic_batch
 from primeslurm.trainer.policy.train_step import TrainStep
+from primeslurm.trainer.weight_senders.background import HEARTBEAT_S
 from primeslurm.trainer.weight_senders.filesystem_sender import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)
-_HEARTBEAT_S = 1.0
 
 
 class _Fetch:
@@ -56,7 +56,7 @@ class _Fetch:
         self.cancel()
         while self._link.receiving and self._thread.is_alive():
             liveness().heartbeat()
-            self._thread.join(_HEARTBEAT_S)
+            self._thread.join(HEARTBEAT_S)
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -245,7 +245,7 @@ class RlTask:
 
         pending = self.transfer.pending() if self.world.is_main else None
         if pending is not None and not interrupted():
-            self._prefetch.wait(pending, _HEARTBEAT_S)
+            self._prefetch.wait(pending, HEARTBEAT_S)
         if not interrupted() and (batch := self._prefetched(step)) is not None:
             return batch
         if self.world.is_main and self.transfer.pending() and not interrupted():
