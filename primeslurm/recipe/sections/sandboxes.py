@@ -49,8 +49,7 @@ class Limits(Section):
     """Limits on everything that one rollout's programs use together."""
 
     cpus: PositiveFloat | None = None
-    """CPU cores. Default: no limit on the node; 1 at hosted providers, 2 at E2B. `subprocess` starts programs on this
-    many cores, but they may choose others."""
+    """CPU cores. Default: no limit on the node; 1 at hosted providers, 2 at E2B."""
     memory_gb: PositiveFloat | None = None
     """Memory in GB. Default: 4 with `subprocess`, no limit in containers, 2 at hosted providers, 1 at E2B."""
     disk_gb: PositiveFloat | None = None

@@ -348,8 +348,7 @@ async def test_endless_output_is_cut(run_dir: Path) -> None:
 
 
 async def test_commands_that_cannot_start_are_errors(run_dir: Path) -> None:
-    async with sandbox(run_dir, cpus=0.5) as runtime:
-        assert (await sh(runtime, "nproc")).stdout == "1\n", "programs start on the recipe's number of cores"
+    async with sandbox(run_dir) as runtime:
         for text in ("a\0b", "\ud800"):
             with pytest.raises(ValueError, match=r"null byte|surrogates"):
                 await runtime.run(["echo", text], {})
