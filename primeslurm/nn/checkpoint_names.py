@@ -154,7 +154,7 @@ class StackedAdapter(VisionAdapter):
     experts: ClassVar[str]
     """Name of the module that holds a layer's experts. `{}` is the layer."""
     transposed: ClassVar[bool] = False
-    """Whether checkpoints store stacks as [experts, in, out] instead."""
+    """True if checkpoints store stacks as [experts, in, out]."""
 
     def to_hf(self, state_dict: Tensors) -> Tensors:
         stacks = {name: tensor for name, tensor in state_dict.items() if ".inner_experts." in name}

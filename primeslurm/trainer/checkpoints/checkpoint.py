@@ -97,7 +97,7 @@ class Checkpoints:
         self._stager: DefaultStager | None = None
         self.damaged: list[CheckpointSetAside] = []  # checkpoints that `restore` set aside, on rank 0
         self._asynchronous = config.asynchronous if pinned else bool(config.asynchronous)
-        """Whether a thread writes checkpoints. None: the first save decides, by the free host memory."""
+        """True if a thread writes checkpoints. None: the first save decides by the free host memory."""
         self._copies: LocalCopies | None = None
         if config.local and (directory := os.environ.get(LOCAL_CHECKPOINTS)):
             self._copies = LocalCopies(Path(directory), world, _BACKSTOP)

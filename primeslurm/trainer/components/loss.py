@@ -57,7 +57,7 @@ MAX_TEACHER_DIFFERENCE = 15.0
 
 @dataclass(frozen=True)
 class Targets:
-    """What a micro batch trains: tensors [rows, len] of all positions, or [trained tokens] once selected for a loss."""
+    """Inputs of the loss for a micro batch: tensors [rows, len] of all positions, or [trained tokens] once selected."""
 
     labels: torch.Tensor  # token that the position predicts
     logprobs: torch.Tensor  # the engine's log-probability of the token

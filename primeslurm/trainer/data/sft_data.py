@@ -100,7 +100,7 @@ def batch(
 ) -> Batch:
     """Return one rank's rows for `step` (from 1). Every rank gets the same number of rows.
 
-    Rows have `seq_len` tokens. If `joined` > 1, up to so many rows become one longer row without padding between them.
+    Rows have `seq_len` tokens. Up to `joined` rows become one longer row without padding between them.
     """
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
     rows = _pack(chosen, seq_len)

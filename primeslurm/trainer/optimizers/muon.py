@@ -85,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         return self._direction(first, shape, placements, torch.stack(momenta)).unbind()
 
     def _direction(self, like: Any, shape: torch.Size, placements: Any, local: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize a stack of matrices of which this rank has the shard `local`. Return this rank's shard."""
+        """Orthogonalize a stack of matrices from this rank's shard `local`. Return this rank's shard of the result."""
         mesh, stride = like.device_mesh, torch.empty(shape, device="meta").stride()
         stack = DTensor.from_local(local.to(self._dtype), mesh, placements, shape=shape, stride=stride)
         whole = stack.redistribute(placements=_whole(placements, like.ndim))

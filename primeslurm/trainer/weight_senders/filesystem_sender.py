@@ -285,7 +285,7 @@ class FilesystemTransfer:
 
 @dataclass(frozen=True)
 class _Written:
-    """What one rank wrote of a version: the file of each tensor, all files, and the bytes of the tensors."""
+    """Files of one version that one rank wrote: the file of each tensor, all files, and the bytes of the tensors."""
 
     index: dict[str, str]
     records: list[FileRecord]

@@ -26,7 +26,7 @@ _PARALLEL_HEADERS = 8
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Where each weight of a model directory is stored, and in which format."""
+    """Index of the weights of a model directory: the file and the format of each."""
 
     directory: Path
     places: dict[str, TensorLocation]

@@ -25,7 +25,7 @@ EVERY_COMMIT = (
     *("gpt_oss", "nemotron_h", "qwen3_5_moe", "qwen3_vl_moe", "llama", "glm4_moe", "laguna", "minimax_m2"),
     *("deepseek_v3", "glm_moe_dsa", "mixtral"),
 )
-"""The others share their layers with one of these."""
+"""Families that every commit tests. Each of the other families has the same layers as one of them."""
 SPLIT = [
     pytest.param(case, id=case.name, marks=() if case.name in EVERY_COMMIT else pytest.mark.campaign)
     for case in (*CASES, *GENERIC_CASES)

@@ -25,7 +25,7 @@ V0, V1, V2 = PolicyVersion(0, "/model"), PolicyVersion(1, "/run/v1"), PolicyVers
         (engine(None, updates=0), V0, False, Step.CONFIRM),
         (engine(None, updates=0), PolicyVersion(5, "/model"), False, Step.CONFIRM),  # started from its directory
         (engine(None, updates=0), V1, False, Step.UPDATE),
-        (engine(None, updates=1), V0, False, Step.UPDATE),  # a failed update: what it loaded at start is gone
+        (engine(None, updates=1), V0, False, Step.UPDATE),  # a failed update has overwritten the first weights
         (engine(1), V2, False, Step.UPDATE),
         (engine(2), V1, False, Step.UPDATE),
         (engine(None, updates=0), V0, True, Step.UPDATE),
